@@ -1,0 +1,113 @@
+"""The pool of KV blocks: reference counts, an LRU list of free blocks, and the map from prefix hash to block.
+
+A block is *in use* (one reference for each request that lists it), *cached* (free, but still found by its hash) or
+*free*. Taking a block takes the least recently used free one and forgets what it cached. Every operation is O(1).
+
+Block 0 is the null block: never given out, never freed. Padding rows write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NULL_BLOCK = 0
+Key = tuple[int, bytes]  # (KV group, digest of the prefix that ends with this block)
+
+
+class BlockPool:
+    """`num_blocks` blocks, the null block among them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._key: list[Key | None] = [None] * num_blocks
+        self._cached: dict[Key, int] = {}
+        # Doubly linked list of free blocks through two arrays; the null block is head and tail.
+        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self.num_free = num_blocks - 1  # cached ones included
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_blocks - 1 - self.num_free
+
+    def take(self, n: int) -> list[int]:
+        """`n` blocks with one reference each. The caller has checked `num_free`."""
+        assert n <= self.num_free, "took more blocks than are free"
+        blocks = []
+        for _ in range(n):
+            block = self._next[NULL_BLOCK]
+            self._unlink(block)
+            self._forget(block)
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def find(self, key: Key) -> int | None:
+        """The block that holds this prefix, in use or free."""
+        return self._cached.get(key)
+
+    def is_free(self, block: int) -> bool:
+        return self._refs[block] == 0
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One reference more for each; a free one leaves the free list."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                self._unlink(block)
+            self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less for each. A block without references goes to the end of the free list, so name the
+        ends of prefixes first: they are then taken again before their beginnings. One without a hash is of use to
+        nobody and goes to the front. Null blocks are passed over."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            self._refs[block] -= 1
+            assert self._refs[block] >= 0, "released a block that nobody held"
+            if self._refs[block] == 0:
+                self._link(block, at_front=self._key[block] is None)
+
+    def publish(self, block: int, key: Key) -> None:
+        """Let `block` be found by `key`. Where another block holds the same prefix already, that one stays."""
+        if key not in self._cached and self._key[block] is None:
+            self._cached[key] = block
+            self._key[block] = key
+
+    def reset_cache(self) -> None:
+        """Forget all hashes; blocks in use stay in use."""
+        self._cached.clear()
+        self._key = [None] * self.num_blocks
+
+    def check(self, references: dict[int, int]) -> None:
+        """Assert invariant 1, given how often live requests list each block. For tests."""
+        free, block = [], self._next[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            free.append(block)
+            block = self._next[block]
+        assert len(free) == len(set(free)) == self.num_free, "free list and free count disagree"
+        assert all(self._refs[b] == 0 for b in free), "a free block has references"
+        for block in range(1, self.num_blocks):
+            assert self._refs[block] == references.get(block, 0), f"block {block}: references"
+        assert len(free) + sum(r > 0 for r in self._refs) == self.num_blocks - 1, "a block is neither free nor in use"
+        assert all(self._key[b] == k for k, b in self._cached.items()), "the hash map names a block that forgot it"
+
+    def _forget(self, block: int) -> None:
+        key = self._key[block]
+        if key is not None:
+            del self._cached[key]
+            self._key[block] = None
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self.num_free -= 1
+
+    def _link(self, block: int, at_front: bool) -> None:
+        before = NULL_BLOCK if at_front else self._prev[NULL_BLOCK]
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block
+        self._prev[block], self._next[block] = before, after
+        self.num_free += 1

@@ -1,0 +1,72 @@
+"""One request as the core sees it: token ids in, a reason to end. No text."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from ..ipc.messages import AddRequest, Sampling
+
+
+class Request:
+    """What of a request does not fit a column. While it runs, its tokens and counters are in the scheduler's columns
+    at `slot`; `tokens` is the copy for the time it waits."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "digests",
+        "embeds",
+        "finished",
+        "frontend",
+        "handle",
+        "max_len",
+        "num_cached_tokens",
+        "num_preemptions",
+        "priority",
+        "prompt_len",
+        "root",
+        "sampling",
+        "seq",
+        "slot",
+        "started",
+        "stop_tokens",
+        "tables",
+        "tokens",
+    )
+
+    def __init__(
+        self, message: AddRequest, frontend: int, arrival: float, max_model_len: int, embeds: np.ndarray | None = None
+    ) -> None:
+        self.frontend = frontend
+        self.handle = message.handle
+        self.sampling: Sampling = message.sampling
+        self.priority = message.priority
+        self.arrival = arrival  # monotonic seconds
+        self.admitted_at: float | None = None  # first time
+        self.prompt_len = len(message.prompt_token_ids)
+        self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)
+        self.tokens = np.array(message.prompt_token_ids + message.output_token_ids, dtype=np.int32)
+        self.stop_tokens = frozenset(message.sampling.stop_token_ids)
+        self.embeds = embeds  # [prompt_len, hidden], uint16 for bfloat16
+        self.slot = -1  # while running
+        self.seq = 0  # order of arrival, given when it is queued
+        self.started = False  # a token of it was sent
+        self.finished = False
+        self.tables: list[list[int]] = []  # one a KV group
+        self.digests: list[bytes] = []  # of the prefixes that end with each full block
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        # What else than tokens the keys and values depend on is hashed into the root of the chain.
+        root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16)
+        if embeds is not None:
+            root.update(b"\0embeds" + np.ascontiguousarray(embeds).tobytes())
+        self.root = root.digest()
+
+    def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:
+        """Hash the blocks that `tokens[:num_tokens]` fills and that are not hashed yet."""
+        for start in range(len(self.digests) * block_size, num_tokens - block_size + 1, block_size):
+            parent = self.digests[-1] if self.digests else self.root
+            block = np.ascontiguousarray(tokens[start : start + block_size]).tobytes()
+            self.digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())

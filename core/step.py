@@ -1,0 +1,29 @@
+"""What the scheduler hands the executor: one step's rows, as arrays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .kv_cache import TableUpdate
+from .request import Request
+
+IN_FLIGHT = -1  # a token id that an earlier step, not retired yet, is about to sample
+
+
+class Step(NamedTuple):
+    """One step. Row ``r`` computes tokens ``starts[r] : starts[r] + counts[r]`` of the request at ``slots[r]``."""
+
+    id: int
+    slots: np.ndarray  # int32 [rows]
+    starts: np.ndarray  # int32 [rows]
+    counts: np.ndarray  # int32 [rows], at least 1
+    token_ids: np.ndarray  # int32 [sum of counts]; IN_FLIGHT: what was sampled last at this slot
+    samples: np.ndarray  # bool [rows]: the row's last token brings logits, and one new token
+    admitted: list[Request]  # got their slot since the last step
+    tables: TableUpdate
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.size)

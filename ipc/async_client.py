@@ -1,0 +1,117 @@
+"""The client of asyncio programs: the same calls as coroutines, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .config import EngineConfig
+from .connection import Connection, result_of
+from .errors import WrongEventLoopError
+from .launch import CoreProcess
+from .messages import AddRequest, Outputs, UtilityResult
+
+
+class AsyncClient:
+    """See `CoreClient`. May be made with no loop running; belongs to the first loop it is used from.
+
+    Raises:
+        WrongEventLoopError: used from another loop.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.config = connection.config
+        self.model = connection.model
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outputs_waiter: asyncio.Future[None] | None = None
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+
+    @classmethod
+    def launch(cls, config: EngineConfig) -> AsyncClient:
+        """Start a core of one's own. Blocks until it is ready."""
+        core = CoreProcess(config)
+        try:
+            return cls(Connection(core))
+        except BaseException:
+            core.close()
+            raise
+
+    async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        self._enter()
+        self._connection.add_request(request, tensors)
+        self._take_in()
+
+    async def abort(self, handles: Sequence[int]) -> None:
+        self._enter()
+        self._connection.abort(handles)
+        self._take_in()
+
+    async def get_outputs(self) -> Outputs:
+        """The next outputs. One task at a time."""
+        loop = self._enter()
+        while True:
+            self._take_in()
+            if self._connection.outputs:
+                return self._connection.outputs.popleft()
+            if (error := self._connection.dead_error()) is not None:
+                raise error
+            self._outputs_waiter = loop.create_future()
+            try:
+                await self._outputs_waiter
+            finally:
+                self._outputs_waiter = None
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        loop = self._enter()
+        call_id = self._connection.start_call(method, args)
+        self._calls[call_id] = loop.create_future()
+        try:
+            self._take_in()
+            return result_of(await asyncio.wait_for(self._calls[call_id], timeout))
+        finally:
+            del self._calls[call_id]
+
+    def close(self) -> None:
+        if self._loop is not None and not self._loop.is_closed() and not self._connection.closed:
+            self._loop.remove_reader(self._connection.fd)
+            if (fd := self._connection.core.watch.fd) is not None:
+                self._loop.remove_reader(fd)
+        self._connection.close()
+        self._take_in()
+
+    def _enter(self) -> asyncio.AbstractEventLoop:
+        self._connection.check_process()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            loop.add_reader(self._connection.fd, self._take_in)
+            if (fd := self._connection.core.watch.fd) is not None:
+                loop.add_reader(fd, self._core_ended, fd)
+        elif loop is not self._loop:
+            raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
+        return loop
+
+    def _core_ended(self, fd: int) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(fd)
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Receive, and wake whoever waited for it. A zmq descriptor tells of a change only once, so this follows every
+        send too."""
+        self._connection.receive()
+        error = self._connection.dead_error()
+        for call_id, future in self._calls.items():
+            if future.done():
+                continue
+            if (answer := self._connection.results.pop(call_id, None)) is not None:
+                future.set_result(answer)
+            elif error is not None:
+                future.set_exception(error)
+        waiter = self._outputs_waiter
+        if waiter is not None and not waiter.done() and (self._connection.outputs or error is not None):
+            waiter.set_result(None)

@@ -1,0 +1,49 @@
+"""What an engine holds: one interface, whether the core is in this process, in another, or far away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .config import EngineConfig
+from .messages import AddRequest, ModelFacts, Outputs
+
+
+class CoreClient(Protocol):
+    """A frontend's end of the contract. `InprocClient` and `SyncClient` are such; `AsyncClient` has the same methods
+    as coroutines. Handles are the caller's: small integers never used twice on one client.
+    """
+
+    config: EngineConfig  # as the core filled it in
+    model: ModelFacts
+
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        """Send a request; `tensors` are the arrays its `Tensor` fields refer to by index.
+
+        Raises:
+            EngineDeadError: the core is gone.
+            WrongProcessError: called in a forked child.
+        """
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """End these requests. Their last outputs (finish reason ``abort``) still arrive."""
+
+    def get_outputs(self, timeout: float | None = None) -> Outputs | None:
+        """Next outputs of this frontend. In-process: run one step. Otherwise wait for the core: at most `timeout`
+        seconds, then None; no timeout: until something comes.
+
+        Raises:
+            EngineDeadError: the core is gone.
+        """
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a utility method of the core and wait for its result, of plain msgpack types.
+
+        Raises:
+            MainspringError: whatever the core raised, as its own type.
+        """
+
+    def close(self) -> None:
+        """Let go of the core (an embedded one ends). Twice is once."""

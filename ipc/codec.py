@@ -1,0 +1,104 @@
+"""Messages to frames and back.
+
+Frame 0 is a fixed header, frame 1 the msgpack body, each further frame one array, sent and received without a copy.
+Decoding is typed: what does not fit the message's type is a `ProtocolError`, whatever the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from .errors import ProtocolError
+from .messages import KIND_OF, KINDS, PROTOCOL_VERSION, Tensor
+
+MAX_BODY_BYTES = 256 << 20
+MAX_FRAMES = 16
+Frame = bytes | bytearray | memoryview
+
+_HEADER = struct.Struct(">2sBB8sI")  # magic, protocol version, kind, instance id, epoch
+_MAGIC = b"ms"
+NO_INSTANCE = b"\0" * 8
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
+
+
+class Envelope(NamedTuple):
+    """A decoded message with what its header said."""
+
+    instance_id: bytes
+    epoch: int
+    message: Any
+    tensors: Sequence[Frame]
+
+
+def encode(message: Any, instance_id: bytes, epoch: int, tensors: Sequence[np.ndarray] = ()) -> list[Any]:
+    """Frames for a multipart send. Arrays are passed on as they are and must stay unchanged until sent."""
+    header = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, KIND_OF[type(message)], instance_id, epoch)
+    return [header, _encoder.encode(message), *(np.ascontiguousarray(t).data for t in tensors)]
+
+
+def decode(frames: Sequence[Frame]) -> Envelope:
+    """Raises `ProtocolError`, and nothing else, for anything that is not a message of this protocol version."""
+    if not 2 <= len(frames) <= MAX_FRAMES:
+        raise ProtocolError(f"a message has 2 to {MAX_FRAMES} frames, this one {len(frames)}")
+    header, body = frames[0], frames[1]
+    if len(header) != _HEADER.size:
+        raise ProtocolError(f"a header has {_HEADER.size} bytes, this one {len(header)}")
+    magic, version, kind, instance_id, epoch = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise ProtocolError("not a Mainspring frame")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {version} is not spoken here, only {PROTOCOL_VERSION}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown message kind {kind}")
+    if len(body) > MAX_BODY_BYTES:
+        raise ProtocolError(f"a body of {len(body)} bytes; the limit is {MAX_BODY_BYTES}")
+    try:
+        message = decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{KINDS[kind].__name__} does not decode: {error}") from None
+    return Envelope(instance_id, epoch, message, frames[2:])
+
+
+def tensor_of(array: np.ndarray, frame: int, dtype: str | None = None) -> Tensor:
+    """How `array` will be described in a body. bfloat16 travels as uint16 with its dtype named here."""
+    return Tensor(frame, dtype or array.dtype.name, list(array.shape))
+
+
+def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
+    """The array a body refers to: a read-only view of its frame. bfloat16 comes as uint16."""
+    if not 0 <= tensor.frame < len(frames):
+        raise ProtocolError(f"tensor frame {tensor.frame} of {len(frames)}")
+    names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8"}
+    if tensor.dtype not in names:
+        raise ProtocolError(f"tensor dtype {tensor.dtype!r} is not one of {', '.join(names)}")
+    if any(n < 0 for n in tensor.shape):
+        raise ProtocolError(f"tensor shape {tensor.shape} is negative")
+    flat = np.frombuffer(frames[tensor.frame], dtype=np.uint8)
+    dtype = np.dtype(names[tensor.dtype])
+    size = dtype.itemsize
+    for n in tensor.shape:
+        size *= n
+    if size != flat.size:
+        raise ProtocolError(f"tensor of shape {tensor.shape} {tensor.dtype} came with {flat.size} bytes, not {size}")
+    return flat.view(dtype).reshape(tensor.shape)
+
+
+def encode_value(value: Any) -> msgspec.Raw:
+    """A utility call's arguments or result, of plain msgpack types or wire structs."""
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode_value(raw: msgspec.Raw, kind: Any = Any) -> Any:
+    """Raises `ProtocolError` where `raw` is not a `kind`."""
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"value does not decode: {error}") from None

@@ -1,0 +1,147 @@
+"""Configuration, each field once: its type, default and doc. CLI flags and the reference page are made from here.
+
+Users set the flat `EngineArgs` (engine/args.py), whose fields are these; it becomes one frozen `EngineConfig`. The core
+fills in what only it can know (`num_gpu_blocks`, the real dtype, …) and sends the result back in READY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+import msgspec
+
+
+class Doc(NamedTuple):
+    """What a field means; `set_by_core` fields are no user's to set."""
+
+    text: str
+    set_by_core: bool = False
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of the configuration."""
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Which model, which tokenizer, how long a context."""
+
+    model: Annotated[str | None, Doc("Folder or Hugging Face id of the checkpoint; none: the embedded model.")] = None
+    tokenizer: Annotated[str | None, Doc("Folder or id of the tokenizer; none: the model's.")] = None
+    tokenizer_mode: Annotated[
+        Literal["auto", "hf"],
+        Doc("`auto`: the Rust tokenizer where a tokenizer.json exists; `hf`: transformers' AutoTokenizer."),
+    ] = "auto"
+    skip_tokenizer_init: Annotated[bool, Doc("Load no tokenizer: token ids in, token ids out.")] = False
+    trust_remote_code: Annotated[bool, Doc("Run Python code that comes with a checkpoint.")] = False
+    revision: Annotated[str | None, Doc("Branch, tag or commit of the model on the hub.")] = None
+    tokenizer_revision: Annotated[str | None, Doc("Branch, tag or commit of the tokenizer on the hub.")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Doc("Dtype of weights and activations; `auto`: the checkpoint's own."),
+    ] = "auto"
+    seed: Annotated[int, Doc("Seed of `load_format=dummy` weights.")] = 0
+    max_model_len: Annotated[int | None, Doc("Most tokens of a request, prompt and output; none: the model's.")] = None
+    hf_overrides: Annotated[dict[str, Any], Doc("Fields to replace in the checkpoint's config.")] = {}
+    generation_config: Annotated[
+        str, Doc("Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder.")
+    ] = "auto"
+    override_generation_config: Annotated[dict[str, Any], Doc("Fields to replace in the generation config.")] = {}
+    served_model_name: Annotated[str | None, Doc("The name reports show; none: `model` as given.")] = None
+
+
+class LoadConfig(Section, frozen=True, kw_only=True):
+    """How weights get into memory."""
+
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"],
+        Doc("`auto`: safetensors, else PyTorch files; `dummy`: random weights from `seed`."),
+    ] = "auto"
+    download_dir: Annotated[str | None, Doc("Where hub downloads are kept; none: the hub library's cache.")] = None
+    use_tqdm_on_load: Annotated[bool, Doc("Show a progress bar on long loads.")] = True
+
+
+class CacheConfig(Section, frozen=True, kw_only=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[Literal[8, 16, 32, 64], Doc("Tokens a block holds.")] = 16
+    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory the core may use, in (0, 1].")] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int | None, Doc("Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU.")
+    ] = None
+    num_gpu_blocks_override: Annotated[int | None, Doc("Number of blocks, whatever memory says.")] = None
+    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc("`auto`: the model's dtype.")] = (
+        "auto"
+    )
+    enable_prefix_caching: Annotated[bool, Doc("Keep finished blocks and reuse them for equal prefixes.")] = True
+    num_gpu_blocks: Annotated[int | None, Doc("Blocks in the pool.", set_by_core=True)] = None
+    num_cpu_blocks: Annotated[int | None, Doc("Blocks in host memory.", set_by_core=True)] = None
+
+
+class SchedulerConfig(Section, frozen=True, kw_only=True):
+    """How requests share the steps."""
+
+    max_num_batched_tokens: Annotated[int, Doc("The token budget: most tokens computed in a step.")] = 2048
+    max_num_seqs: Annotated[int, Doc("Most requests running at once.")] = 256
+    enable_chunked_prefill: Annotated[bool, Doc("Let a prompt be computed over several steps.")] = True
+    long_prefill_token_threshold: Annotated[
+        int, Doc("Most tokens of one prompt computed in a step; 0: no limit but the budget.")
+    ] = 0
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], Doc("`priority`: lower values first, arrival among equals.")
+    ] = "fcfs"
+
+
+class ParallelConfig(Section, frozen=True, kw_only=True):
+    """Several devices. Only one is supported so far."""
+
+    tensor_parallel_size: Annotated[int, Doc("Devices a layer is split over; only 1 so far.")] = 1
+    pipeline_parallel_size: Annotated[int, Doc("Devices the layers are split over; only 1 so far.")] = 1
+    data_parallel_size: Annotated[int, Doc("Copies of the model; only 1 so far.")] = 1
+    distributed_executor_backend: Annotated[str, Doc("`uni`: one process; others are not supported so far.")] = "uni"
+
+
+class DeviceConfig(Section, frozen=True, kw_only=True):
+    """Where and with which kernels the model runs."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], Doc("`auto`: CUDA where there is a GPU.")] = "auto"
+    attention_backend: Annotated[Literal["auto", "reference"], Doc("Kernel backend.")] = "auto"
+
+
+class ObservabilityConfig(Section, frozen=True, kw_only=True):
+    """What the engine tells about itself."""
+
+    disable_log_stats: Annotated[bool, Doc("Collect no statistics.")] = False
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """The whole configuration, as it travels to the core and back."""
+
+    model_config: ModelConfig = ModelConfig()
+    load_config: LoadConfig = LoadConfig()
+    cache_config: CacheConfig = CacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    parallel_config: ParallelConfig = ParallelConfig()
+    device_config: DeviceConfig = DeviceConfig()
+    observability_config: ObservabilityConfig = ObservabilityConfig()
+
+
+class FieldInfo(NamedTuple):
+    """One field, for whatever is generated from it."""
+
+    section: str  # attribute of EngineConfig
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    set_by_core: bool
+
+
+def fields() -> Iterator[FieldInfo]:
+    """Every field of every section, in order."""
+    for section in msgspec.structs.fields(EngineConfig):
+        hints = get_type_hints(section.type, include_extras=True)
+        for field in msgspec.structs.fields(section.type):
+            kind, doc = get_args(hints[field.name])
+            default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+            yield FieldInfo(section.name, field.name, kind, default, doc.text, doc.set_by_core)

@@ -1,0 +1,70 @@
+"""The client of a core in this very process: no sockets, no threads, one step a call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from .codec import decode_value, encode_value
+from .config import EngineConfig
+from .errors import EngineDeadError, WrongProcessError
+from .messages import AddRequest, ModelFacts, Outputs
+
+
+class Core(Protocol):
+    """What an engine core offers whoever drives it: this client, or the process around a server."""
+
+    config: EngineConfig
+    model: ModelFacts
+
+    def connect(self, frontend: int, weight: float = 1.0) -> None: ...
+    def disconnect(self, frontend: int) -> None: ...
+    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None: ...
+    def abort(self, frontend: int, handles: Sequence[int]) -> None: ...
+    def call(self, method: str, args: msgspec.Raw) -> msgspec.Raw: ...
+    def step(self) -> dict[int, Outputs]: ...
+    @property
+    def has_work(self) -> bool: ...
+
+
+class InprocClient:
+    """See `CoreClient`. `get_outputs` runs one step; with nothing to do it returns None."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.config = core.config
+        self.model = core.model
+        self._pid = os.getpid()
+        self._closed = False
+        core.connect(0)
+
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        self._check()
+        self.core.add_request(0, request, [np.ascontiguousarray(t).data.cast("B") for t in tensors])
+
+    def abort(self, handles: Sequence[int]) -> None:
+        self._check()
+        self.core.abort(0, handles)
+
+    def get_outputs(self, timeout: float | None = None) -> Outputs | None:
+        self._check()
+        return self.core.step().get(0) if self.core.has_work else None
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        self._check()
+        return decode_value(self.core.call(method, encode_value(list(args))))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.core.disconnect(0)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        if os.getpid() != self._pid:
+            raise WrongProcessError(f"this engine belongs to process {self._pid}, from which this one was forked")

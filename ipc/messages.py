@@ -1,0 +1,186 @@
+"""The messages on the wire: msgpack arrays, fields only ever appended, with defaults. No inheritance, no pickle.
+
+A message travels as two or more ZeroMQ frames: a fixed header, the msgpack body, then one frame for each tensor the
+body refers to (codec.py). Frontend to core: Hello, AddRequest, Abort, UtilityCall, Bye. Core to frontend: Ready or
+Refused, then Outputs and UtilityResult.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Tensor(msgspec.Struct, array_like=True, frozen=True):
+    """An array that travels as its own frame: which one, and how to read it."""
+
+    frame: int  # index among the tensor frames
+    dtype: str  # numpy name, or "bfloat16"
+    shape: list[int]
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """The part of the sampling parameters that the core needs. Text and stop strings never leave the frontend."""
+
+    max_tokens: int
+    seed: int = 0  # 64 bits, signed; fixed by the frontend before the first send
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []  # end-of-sequence tokens included, unless ignored
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """A frontend introduces itself. Nothing else is sent before the answer."""
+
+    protocol_version: int
+    token: bytes  # shared secret of an embedded core
+    client_name: str
+    weight: float = 1.0  # share of the core among frontends that compete
+
+
+class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What a frontend must know of the model."""
+
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    dtype: str
+    eos_token_ids: list[int] = []
+    fingerprint: str = ""  # equal for cores that would give the same tokens
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True):
+    """The core accepts the frontend."""
+
+    instance_id: bytes  # random per supervisor
+    epoch: int  # grows at every core start
+    model: ModelFacts
+    config: bytes  # EngineConfig as the core filled it in, JSON
+    capabilities: list[str] = []
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True):
+    """The core does not accept the frontend."""
+
+    error: str  # name of the error type
+    reason: str
+
+
+class AddRequest(msgspec.Struct, array_like=True, frozen=True):
+    """One completion to compute. `output_token_ids` is empty but for a resumption: what was already sent."""
+
+    handle: int  # chosen by the frontend, never reused within a connection
+    request_id: str  # the user's; for logs only
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    priority: int = 0
+    output_token_ids: list[int] = []
+    cache_salt: str = ""
+    prompt_embeds: Tensor | None = None  # [prompt tokens, hidden]; prompt_token_ids then holds zeros
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True):
+    """End these requests. Each still ends with a finish reason; unknown handles are ignored."""
+
+    handles: list[int]
+
+
+class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
+    """Call a method of the core's fixed table."""
+
+    call_id: int
+    method: str
+    args: msgspec.Raw = msgspec.Raw(b"\x90")  # msgpack array
+
+
+class Bye(msgspec.Struct, array_like=True, frozen=True):
+    """The sender is leaving; everything of its is to be forgotten."""
+
+    reason: str = ""
+
+
+class Started(msgspec.Struct, array_like=True, frozen=True):
+    """Said once of a request, with its first token."""
+
+    handle: int
+    queued_s: float  # seconds from arrival at the core to the first step
+    first_token_s: float  # seconds from that step's scheduling to the token
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """Said once of a request, with its last token or without one."""
+
+    handle: int
+    reason: FinishReason
+    stop_token: int | None = None  # the stop token that ended it, unless it was the end of sequence
+    num_preemptions: int = 0
+    error: str = ""  # name of the error type, for reason "error"
+    error_text: str = ""
+
+
+class Stats(msgspec.Struct, array_like=True, frozen=True):
+    """State of the core after a step. Counters count from the core's start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # share of blocks in use
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of these, found
+    num_preemptions: int = 0
+    num_steps: int = 0
+    chunked_prefills: int = 0  # steps' shares that left a prompt unfinished
+    mixed_steps: int = 0  # steps with both a prompt's tokens and a decode
+    prompt_tokens: int = 0  # computed
+    generation_tokens: int = 0
+
+
+class Outputs(msgspec.Struct, array_like=True, frozen=True):
+    """All that a step brought one frontend, column-wise: token `token_ids[i]` belongs to request `handles[i]`.
+
+    A request that got several tokens stands several times, in order."""
+
+    handles: list[int]
+    token_ids: list[int]
+    started: list[Started] = []
+    finished: list[Finished] = []
+    stats: Stats | None = None
+
+
+class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
+    """Answer to a `UtilityCall`."""
+
+    call_id: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # msgpack value, nil on an error
+    error: str = ""  # name of the error type, empty if it succeeded
+    error_text: str = ""
+
+
+class StartReport(msgspec.Struct, array_like=True, frozen=True):
+    """A starting core's one line to the process that started it, over a pipe: empty error if it is ready."""
+
+    error: str = ""
+    error_text: str = ""
+
+
+# The kind byte in a header. Numbers are never reused.
+KINDS: dict[int, type[msgspec.Struct]] = {
+    1: Hello,
+    2: Ready,
+    3: Refused,
+    4: AddRequest,
+    5: Abort,
+    6: UtilityCall,
+    7: UtilityResult,
+    8: Outputs,
+    9: Bye,
+}
+KIND_OF: dict[type[msgspec.Struct], int] = {cls: kind for kind, cls in KINDS.items()}

@@ -1,0 +1,89 @@
+"""What every kernel backend offers, and the shapes it is called with.
+
+The idea is FlashInfer's: everything that is the same for all layers of a step is worked out once, in ``plan``; each
+layer then calls ``run`` with its own query and its own part of the cache. A plan belongs to one `AttentionSpec`, because
+window, soft cap, scale and head counts shape it.
+
+The KV cache is paged. A layer's share is two strided views, keys ``[blocks, block_size, kv_heads, key_dim]`` and values
+``[blocks, block_size, kv_heads, value_dim]`` ("NHD"). Token ``p`` of a request lies in block ``table[p // block_size]``
+at row ``p % block_size``. Block 0 is the null block: padding rows write there, windowed requests list it in place of
+blocks they gave back, and nothing ever reads it unmasked.
+
+Clockwork: for each query row the result depends only on that row's query and on keys and values at positions up to its
+own, bit for bit. Not on the other rows, nor on how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+ROW_MULTIPLE = 8
+"""Rows of a forward pass are padded to a multiple of this: matrix products on a CPU then give each row the same bits
+however many rows there are (checked by the clockwork tests, not assumed)."""
+
+
+class AttentionSpec(NamedTuple):
+    """What one attention layer asks for. Learned from the model's own calls, not from its config."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None  # a query at p sees keys p - window + 1 .. p; None: all keys up to p
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
+
+
+class LayerCache(NamedTuple):
+    """One layer's views into the block pool."""
+
+    keys: torch.Tensor  # [blocks, block_size, kv_heads, key_dim], strided over blocks
+    values: torch.Tensor  # [blocks, block_size, kv_heads, value_dim]
+
+
+class PagedBatch(NamedTuple):
+    """One step's rows for one KV group, in FlashInfer's CSR form. All int32, on the CPU.
+
+    Request ``r`` owns query rows ``qo_indptr[r]:qo_indptr[r+1]``: the last of its tokens, ending at its KV length
+    ``(kv_indptr[r+1] - kv_indptr[r] - 1) * block_size + last_page_len[r]``. Its keys (those of the query rows included,
+    appended before ``run``) lie in blocks ``kv_indices[kv_indptr[r]:kv_indptr[r+1]]``, in order of position.
+    """
+
+    qo_indptr: torch.Tensor  # [requests + 1]
+    kv_indptr: torch.Tensor  # [requests + 1]
+    kv_indices: torch.Tensor  # [kv_indptr[-1]]
+    last_page_len: torch.Tensor  # [requests], 1..block_size
+    block_size: int
+
+
+class Backend(Protocol):
+    """A kernel backend. Stateless between steps but for workspaces it owns."""
+
+    name: str
+
+    def append(
+        self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Write keys ``[tokens, kv_heads, key_dim]`` and values ``[tokens, kv_heads, value_dim]`` of token ``t`` to
+        row ``rows[t]`` of block ``blocks[t]`` (both int64 ``[tokens]``, on the cache's device)."""
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, device: torch.device) -> Any:
+        """Everything about this step's attention that does not depend on the layer. Opaque to the caller."""
+
+    def run(
+        self, plan: Any, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Causal attention of ``query`` ``[rows, q_heads, key_dim]`` over the cache → ``[rows, q_heads, value_dim]``.
+
+        ``rows`` may exceed ``qo_indptr[-1]`` (padding); the rows beyond it come back as zeros. ``sinks`` ``[q_heads]``
+        are logits that take part in the softmax and carry no value.
+        """
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+        """``x / rms(x) * (offset + weight)`` over the last dimension, computed in fp32, returned in x's dtype. Gemma's
+        norm has offset 1."""
+
+    def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """``act(gate) * up`` of ``[rows, 2 * n]`` → ``[rows, n]``; activation is ``silu``, ``gelu`` or ``gelu_tanh``."""
