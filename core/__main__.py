@@ -28,7 +28,7 @@ def main() -> int:
         format="%(asctime)s core %(levelname)s %(name)s: %(message)s",
     )
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoreLaunch)
-    parent = ProcessWatch(launch.parent_pid, is_parent=True)
+    parent = ProcessWatch(launch.parent_pid, lambda: os.getppid() != launch.parent_pid)
     if os.getppid() != launch.parent_pid:
         _parent_ended(launch)
     try:

@@ -13,8 +13,9 @@ import numpy as np
 
 from ..ipc.codec import Frame, decode_value, encode_value, read_tensor
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidRequestError, MainspringError, NotSupportedError
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
 from ..ipc.messages import AddRequest, ModelFacts, Outputs
+from ..ipc.params import MAX_SEED
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
 from .request import Request
@@ -42,6 +43,12 @@ class EngineCore:
         kv = KVCacheManager(
             self.executor.layout.groups, cache.block_size, self.executor.num_blocks, cache.enable_prefix_caching
         )
+        budget, longest = config.scheduler_config.max_num_batched_tokens, self.executor.max_model_len
+        if not config.scheduler_config.enable_chunked_prefill and budget < longest:
+            raise InvalidArgumentError(
+                f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
+                "prompt must fit in one step"
+            )
         self.scheduler = Scheduler(config.scheduler_config, kv, self.executor.max_model_len)
         self._depth = 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
@@ -113,13 +120,19 @@ class EngineCore:
             raise InvalidRequestError("the prompt is empty")
         if len(ids) + len(message.output_token_ids) >= limit:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; max_model_len is {limit}, output included")
-        for token in (*ids, *message.output_token_ids, *sampling.stop_token_ids):
-            if not 0 <= token < self.model.vocab_size:
+        for tokens in (ids, message.output_token_ids, sampling.stop_token_ids):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
+                token = min(tokens) if min(tokens) < 0 else max(tokens)
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
-        if sampling.max_tokens < 1 or not (0 <= sampling.temperature < float("inf") and 0 < sampling.top_p <= 1):
+        if not (0 <= sampling.temperature < float("inf") and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
-        if sampling.top_k < 0 or not 0 <= sampling.min_p <= 1 or sampling.min_tokens < 0:
+        integers = (sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens)
+        if not all(0 <= value < 2**62 for value in integers) or not -MAX_SEED - 1 <= sampling.seed <= MAX_SEED:
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
+        if len(message.output_token_ids) >= sampling.max_tokens:
+            raise InvalidRequestError(
+                f"{len(message.output_token_ids)} output tokens are there already; max_tokens is {sampling.max_tokens}"
+            )
         if embeds is not None and embeds.shape != (len(ids), self.model.hidden_size):
             raise InvalidRequestError(
                 f"prompt_embeds has shape {list(embeds.shape)}; it must be [{len(ids)}, {self.model.hidden_size}]"

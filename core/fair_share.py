@@ -25,6 +25,7 @@ class Frontend:
         self.weight = weight
         self.served = 0.0  # tokens computed, by weight
         self.num_running = 0
+        self.waiting_tokens = 0  # known tokens of all that wait
         self.requests: dict[int, Request] = {}  # by handle, running and waiting
         self._waiting: list[tuple[Rank, Request]] = []  # heap; finished ones are passed over
 
@@ -36,15 +37,26 @@ class Frontend:
 
     def pop(self) -> None:
         """Take out what `peek` showed."""
-        heapq.heappop(self._waiting)
+        self.waiting_tokens -= len(heapq.heappop(self._waiting)[1].tokens)
 
     def push(self, rank: Rank, request: Request) -> None:
+        self.waiting_tokens += len(request.tokens)
         heapq.heappush(self._waiting, (rank, request))
+
+    def finish(self, request: Request) -> None:
+        """A waiting request has ended; `peek` will pass it over."""
+        request.finished = True
+        self.waiting_tokens -= len(request.tokens)
 
     @property
     def load(self) -> float:
         """Seats taken, by weight."""
         return self.num_running / self.weight
+
+    @property
+    def load_after(self) -> float:
+        """Seats taken once one is given up, by weight."""
+        return (self.num_running - 1) / self.weight
 
 
 class FairShare:
@@ -103,16 +115,15 @@ class FairShare:
         most = max((f for f in self._frontends.values() if f is not frontend), key=lambda f: f.load, default=None)
         if most is None or not most.num_running:
             return None
-        after = (most.num_running - 1) / most.weight
-        return most if after >= (frontend.num_running + 1) / frontend.weight else None
+        return most if most.load_after >= (frontend.num_running + 1) / frontend.weight else None
 
     def quotas(self, budget: int, running: Mapping[int, int]) -> dict[int, int]:
         """The budget divided by weight among frontends, none given more than it wants: what its `running` requests
-        need, plus the first request it has waiting."""
+        need, plus all that it has waiting."""
         wants = dict(running)
         for f in self._frontends.values():
-            if (request := f.peek()) is not None:
-                wants[f.id] = wants.get(f.id, 0) + len(request.tokens)
+            if f.waiting_tokens:
+                wants[f.id] = wants.get(f.id, 0) + f.waiting_tokens
         quotas = dict.fromkeys(wants, 0)
         while budget > 0 and (hungry := [f for f in wants if quotas[f] < wants[f]]):
             weight = sum(self._frontends[f].weight for f in hungry)

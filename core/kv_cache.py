@@ -88,10 +88,17 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ allocation
 
-    def blocks_needed(self, request: Request, num_tokens: int) -> int:
-        """New blocks it takes for the tables to reach `num_tokens`."""
+    def blocks_needed(self, request: Request, num_tokens: int, per_step: int | None = None) -> int:
+        """New blocks it takes for the tables to reach `num_tokens`: at once, or held at most at any one time if each
+        step computes at most `per_step` tokens."""
         reach = -(-num_tokens // self.block_size)
-        return sum(max(0, reach - len(table)) for table in request.tables)
+        needed = 0
+        for window, table in zip(self._windows, request.tables, strict=True):
+            new = max(0, reach - len(table))
+            if window is not None and per_step is not None:
+                new = min(new, -(-(window - 1 + per_step) // self.block_size) + 1)
+            needed += new
+        return needed
 
     def extend(self, request: Request, num_computed: int, num_tokens: int) -> bool:
         """Let the tables of a running request reach `num_tokens`, giving up what lies behind the windows of the next

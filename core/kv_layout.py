@@ -71,7 +71,10 @@ def plan_layout(
     specs = [calls[call] for call in own]
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for layer, s in enumerate(specs):
-        kinds.setdefault((s.num_kv_heads, s.key_dim, s.value_dim, s.window), []).append(layer)
+        # Blocks are kept as far back as the widest window of all calls that read them.
+        windows = [call.window for call, source in zip(calls, sources, strict=True) if source == own[layer]]
+        window = None if None in windows else max(w for w in windows if w is not None)
+        kinds.setdefault((s.num_kv_heads, s.key_dim, s.value_dim, window), []).append(layer)
 
     def elements(kind: tuple[int, int, int, int | None]) -> int:
         return block_size * kind[0] * (kind[1] + kind[2])

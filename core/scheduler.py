@@ -42,8 +42,8 @@ class Scheduler:
         self.kv = kv
         self.fair = FairShare(by_priority=config.scheduling_policy == "priority")
         self._budget = config.max_num_batched_tokens
-        self._chunk = config.long_prefill_token_threshold or self._budget
         self._chunked = config.enable_chunked_prefill
+        self._chunk = (config.long_prefill_token_threshold if self._chunked else 0) or self._budget
         self._clock = clock
         slots = config.max_num_seqs
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -121,18 +121,24 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now."""
         slots, granted = self._order, self._granted
         granted[:] = 0
-        # The last token of a request is sampled, never computed.
-        need = np.minimum(self._num_tokens[slots], self._max_len[slots] - 1) - self._num_computed[slots]
-        need = np.minimum(need, self._chunk)
+        need = self._need(slots)
         quotas: dict[int, int] | None = None
         if need.sum() > self._budget or (self.num_waiting and self.fair.num_competing > 1):
             quotas = self._quotas(slots, need)
             need = self._within(quotas, slots, need)
         granted[slots] = need
         self._allocate(slots[need > 0])
-        self._admit(self._budget - int(granted.sum()), quotas)
+        left = self._admit(self._budget - int(granted.sum()), quotas)
+        if quotas is not None and left > 0:
+            self._grant_rest(left)
         slots = self._order[granted[self._order] > 0]
         return self._launch(slots, granted[slots]) if slots.size else None
+
+    def _need(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens that the requests at `slots` could compute in one step. The last token of a request is sampled, never
+        computed."""
+        known = np.minimum(self._num_tokens[slots], self._max_len[slots] - 1)
+        return np.minimum(known - self._num_computed[slots], self._chunk)
 
     def _quotas(self, slots: np.ndarray, need: np.ndarray) -> dict[int, int]:
         """The budget divided among the frontends that want some of it."""
@@ -142,6 +148,11 @@ class Scheduler:
     def _within(self, quotas: dict[int, int], slots: np.ndarray, need: np.ndarray) -> np.ndarray:
         """Cut `need` down to the quotas, which become what is left of them. Inside a frontend decodes come first, then
         priority and arrival."""
+        demand = np.bincount(self._frontend[slots], weights=need).astype(np.int64)
+        if all(demand[f] <= quotas[f] for f in np.flatnonzero(demand).tolist()):
+            for f in np.flatnonzero(demand).tolist():
+                quotas[f] -= int(demand[f])
+            return need
         cut = np.zeros_like(need)
         ranks = [(need[i] > 1, *self.fair.rank(self._running[int(slot)])) for i, slot in enumerate(slots)]
         for i in sorted(range(len(slots)), key=ranks.__getitem__):
@@ -149,6 +160,19 @@ class Scheduler:
             cut[i] = min(int(need[i]), quotas.get(frontend, 0))
             quotas[frontend] = quotas.get(frontend, 0) - int(cut[i])
         return cut
+
+    def _grant_rest(self, budget: int) -> None:
+        """What was kept for requests that then found no seat or blocks goes to running ones, whosever they are."""
+        slots = self._order
+        more = self._need(slots) - self._granted[slots]
+        slots, more = slots[more > 0], more[more > 0]
+        for i in sorted(range(len(slots)), key=lambda i: self.fair.rank(self._running[int(slots[i])])):
+            more[i] = min(int(more[i]), budget)
+            budget -= int(more[i])
+        for slot, count in zip(slots.tolist(), more.tolist(), strict=True):
+            end = int(self._num_computed[slot] + self._granted[slot]) + count
+            if count and (end <= self._reach[slot] or self._extend(slot, end)):  # nobody is preempted for it
+                self._granted[slot] += count
 
     def _allocate(self, slots: np.ndarray) -> None:
         """Let the block tables reach what this step computes; preempt where the pool has too few blocks."""
@@ -158,7 +182,13 @@ class Scheduler:
                 if self.kv.blocks_on_the_way:  # they come back when a step retires
                     self._granted[slot] = 0
                     break
-                self._preempt(max(self._running.values(), key=self.fair.rank))
+                self._preempt(self._victim())
+
+    def _victim(self) -> Request:
+        """Whom to preempt where the pool is empty: the latest request of the frontend with most seats by weight. So the
+        oldest request of all always goes on, and what `_make_room` gave a newcomer is not taken back."""
+        fair = self.fair
+        return max(self._running.values(), key=lambda r: (fair.of(r.frontend).load_after, fair.rank(r)))
 
     def _extend(self, slot: int, num_tokens: int) -> bool:
         if not self.kv.extend(self._running[slot], int(self._num_computed[slot]), num_tokens):
@@ -166,13 +196,14 @@ class Scheduler:
         self._reach[slot] = -(-num_tokens // self.kv.block_size) * self.kv.block_size
         return True
 
-    def _admit(self, budget: int, quotas: dict[int, int] | None) -> None:
-        """Give waiting requests seats, as far as budget, seats and blocks go."""
+    def _admit(self, budget: int, quotas: dict[int, int] | None) -> int:
+        """Give waiting requests seats, as far as budget, seats and blocks go. Returns what is left of the budget."""
         closed: set[int] = set()  # frontends that get no more in this step
         while budget > 0 and (frontend := self.fair.next_waiting(closed)) is not None:
             request = frontend.peek()
             assert request is not None, "next_waiting named a frontend with nobody waiting"
-            left = budget if quotas is None else min(budget, quotas.get(frontend.id, 0))
+            # What can't be cut takes the whole budget if it must; fairness is then the order alone.
+            left = budget if quotas is None or not self._chunked else min(budget, quotas.get(frontend.id, 0))
             if left <= 0:
                 closed.add(frontend.id)
                 continue
@@ -183,8 +214,7 @@ class Scheduler:
             count = min(missing, self._chunk, left)
             if count < missing and not self._chunked:
                 self.kv.free(request)
-                closed.add(frontend.id)
-                continue
+                break  # nobody passes it, or smaller ones could for ever
             if not self._find_blocks(frontend, request, cached + count):
                 self.kv.free(request)
                 break
@@ -197,13 +227,14 @@ class Scheduler:
             budget -= count
             if quotas is not None:
                 quotas[frontend.id] -= count
+        return budget
 
     def _find_blocks(self, frontend: Frontend, request: Request, reach: int) -> bool:
         """Whether there are blocks to admit `request`. Beside others all its tokens must find room, or it would be
         admitted only to be preempted; alone, those it computes now."""
         while True:
             tokens = len(request.tokens) if self._running else reach
-            if self.kv.blocks_needed(request, tokens) <= self.kv.pool.num_free:
+            if self.kv.blocks_needed(request, tokens, self._chunk) <= self.kv.pool.num_free:
                 return True
             if not self._make_room(frontend):
                 return False
@@ -366,9 +397,10 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> None:
         if request.slot >= 0:
             self._unseat(request)
+            request.finished = True
         else:
             self.num_waiting -= 1
-        request.finished = True
+            self.fair.of(request.frontend).finish(request)
         del self.fair.of(request.frontend).requests[request.handle]
         self._notices.setdefault(request.frontend, []).append(
             Finished(request.handle, reason, stop_token, request.num_preemptions)

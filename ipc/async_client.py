@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .config import EngineConfig
-from .connection import Connection, result_of
+from .connection import WATCH_SECONDS, Connection, result_of
 from .errors import WrongEventLoopError
 from .launch import CoreProcess
 from .messages import AddRequest, Outputs, UtilityResult
@@ -74,6 +74,7 @@ class AsyncClient:
             return result_of(await asyncio.wait_for(self._calls[call_id], timeout))
         finally:
             del self._calls[call_id]
+            self._connection.end_call(call_id)
 
     def close(self) -> None:
         if self._loop is not None and not self._loop.is_closed() and not self._connection.closed:
@@ -91,6 +92,8 @@ class AsyncClient:
             loop.add_reader(self._connection.fd, self._take_in)
             if (fd := self._connection.core.watch.fd) is not None:
                 loop.add_reader(fd, self._core_ended, fd)
+            else:
+                loop.call_later(WATCH_SECONDS, self._watch)
         elif loop is not self._loop:
             raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
         return loop
@@ -99,6 +102,12 @@ class AsyncClient:
         if self._loop is not None:
             self._loop.remove_reader(fd)
         self._take_in()
+
+    def _watch(self) -> None:
+        """Look at the core's life from time to time, where the kernel has no pidfd."""
+        self._take_in()
+        if self._loop is not None and self._connection.dead_error() is None:
+            self._loop.call_later(WATCH_SECONDS, self._watch)
 
     def _take_in(self) -> None:
         """Receive, and wake whoever waited for it. A zmq descriptor tells of a change only once, so this follows every

@@ -81,14 +81,17 @@ def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
         raise ProtocolError(f"tensor dtype {tensor.dtype!r} is not one of {', '.join(names)}")
     if any(n < 0 for n in tensor.shape):
         raise ProtocolError(f"tensor shape {tensor.shape} is negative")
-    flat = np.frombuffer(frames[tensor.frame], dtype=np.uint8)
+    flat = np.frombuffer(memoryview(frames[tensor.frame]).toreadonly(), dtype=np.uint8)
     dtype = np.dtype(names[tensor.dtype])
     size = dtype.itemsize
     for n in tensor.shape:
         size *= n
     if size != flat.size:
         raise ProtocolError(f"tensor of shape {tensor.shape} {tensor.dtype} came with {flat.size} bytes, not {size}")
-    return flat.view(dtype).reshape(tensor.shape)
+    try:
+        return flat.view(dtype).reshape(tensor.shape)
+    except ValueError as error:  # more dimensions than numpy has, or one beyond its range beside a zero
+        raise ProtocolError(f"tensor of {len(tensor.shape)} dimensions does not read: {error}") from None
 
 
 def encode_value(value: Any) -> msgspec.Raw:

@@ -31,6 +31,8 @@ from .messages import (
 from .transport import connect_dealer
 
 HANDSHAKE_SECONDS = 60.0
+WATCH_SECONDS = 1.0  # how often the core's life is looked at where the kernel has no pidfd
+LAST_WORDS_SECONDS = 0.02  # for what a core sent before it ended to come out of libzmq's own thread
 
 
 class Connection:
@@ -45,11 +47,15 @@ class Connection:
         self.results: dict[int, UtilityResult] = {}
         self.dropped_frames = 0
         self._next_call = 0
+        self._open_calls: set[int] = set()
         self.closed = False
+        self._core_ended = False
         self._farewell = ""
-        hello = Hello(PROTOCOL_VERSION, core.token, client_name or f"pid {self._pid}", weight)
-        self._socket.send_multipart(codec.encode(hello, codec.NO_INSTANCE, 0))
-        ready = self._await_ready()
+        try:
+            ready = self._greet(client_name, weight)
+        except BaseException:
+            self._close_socket()
+            raise
         self._instance_id, self._epoch = ready.instance_id, ready.epoch
         self.model = ready.model
         self.config = msgspec.json.decode(ready.config, type=EngineConfig)
@@ -69,19 +75,27 @@ class Connection:
         """Send a utility call; its result will stand in `results` under the id returned."""
         self._next_call += 1
         self._send(UtilityCall(self._next_call, method, codec.encode_value(list(args))))
+        self._open_calls.add(self._next_call)
         return self._next_call
+
+    def end_call(self, call_id: int) -> None:
+        """Nobody waits for this call any more; an answer that still comes is dropped."""
+        self._open_calls.discard(call_id)
+        self.results.pop(call_id, None)
 
     def receive(self) -> bool:
         """Take in all that is there, without waiting. Whether anything was."""
         self.check_process()
+        self._look_for_end()
         found = False
         while not self.closed and (message := self._receive_one()) is not None:
             found = True
             match message:
                 case Outputs():
                     self.outputs.append(message)
-                case UtilityResult():
-                    self.results[message.call_id] = message
+                case UtilityResult(call_id):
+                    if call_id in self._open_calls:
+                        self.results[call_id] = message
                 case Bye():
                     self._farewell = message.reason
                 case _:
@@ -89,30 +103,45 @@ class Connection:
         return found
 
     def dead_error(self) -> EngineDeadError | None:
-        """The error to raise, if the core is gone."""
+        """The error to raise, if the core is gone: known from the last `receive`, so that what the core sent before it
+        ended is taken in first."""
         if self.closed:
             return EngineDeadError("the engine was shut down")
-        if self.core.watch.ended():
+        if self._core_ended:
             reason = f": {self._farewell}" if self._farewell else ""
             return EngineDeadError(f"the core (pid {self.core.pid}) ended {self.core.exit_text()}{reason}")
         return None
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the process that made the connection, not one forked from it."""
+        return os.getpid() == self._pid
+
     def check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if not self.is_mine:
             raise WrongProcessError(
                 f"this engine belongs to process {self._pid}; process {os.getpid()}, forked from it, must make its own"
             )
 
     def close(self) -> None:
-        if self.closed or os.getpid() != self._pid:
+        if self.closed or not self.is_mine:
             return
         self.closed = True
+        self._close_socket()
+        self.core.close()
+
+    def _close_socket(self) -> None:
         self._socket.close(linger=0)
         self._context.term()
-        self.core.close()
+
+    def _look_for_end(self) -> None:
+        if not self.closed and not self._core_ended and self.core.watch.ended():
+            self._core_ended = True
+            time.sleep(LAST_WORDS_SECONDS)
 
     def _send(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
         self.check_process()
+        self._look_for_end()
         if (error := self.dead_error()) is not None:
             raise error
         self._socket.send_multipart(codec.encode(message, self._instance_id, self._epoch, tensors), copy=not tensors)
@@ -133,7 +162,9 @@ class Connection:
                 return envelope.message
             self.dropped_frames += 1
 
-    def _await_ready(self) -> Ready:
+    def _greet(self, client_name: str, weight: float) -> Ready:
+        hello = Hello(PROTOCOL_VERSION, self.core.token, client_name or f"pid {self._pid}", weight)
+        self._socket.send_multipart(codec.encode(hello, codec.NO_INSTANCE, 0))
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         while time.monotonic() < deadline:
             if self._socket.poll(100):

@@ -39,6 +39,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig) -> None:
         self.token = secrets.token_bytes(16)
         folder = make_runtime_dir()
+        report = write = -1
         try:
             self.address = ipc_address(folder)
             report, write = os.pipe()
@@ -49,8 +50,14 @@ class CoreProcess:
                 stdout=2,  # what a model's code prints is not our output
                 pass_fds=[write],
                 process_group=0,  # Ctrl-C is the frontend's to handle
+                # OpenMP's threads sleep between two loops: where they spin and the machine has other work, a step takes
+                # many times as long.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
         except BaseException:
+            for fd in (report, write):
+                if fd >= 0:
+                    os.close(fd)
             remove_runtime_dir(folder)
             raise
         self._end = weakref.finalize(self, _end, self._process, folder, os.getpid())
@@ -65,7 +72,8 @@ class CoreProcess:
             raise
         finally:
             os.close(report)
-        self.watch = ProcessWatch(self._process.pid)
+        process = self._process
+        self.watch = ProcessWatch(process.pid, lambda: process.poll() is not None)
 
     @property
     def pid(self) -> int:

@@ -7,7 +7,7 @@ Refused, then Outputs and UtilityResult.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -77,7 +77,7 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
 class AddRequest(msgspec.Struct, array_like=True, frozen=True):
     """One completion to compute. `output_token_ids` is empty but for a resumption: what was already sent."""
 
-    handle: int  # chosen by the frontend, never reused within a connection
+    handle: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # chosen by the frontend, never reused in a connection
     request_id: str  # the user's; for logs only
     prompt_token_ids: list[int]
     sampling: Sampling

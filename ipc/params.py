@@ -69,7 +69,7 @@ class SamplingParams:
         _integer("n", self.n, 1, 16384)
         _number("temperature", self.temperature, 0.0, None)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1, None)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -168,6 +169,8 @@ class CoreServer:
             )
         if not hmac.compare_digest(hello.token, self._token):
             raise ProtocolError("the session token is wrong")
+        if not 0 < hello.weight < math.inf:
+            raise ProtocolError(f"weight is {hello.weight}; it must be above 0 and finite")
         if identity in self._frontends:
             raise ProtocolError("a second Hello on one connection")
         frontend = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)

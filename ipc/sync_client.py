@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .config import EngineConfig
-from .connection import Connection, result_of
+from .connection import WATCH_SECONDS, Connection, result_of
 from .launch import CoreProcess
 from .messages import AddRequest, Outputs
 from .transport import Waker, seconds_left
 
 T = TypeVar("T")
-
-_WATCH_SECONDS = 1.0  # how often the core's life is looked at where the kernel has no pidfd
 
 
 class SyncClient:
@@ -63,12 +61,17 @@ class SyncClient:
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         call_id = self._with_socket(lambda: self._connection.start_call(method, args))
-        answer = self._wait_for(lambda: self._connection.results.pop(call_id, None), timeout)
+        try:
+            answer = self._wait_for(lambda: self._connection.results.pop(call_id, None), timeout)
+        finally:
+            self._connection.end_call(call_id)
         if answer is None:
             raise TimeoutError(f"the core did not answer {method!r} within {timeout} s")
         return result_of(answer)
 
     def close(self) -> None:
+        if not self._connection.is_mine:
+            return  # a forked child, where the lock may be held for ever
         with self._lock:
             self._connection.close()
             self._arrived.notify_all()
@@ -118,7 +121,7 @@ class SyncClient:
         poll.register(self._waker.fd, select.POLLIN)
         if watch is not None:
             poll.register(watch, select.POLLIN)
-        elif timeout is None or timeout > _WATCH_SECONDS:
-            timeout = _WATCH_SECONDS
+        elif timeout is None or timeout > WATCH_SECONDS:
+            timeout = WATCH_SECONDS
         poll.poll(None if timeout is None else timeout * 1000)
         self._waker.clear()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -74,11 +75,15 @@ def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq
 
 
 class ProcessWatch:
-    """Tells when a process has ended, by something that can be polled where the kernel has it (pidfd)."""
+    """Tells when a process has ended, by something that can be polled where the kernel has it (pidfd).
 
-    def __init__(self, pid: int, is_parent: bool = False) -> None:
-        self._pid = pid
-        self._is_parent = is_parent
+    Args:
+        pid: the process, a parent or child of this one.
+        ask: tells it where the kernel has no pidfd.
+    """
+
+    def __init__(self, pid: int, ask: Callable[[], bool]) -> None:
+        self._ask = ask
         self.fd: int | None = None
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
@@ -87,14 +92,10 @@ class ProcessWatch:
     def ended(self) -> bool:
         """Right at once; a zombie counts as ended."""
         if self.fd is not None:
-            return bool(select.select([self.fd], [], [], 0)[0])
-        if self._is_parent:
-            return os.getppid() != self._pid
-        try:
-            os.kill(self._pid, 0)
-        except ProcessLookupError:
-            return True
-        return False
+            poll = select.poll()  # select() knows no descriptor above 1023
+            poll.register(self.fd, select.POLLIN)
+            return bool(poll.poll(0))
+        return self._ask()
 
     def close(self) -> None:
         if self.fd is not None:

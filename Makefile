@@ -1,0 +1,88 @@
+# Everything a developer runs; `make` alone lists it. Each target makes what it needs.
+#   make test PYTHON=python3.12 VENV=/tmp/venv               another interpreter, another place
+#   make demo PIP_ARGS="--extra-index-url URL"               more arguments for pip
+#   make test PYTEST_ARGS="-k scheduler -x"                  more arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+WRITE ?=
+
+BIN := $(VENV)/bin
+# -P: the working directory must not make a bare `core` or `kernels` importable
+PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUNTIME := $(VENV)/.mainspring
+DEV := $(VENV)/.mainspring-dev
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+.PHONY: help demo test test-slow test-all lint format bench size architectures demo-model docs package clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Mainspring needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) $(PIP_ARGS) -e .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) $(PIP_ARGS) -e '.[dev]'
+	@touch $(RUNTIME) $@
+
+demo: $(RUNTIME) ## install, then generate with the embedded model
+	@$(BIN)/mainspring demo
+
+test: $(DEV) ## the fast tier of the tests
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(DEV) ## the rest of the tests
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: test test-slow ## all tests
+
+lint: $(DEV) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p $(VENV)/src && ln -sfn "$(CURDIR)" $(VENV)/src/mainspring # mypy finds the package by its folder's name
+	MYPYPATH=$(VENV)/src $(BIN)/mypy -p mainspring
+
+format: $(DEV) ## let ruff format and mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV) ## speed against transformers, readiness, imports, profile; WRITE=--write puts them into docs/performance.md
+	$(BIN)/python benchmarks/make_models.py llama-110m
+	$(BIN)/python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m $(WRITE)
+	$(BIN)/python benchmarks/frontend.py $(WRITE)
+	$(BIN)/python benchmarks/profile_step.py $(WRITE)
+
+size: $(DEV) ## lines of the package, room by room; fails past the limit
+	$(BIN)/python benchmarks/size.py
+
+architectures: $(DEV) ## a tiny checkpoint of every causal-LM class against transformers; writes docs/models.md
+	$(BIN)/python benchmarks/architectures.py
+
+demo-model: $(DEV) ## train the embedded model again
+	$(BIN)/python -P -m mainspring.demo.train
+
+docs: $(DEV) ## write the generated pages
+	$(BIN)/python benchmarks/reference_docs.py
+
+package: $(DEV) ## build sdist and wheel; install the wheel into an empty folder and run the demo there
+	rm -rf build dist mainspring.egg-info
+	$(BIN)/python -P -m build --outdir dist . > /dev/null
+	rm -rf build mainspring.egg-info
+	place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; \
+	$(BIN)/python -P -m venv "$$place/venv"; \
+	"$$place/venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) dist/*.whl; \
+	cd "$$place"; venv/bin/mainspring demo
+
+clean: ## remove what the targets above made, but for the virtual environment and .bench/
+	rm -rf build dist mainspring.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

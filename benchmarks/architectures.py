@@ -1,0 +1,409 @@
+"""Every causal language model class of transformers, tiny and random, through the paged path: `make architectures`.
+
+Each is *exact* (greedy fp32 tokens equal to ``model.generate`` for several requests of mixed lengths, prefilled in
+chunks beside one another), *refused* at load with a reason, *not constructible* (this script found no tiny config, or
+the model alone can't generate), or *wrong*. Writes docs/models.md; exits 1 when one is wrong or fewer than `ENOUGH` are
+exact.
+
+    python -P benchmarks/architectures.py                  # all of them, about five minutes on two cores
+    python -P benchmarks/architectures.py llama gemma2     # some, printed only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import multiprocessing.connection
+import random
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from mainspring.core.model.attention import StepAttention
+from mainspring.core.model.loader import load_model
+from mainspring.core.model.paged_model import PagedModel
+from mainspring.core.model.refuse import refuse_class, refuse_config
+from mainspring.ipc.config import LoadConfig, ModelConfig
+from mainspring.ipc.errors import UnsupportedModelError
+from mainspring.kernels.interface import ROW_MULTIPLE, LayerCache, PagedBatch
+from mainspring.kernels.reference import ReferenceBackend
+
+ENOUGH = 100
+TIMEOUT_S = 60
+WORKERS = 2
+PROMPT_LENGTHS = (5, 37, 18, 9)
+MAX_TOKENS = 16
+TOKEN_BUDGET = 24
+BLOCK_SIZE = 16
+REPORT = Path(__file__).parent.parent / "docs" / "models.md"
+
+
+class Result(NamedTuple):
+    outcome: str  # exact, refused, not constructible or wrong
+    reason: str
+
+
+# --- The paged path, driven in process ------------------------------------------------------------
+
+
+class _Request:
+    def __init__(self, tokens: list[int], table: list[int], limit: int) -> None:
+        self.tokens = tokens
+        self.table = table  # its blocks, anywhere in the cache
+        self.limit = limit
+        self.computed = 0
+
+
+def generate_paged(model_path: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy tokens for each prompt, from a checkpoint. No stop token ends a text."""
+    model = load_model(ModelConfig(model=str(model_path)), LoadConfig(), torch.device("cpu"))
+    return drive(model, prompts, max_tokens)
+
+
+def drive(model: PagedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Serve `prompts` together: steps of at most `TOKEN_BUDGET` tokens, one more request at each, shuffled blocks."""
+    backend = ReferenceBackend()
+    blocks_each = -(-(max(map(len, prompts)) + max_tokens) // BLOCK_SIZE)
+    blocks = list(range(1, 1 + blocks_each * len(prompts)))
+    random.Random(0).shuffle(blocks)
+    requests = [
+        _Request(list(prompt), blocks[i * blocks_each : (i + 1) * blocks_each], len(prompt) + max_tokens)
+        for i, prompt in enumerate(prompts)
+    ]
+    caches = [
+        LayerCache(
+            torch.zeros(len(blocks) + 1, BLOCK_SIZE, spec.num_kv_heads, spec.key_dim, dtype=model.dtype),
+            torch.zeros(len(blocks) + 1, BLOCK_SIZE, spec.num_kv_heads, spec.value_dim, dtype=model.dtype),
+        )
+        for spec in model.layers
+    ]
+    model.bind([caches[source] for source in model.sources], backend)
+    waiting, running = list(requests), []
+    while waiting or running:
+        if waiting:
+            running.append(waiting.pop(0))
+        _step(model, backend, running)
+        running = [request for request in running if len(request.tokens) < request.limit]
+    return [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts, strict=True)]
+
+
+def _step(model: PagedModel, backend: ReferenceBackend, running: list[_Request]) -> None:
+    budget = TOKEN_BUDGET
+    ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    last_rows: list[int] = []
+    chosen: list[_Request] = []
+    counts: list[int] = []
+    for request in running:
+        count = min(budget, len(request.tokens) - request.computed)
+        if count == 0:
+            continue
+        span = range(request.computed, request.computed + count)
+        ids += request.tokens[span.start : span.stop]
+        positions += span
+        blocks += [request.table[position // BLOCK_SIZE] for position in span]
+        last_rows.append(len(ids) - 1)
+        chosen.append(request)
+        counts.append(count)
+        request.computed += count
+        budget -= count
+    used = [-(-request.computed // BLOCK_SIZE) for request in chosen]
+    batch = PagedBatch(
+        qo_indptr=torch.tensor([0, *counts]).cumsum(0).int(),
+        kv_indptr=torch.tensor([0, *used]).cumsum(0).int(),
+        kv_indices=torch.tensor([b for r, n in zip(chosen, used, strict=True) for b in r.table[:n]]).int(),
+        last_page_len=torch.tensor([(request.computed - 1) % BLOCK_SIZE + 1 for request in chosen]).int(),
+        block_size=BLOCK_SIZE,
+    )
+    rows = [position % BLOCK_SIZE for position in positions]
+    plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
+    where = _padded(blocks), _padded(rows)
+    attention = [StepAttention(plans[spec], *where) for spec in model.layers]
+    logits = model.forward(_padded(ids), _padded(positions), attention, _padded(last_rows))
+    for row, request in enumerate(chosen):
+        if request.computed == len(request.tokens):
+            request.tokens.append(int(logits[row].argmax()))
+
+
+def _padded(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values + [0] * (-len(values) % ROW_MULTIPLE))
+
+
+# --- Tiny configs, from each class's own defaults -------------------------------------------------
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCAB, WINDOW = 4, 2, 16, 64, 4, 320, 20
+
+# The first pattern that matches a field's name gives its small value. The table is of field names, not of models.
+_SMALL: list[tuple[str, Any]] = [
+    (r"(vocab_size.*|.*_vocab)", VOCAB),
+    (
+        r"(hidden_size|hidden_size_global|d_model|n_embd|embedding_size|word_embed_proj_dim|input_dim|embed_dim|output_channels)",
+        HIDDEN,
+    ),
+    (r"(.*intermediate_size.*|.*ffn_dim|n_inner|d_ff|ffn_hidden_size|mlp_dim|.*_ffn_size)", 96),
+    (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers|depth)", LAYERS),
+    (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads|.*_num_heads)", HEADS),
+    (r"(num_key_value_heads|n_head_kv|num_kv_heads|.*num_key_value_heads|.*num_kv_heads)", KV_HEADS),
+    (r"(head_dim|v_head_dim|qk_nope_head_dim|global_head_dim|.*_v_head_dim|swa_head_dim|attention_head_dim)", HEAD_DIM),
+    (r"qk_rope_head_dim", HEAD_DIM),
+    (r"(rotary_dim|hidden_size_per_layer_input)", 8),
+    (r"(qk_head_dim|index_head_dim)", 2 * HEAD_DIM),
+    (r"(kv_lora_rank|q_lora_rank|o_lora_rank)", 32),
+    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)", 8),
+    (r"(num_experts_per_tok|moe_k|moe_topk|num_experts_per_token|top_k_experts|moe_top_k|moe_router_topk)", 2),
+    (r"(n_group|topk_group|num_expert_group|n_shared_experts)", 1),
+    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length)", 512),
+    (r"(sliding_window|sliding_window_size|window_size|attention_window)", WINDOW),
+    (r"(first_k_dense_replace|num_dense_layers)", 1),
+    (r"(num_kv_shared_layers)", 2),
+    (r".*(dropout|pdrop|layerdrop).*", 0.0),
+]
+# These are given a value even where the default is None.
+_ALSO_UNSET = r"(num_key_value_heads|head_dim|n_routed_experts|n_shared_experts|num_experts_per_tok|n_group|topk_group)"
+
+# Where the defaults don't shrink to something consistent, these are tried in turn.
+_VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_key_value_heads": HEADS},  # latent attention: as many key heads as query heads
+    {"layer_types": None, "mlp_layer_types": None},  # let the class derive them
+    {"num_hidden_layers": 2},
+    {"hidden_size_per_layer_input": 0},
+]
+
+# Gains of embeddings and of other matrices, tried in turn until greedy tokens are diverse. What suits a model with
+# normalisation before its layers makes one with normalisation after them say the same token always.
+_GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4)]
+DIVERSE = 12  # distinct tokens among all outputs
+
+# What no rule over field names finds.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    # the defaults name no layers of the kind that makes the model what it is
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
+    """A tiny config of this class: its own defaults with the sizes made small, and what is `given`."""
+    default = config_class()
+    fields: dict[str, Any] = {}
+    for name, value in default.to_dict().items():
+        if isinstance(getattr(config_class, name, None), property):
+            continue
+        if name.endswith("_token_id"):
+            fields[name] = None if value is None else 0 if name == "pad_token_id" else 1
+        elif name in {"layer_types", "mlp_layer_types"} and isinstance(value, list):
+            kinds = list(dict.fromkeys(value))  # each kind in turn
+            fields[name] = [kinds[index % len(kinds)] for index in range(LAYERS)]
+        elif (isinstance(value, (int, float)) and not isinstance(value, bool)) or re.fullmatch(_ALSO_UNSET, name):
+            small = next((small for pattern, small in _SMALL if re.fullmatch(pattern, name)), None)
+            if small is not None:
+                fields[name] = small if value is None or value else value
+    for name in default.sub_configs:
+        if isinstance(getattr(default, name, None), PreTrainedConfig):
+            with contextlib.suppress(Exception):  # a part that can't be made on its own stays as it is
+                fields[name] = shrink(type(getattr(default, name)), **{k: v for k, v in given.items() if k in fields})
+    return config_class(**{**fields, "is_decoder": True, "use_cache": True, **given})
+
+
+def build(model_type: str, folder: Path, variant: dict[str, Any], gains: tuple[float, float]) -> PreTrainedModel:
+    """A tiny random fp32 model of this type, saved to `folder` and read back.
+
+    Embeddings and other matrices are drawn with these gains, so that tokens depend on the context.
+    """
+    config = shrink(CONFIG_MAPPING[model_type], **_FIELDS.get(model_type, {}), **variant)
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, gains[parameter not in embeddings] * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    if type(model.config) is not type(config):  # the text part of a larger checkpoint, which is what users have
+        config.save_pretrained(folder)
+    read_back: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return read_back
+
+
+# --- One architecture -----------------------------------------------------------------------------
+
+
+def judge(model_type: str, built: Callable[[], None]) -> Result:
+    """Build, generate alone, say so, generate through the paged path, compare."""
+    torch.set_num_threads(1)
+    reason = ""
+    for variant in _VARIANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                prompts, expected = _diverse(model_type, Path(folder), variant)
+            except Exception as error:
+                reason = _one_line(error)
+                continue
+            built()
+            return _compare(Path(folder), prompts, expected)
+    return _refused_unbuilt(model_type) or Result("not constructible", reason)
+
+
+def _diverse(model_type: str, folder: Path, variant: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Build with the first gains that make the greedy tokens diverse enough to show an error; → prompts, tokens."""
+    for gains in _GAINS:
+        model = build(model_type, folder, variant, gains)
+        vocab = model.config.get_text_config().vocab_size
+        prompts = [torch.randint(2, vocab, (length,)).tolist() for length in PROMPT_LENGTHS]
+        expected = [_generate_alone(model, prompt) for prompt in prompts]
+        if len({token for text in expected for token in text}) >= DIVERSE:
+            return prompts, expected
+    return prompts, expected
+
+
+def _compare(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> Result:
+    try:
+        tokens = generate_paged(folder, prompts, MAX_TOKENS)
+    except UnsupportedModelError as error:
+        return Result("refused", str(error).replace(str(folder), "the checkpoint"))
+    except Exception as error:
+        return Result("wrong", "raised " + _one_line(error))
+    if tokens != expected:
+        bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
+        return Result("wrong", f"other tokens than generate in requests {bad}")
+    return Result("exact", f"{len({t for text in tokens for t in text})} distinct tokens")
+
+
+def _refused_unbuilt(model_type: str) -> Result | None:
+    """Loading refuses some by class or config alone, before anything is built."""
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        refuse_config(config_class(), "the checkpoint")
+        refuse_class(AutoModelForCausalLM._model_mapping[config_class])
+    except UnsupportedModelError as error:
+        return Result("refused", str(error))
+    except Exception:
+        return None
+    return None
+
+
+def _generate_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, min_new_tokens=None, do_sample=False
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def _one_line(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:160]
+    return f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+def _child(model_type: str, pipe: multiprocessing.connection.Connection) -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        pipe.send(judge(model_type, built=lambda: pipe.send(None)))
+
+
+def sweep(model_types: list[str]) -> dict[str, Result]:
+    """Judge each in a forked process of its own, so that one that crashes or hangs stops nothing."""
+    context = multiprocessing.get_context("fork")
+    queue, results = list(model_types), {}
+    running: dict[Any, tuple[str, Any, float]] = {}
+    built: set[str] = set()  # what fails later than this is our fault
+    while queue or running:
+        while queue and len(running) < WORKERS:
+            model_type = queue.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(model_type, sender))
+            process.start()
+            sender.close()
+            running[receiver] = (model_type, process, time.monotonic() + TIMEOUT_S)
+        ready = multiprocessing.connection.wait(list(running), timeout=1)
+        for receiver in list(running):
+            model_type, process, deadline = running[receiver]
+            result = None
+            if receiver in ready:
+                try:
+                    result = receiver.recv()
+                except EOFError:
+                    process.join()
+                    result = Result("wrong", f"the process died with exit code {process.exitcode}")
+                if result is None:
+                    built.add(model_type)
+            elif time.monotonic() > deadline:
+                process.kill()
+                result = Result("wrong", f"not done in {TIMEOUT_S} s")
+            if result is None:
+                continue
+            if result.outcome == "wrong" and model_type not in built:
+                result = Result("not constructible", result.reason)
+            results[model_type] = result
+            process.join()
+            del running[receiver]
+            print(f"{model_type:28} {results[model_type].outcome:18} {results[model_type].reason}", flush=True)
+    return results
+
+
+def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
+    """docs/models.md: the counts and one row for each architecture."""
+    lines = [
+        "# Models",
+        "",
+        f"Every causal language model class of transformers {transformers.__version__}, tiny and random, served",
+        "through the paged path and compared with `model.generate`. Made by `make architectures`; do not edit.",
+        "",
+        ", ".join(
+            f"**{outcome}: {counts[outcome]}**" for outcome in ("exact", "refused", "not constructible", "wrong")
+        ),
+        "",
+        "| model type | class | result | reason |",
+        "| --- | --- | --- | --- |",
+    ]
+    for model_type, (outcome, reason) in sorted(results.items()):
+        reason = "" if outcome == "exact" else reason.replace("|", "\\|")
+        lines.append(f"| {model_type} | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]} | {outcome} | {reason} |")
+    REPORT.write_text("\n".join(lines) + "\n")
+
+
+def main(names: list[str]) -> int:
+    started = time.monotonic()
+    results = sweep(names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    counts = Counter(result.outcome for result in results.values())
+    print(
+        ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"
+    )
+    if not names:
+        write_report(results, counts)
+    return int(counts["wrong"] > 0 or (not names and counts["exact"] < ENOUGH))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

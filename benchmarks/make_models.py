@@ -1,0 +1,156 @@
+"""Checkpoints of real shapes with random weights, for speed does not depend on the values.
+
+They are made once, under .bench/models. Where peers are installed, their forms are made as well: OpenVINO's by its
+exporter, GGUF for llama.cpp by the gguf package.
+
+    python benchmarks/make_models.py [NAME ...] [--forms openvino gguf]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from report import CACHE, MODELS
+
+SHAPES: dict[str, PreTrainedConfig] = {
+    "llama-110m": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2_048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        max_position_embeddings=2_048,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1_024,
+        intermediate_size=3_072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def save(name: str) -> Path:
+    """The checkpoint's folder; made if it is not there."""
+    folder = MODELS / name
+    if not (folder / "tokenizer.json").exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
+    return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """The bytes and two special tokens: enough for engines that insist on a tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=258, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def save_openvino(folder: Path) -> None:
+    """`folder`-ov, by the exporter of the peer's own environment."""
+    target = folder.with_name(folder.name + "-ov")
+    if not target.exists():
+        exporter = CACHE / "peers" / "openvino" / "bin" / "optimum-cli"
+        task = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        subprocess.run([exporter, "export", "openvino", "--model", folder, *task, target], check=True)
+
+
+# checkpoint module → GGUF tensor; {} is the layer
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.{}.input_layernorm": "blk.{}.attn_norm",
+    "model.layers.{}.post_attention_layernorm": "blk.{}.ffn_norm",
+    "model.layers.{}.self_attn.q_proj": "blk.{}.attn_q",
+    "model.layers.{}.self_attn.k_proj": "blk.{}.attn_k",
+    "model.layers.{}.self_attn.v_proj": "blk.{}.attn_v",
+    "model.layers.{}.self_attn.o_proj": "blk.{}.attn_output",
+    "model.layers.{}.self_attn.q_norm": "blk.{}.attn_q_norm",
+    "model.layers.{}.self_attn.k_norm": "blk.{}.attn_k_norm",
+    "model.layers.{}.mlp.gate_proj": "blk.{}.ffn_gate",
+    "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
+    "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
+}
+
+
+def save_gguf(folder: Path) -> None:
+    """`folder`.gguf in bf16, without a tokenizer: the benchmark speaks token ids."""
+    target = folder.with_name(folder.name + ".gguf")
+    if target.exists():
+        return
+    import gguf  # of the peer, not of this project
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    config: Any = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(str(target), config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        parts = name.removesuffix(".weight").split(".")
+        layer = next((part for part in parts if part.isdigit()), "")
+        target_name = GGUF_NAMES[".".join("{}" if part == layer else part for part in parts)].format(layer) + ".weight"
+        if config.model_type == "llama" and parts[-1] in ("q_proj", "k_proj"):
+            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head
+            tensor = tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        if tensor.ndim == 1:
+            writer.add_tensor(target_name, tensor.float().numpy())
+        else:
+            raw = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(target_name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; none: all")
+    parser.add_argument("--forms", nargs="*", default=[], choices=["openvino", "gguf"], help="forms for peers")
+    args = parser.parse_args()
+    for name in args.names or SHAPES:
+        folder = save(name)
+        if "openvino" in args.forms:
+            save_openvino(folder)
+        if "gguf" in args.forms:
+            save_gguf(folder)
+
+
+if __name__ == "__main__":
+    main()

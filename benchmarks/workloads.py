@@ -1,0 +1,48 @@
+"""What the engines are asked to do: token ids in, a fixed number of tokens out, the same for every engine."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+
+class Ask(NamedTuple):
+    prompt: list[int]
+    output_tokens: int
+
+
+class Workload(NamedTuple):
+    model: str  # a name of make_models.SHAPES
+    requests: int
+    prompt_tokens: tuple[int, int]  # least and most, without the shared prefix
+    output_tokens: tuple[int, int]
+    shared_prefix: int = 0  # tokens every prompt begins with
+
+    @property
+    def seats(self) -> int:
+        """Sequences at once, for engines that want to know."""
+        return min(self.requests, 64)
+
+
+WORKLOADS = {
+    "single-110m": Workload("llama-110m", 1, (64, 64), (128, 128)),
+    "single-0.6b": Workload("qwen3-0.6b", 1, (64, 64), (64, 64)),
+    "batch-110m": Workload("llama-110m", 64, (32, 256), (32, 128)),
+    "batch-0.6b": Workload("qwen3-0.6b", 16, (128, 256), (64, 64)),
+    "prefix-110m": Workload("llama-110m", 32, (16, 48), (32, 32), shared_prefix=512),
+    "long-110m": Workload("llama-110m", 4, (1500, 1500), (64, 64)),
+}
+
+
+def asks(workload: Workload, vocab_size: int, seed: int = 7) -> list[Ask]:
+    """The requests of a workload. Low and high ids are left out: special tokens live there."""
+    rng = random.Random(seed)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(100, vocab_size - 100) for _ in range(count)]
+
+    prefix = ids(workload.shared_prefix)
+    return [
+        Ask(prefix + ids(rng.randint(*workload.prompt_tokens)), rng.randint(*workload.output_tokens))
+        for _ in range(workload.requests)
+    ]

@@ -1,0 +1,202 @@
+"""From a folder or hub id to a `PagedModel`: config, checks, weights, dry run, verification."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_accelerate_available
+
+from ...ipc.config import LoadConfig, ModelConfig
+from ...ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, UnsupportedModelError
+from ...kernels.interface import Backend
+from ...kernels.reference import ReferenceBackend
+from .dry_run import record_attention
+from .paged_model import PagedModel
+from .refuse import refuse_class, refuse_config
+from .rope import freeze_rope
+from .verify import verify
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
+
+
+def load_model(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device: torch.device,
+    max_model_len: int | None = None,
+    backend: Backend | None = None,
+) -> PagedModel:
+    """Load a checkpoint and make sure that the paged path computes what the model computes alone.
+
+    `max_model_len` settles what depends on the length of a sequence (see rope.py); without it the model's own limit
+    does. The check runs on `backend`, by default the reference. Raises `ModelNotFoundError` when there is no such
+    checkpoint and `UnsupportedModelError`, naming what stands in the way, when it can't be served rightly.
+    """
+    config = read_config(model_config, load_config)
+    name = model_config.model or ""
+    refuse_config(config, name)
+    model_class = _model_class(config, model_config)
+    if model_class is not None:
+        refuse_class(model_class)
+    with _quiet(load_config.use_tqdm_on_load):
+        if load_config.load_format == "dummy":
+            model = _random_model(config, model_config, device)
+        else:
+            model = _pretrained_model(config, model_config, load_config, device)
+    model.requires_grad_(False)
+    return page(model, max_model_len, backend)
+
+
+def page(model: PreTrainedModel, max_model_len: int | None = None, backend: Backend | None = None) -> PagedModel:
+    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, verify."""
+    refuse_class(type(model))
+    limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    try:
+        notes = freeze_rope(model, limit) if limit else []
+        calls = record_attention(model, limit)
+        if not calls:
+            raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
+        paged = PagedModel(model, calls, notes)
+        paged.notes.append(verify(paged, backend or ReferenceBackend()))
+    except (MainspringError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # from the model's own code, which may be anybody's
+        raise UnsupportedModelError(f"{type(model).__name__} failed in a trial run: {error!r}") from error
+    return paged
+
+
+def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTrainedConfig:
+    """The checkpoint's config with `hf_overrides` merged in."""
+    name = model_config.model
+    if not name:
+        raise InvalidArgumentError("model is empty; give a folder or a Hugging Face id")
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"the folder {name!r} holds no config.json")
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ModelNotFoundError(f"there is no folder {name!r}")
+    where: dict[str, Any] = {"revision": model_config.revision, "cache_dir": load_config.download_dir}
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(str(folder), **where)
+        model_type, own_code = raw.get("model_type"), "AutoConfig" in raw.get("auto_map", {})
+        if model_type not in CONFIG_MAPPING and not (own_code and model_config.trust_remote_code):
+            hint = "; trust_remote_code=True would run the code that comes with it" if own_code else ""
+            raise UnsupportedModelError(f"transformers does not know the model_type {model_type!r} of {name!r}{hint}")
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=model_config.trust_remote_code, **where
+        )
+        if model_config.hf_overrides:
+            config = type(config).from_dict(_merged(raw, model_config.hf_overrides))
+    except OSError as error:
+        raise ModelNotFoundError(_not_found(name, error)) from error
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # each config class validates in its own way
+        raise UnsupportedModelError(f"config.json of {name!r} is not valid: {_first_line(error)}") from error
+    return config
+
+
+def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[PreTrainedModel] | None:
+    """The causal-LM class transformers has for this config; None where the checkpoint brings its own code."""
+    if model_config.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return None
+    known = AutoModelForCausalLM._model_mapping
+    heads = [getattr(transformers, name, None) for name in config.architectures or ()]
+    other = next((h.__name__ for h in heads if h is not None and not issubclass(h, GenerationMixin)), None)
+    if type(config) not in known or other is not None:
+        kind = other or config.model_type
+        raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
+    return cast("type[PreTrainedModel]", known[type(config)])
+
+
+def _random_model(config: PreTrainedConfig, model_config: ModelConfig, device: torch.device) -> PreTrainedModel:
+    dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(model_config.seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
+        )
+    return cast("PreTrainedModel", model.eval())
+
+
+def _pretrained_model(
+    config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device
+) -> PreTrainedModel:
+    name = str(Path(model_config.model or "").expanduser())
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, with output_loading_info
+            name,
+            config=config,
+            dtype=model_config.dtype,
+            revision=model_config.revision or "main",
+            cache_dir=load_config.download_dir,
+            use_safetensors=True if load_config.load_format == "safetensors" else None,
+            trust_remote_code=model_config.trust_remote_code,
+            attn_implementation="eager",
+            # straight to the device where accelerate is installed, which transformers needs for that
+            device_map={"": device} if device.type != "cpu" and is_accelerate_available() else None,
+            output_loading_info=True,
+        )
+    except SafetensorError as error:
+        raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
+    except OSError as error:
+        raise ModelNotFoundError(f"no weights of {name!r} could be read: {_first_line(error)}") from error
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UnsupportedModelError(f"the checkpoint {name!r} lacks the parameter {missing[0]!r}{more}")
+    if info["unexpected_keys"]:
+        logger.warning("%d tensors of %s are not used by the model", len(info["unexpected_keys"]), name)
+    return cast("PreTrainedModel", model.to(device))
+
+
+@contextmanager
+def _quiet(show_progress: bool) -> Iterator[None]:
+    """Keep transformers' own words off the terminal; its progress bar only where the load is long and wanted."""
+
+    def progress_bar(factory: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return factory(*args, **{**kwargs, "delay": PROGRESS_DELAY_S, "disable": None if show_progress else True})
+
+    verbosity = transformers_logging.get_verbosity()
+    hook = transformers_logging.set_tqdm_hook(progress_bar)
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.set_tqdm_hook(hook)
+
+
+def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with `overrides` on top; a dict in both is merged, so that one field of a part can be replaced."""
+    merged = dict(raw)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _not_found(name: str, error: OSError) -> str:
+    if Path(name).expanduser().is_dir():
+        return f"config.json of {name!r} can't be read: {_first_line(error)}"
+    return f"{name!r} is neither a folder here nor a model that the Hugging Face hub gave: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,112 @@
+"""A loaded model as the runner sees it: flattened tokens in, logits of chosen rows out, KV in the paged cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...kernels.interface import AttentionSpec, Backend, LayerCache
+from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
+from .dry_run import AttentionCall
+
+
+class PagedModel:
+    """A causal language model of transformers whose attention runs over a paged KV cache.
+
+    ``layers[i]`` describes attention call ``i`` of a forward pass. ``sources[i]`` is ``i``, or the earlier call whose
+    keys and values call ``i`` reads (layers that share them): `bind` is then given that call's cache twice.
+    """
+
+    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], notes: Sequence[str] = ()) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.layers: list[AttentionSpec] = [call.spec for call in calls]
+        self.sources: list[int] = [call.source for call in calls]
+        self.max_position: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.eos_token_ids = _eos_token_ids(model)
+        self.notes = list(notes)  # what loading learned and decided, for --explain-model
+        self._calls = AttentionCalls(self.sources)
+        for call in calls:
+            call.module.mainspring_calls = self._calls  # type: ignore[assignment]
+        model.set_attn_implementation(IMPLEMENTATION)
+        parameters = inspect.signature(model.forward).parameters
+        self._selects_rows = "logits_to_keep" in parameters
+        # embeddings added in each layer are looked up by token id, which rows of embeddings do not tell
+        per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
+        self.accepts_embeddings = "inputs_embeds" in parameters and not per_layer
+
+    def bind(self, caches: Sequence[LayerCache], backend: Backend) -> None:
+        """Say where each attention call's keys and values lie, and which kernels run it."""
+        if len(caches) != len(self.layers):
+            raise ValueError(f"{len(caches)} layer caches given for {len(self.layers)} attention calls")
+        self._calls.caches = list(caches)
+        self._calls.backend = backend
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Sequence[StepAttention],
+        logit_rows: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step over the flattened tokens of all its requests.
+
+        input_ids and positions are int64 ``[tokens]``; attention has one entry per attention call; logit_rows is int64
+        ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids. tokens and n are multiples of
+        `ROW_MULTIPLE`. → logits ``[n, vocab]`` in the model's dtype.
+        """
+        self._calls.begin(attention)
+        inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "use_cache": False}
+        if inputs_embeds is None:
+            inputs["input_ids"] = input_ids.unsqueeze(0)
+        else:
+            inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
+        if self._selects_rows:
+            inputs["logits_to_keep"] = logit_rows
+        logits: torch.Tensor = self.model(**inputs).logits[0]
+        return logits if self._selects_rows else logits[logit_rows]
+
+    @torch.inference_mode()
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``[tokens, hidden]`` that stand for these ids in `forward`'s inputs_embeds, where `accepts_embeddings`."""
+        rows: torch.Tensor = self.model.get_input_embeddings()(input_ids)
+        return rows
+
+    def explain(self) -> list[str]:
+        """What was learned and decided at load, for ``--explain-model``."""
+        kinds: dict[AttentionSpec, int] = {}
+        for spec in self.layers:
+            kinds[spec] = kinds.get(spec, 0) + 1
+        shared = sum(source != index for index, source in enumerate(self.sources))
+        lines = [f"model: {type(self.model).__name__}, {self.dtype}, {self.device}"]
+        lines += [f"attention: {count} x {_describe(spec)}" for spec, count in kinds.items()]
+        if shared:
+            lines.append(f"attention: {shared} of {len(self.layers)} calls read the keys and values of an earlier one")
+        return lines + self.notes
+
+
+def _describe(spec: AttentionSpec) -> str:
+    text = f"{spec.num_q_heads} query heads of {spec.key_dim}, {spec.num_kv_heads} KV heads, scale {spec.scale:.6g}"
+    if spec.value_dim != spec.key_dim:
+        text += f", values of {spec.value_dim}"
+    if spec.window is not None:
+        text += f", window {spec.window}"
+    if spec.softcap is not None:
+        text += f", soft cap {spec.softcap:g}"
+    return text
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids that end a text: the generation config's, which transformers fills from the config where it is absent."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)

@@ -1,0 +1,86 @@
+"""Where every parameter of a checkpoint lives in the model that runs.
+
+Fusing puts several checkpoint parameters into one tensor (gate and up; query, key and value). Whoever reads or writes
+weights by their checkpoint name (loading, LoRA, quantization, sharding, weight updates) goes through this map and never
+through ``model.state_dict()``, whose names change when modules are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Slot(NamedTuple):
+    """Rows ``start : start + length`` along `dim` of a module's tensor; length None means the whole tensor."""
+
+    owner: nn.Module
+    attribute: str
+    dim: int = 0
+    start: int = 0
+    length: int | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that holds the parameter, possibly beside others."""
+        tensor = getattr(self.owner, self.attribute)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def view(self) -> torch.Tensor:
+        """The parameter itself, in its checkpoint shape; shares memory with `tensor`."""
+        whole = self.tensor.detach()
+        return whole if self.length is None else whole.narrow(self.dim, self.start, self.length)
+
+
+class ParameterMap:
+    """Checkpoint parameter name → `Slot`. Names and order are those of ``model.state_dict()`` before fusing."""
+
+    def __init__(self, slots: dict[str, Slot]) -> None:
+        self._slots = slots
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterMap:
+        """The map of a model as transformers built it: each name is its own tensor."""
+        slots = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            persistent = (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+            for attribute in (*module._parameters, *persistent):
+                if getattr(module, attribute) is not None:
+                    slots[prefix + attribute] = Slot(module, attribute)
+        return cls(slots)
+
+    def names(self) -> Iterable[str]:
+        return self._slots.keys()
+
+    def slot(self, name: str) -> Slot:
+        """Raises KeyError for a name the checkpoint does not have."""
+        try:
+            return self._slots[name]
+        except KeyError:
+            raise KeyError(f"the model has no parameter {name!r} (it has {len(self._slots)} others)") from None
+
+    def get(self, name: str) -> torch.Tensor:
+        """A view of the parameter, in its checkpoint shape. Writing to it writes to the model."""
+        return self.slot(name).view()
+
+    @torch.no_grad()
+    def set(self, name: str, value: torch.Tensor) -> None:
+        """Copy `value` over the parameter, in place. Shape and dtype must be the parameter's; the device need not."""
+        target = self.get(name)
+        if value.shape != target.shape:
+            raise ValueError(f"parameter {name!r} has shape {tuple(target.shape)}, but got {tuple(value.shape)}")
+        if value.dtype != target.dtype:
+            raise ValueError(f"parameter {name!r} has dtype {target.dtype}, but got {value.dtype}")
+        target.copy_(value)
+
+    def move(self, name: str, slot: Slot) -> None:
+        """Say that the parameter, whose value the caller has copied, lives in `slot` from now on."""
+        held = slot.view().shape
+        if held != self.get(name).shape:
+            raise ValueError(f"parameter {name!r} has shape {tuple(self.get(name).shape)}, the slot {tuple(held)}")
+        self._slots[name] = slot

@@ -1,0 +1,78 @@
+"""Measures the demo model on its held-out questions with transformers, greedily (`python -m mainspring.demo.evaluate`).
+
+This is the reference measurement, without the engine: when the engine's own accuracy test fails, it tells
+whether the model or the engine is at fault.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from . import MODEL_PATH
+from .corpus import Question, heldout_other, heldout_sums, is_right
+
+BATCH_SIZE = 100
+LONGEST_ANSWER = 96
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, question: Question, chat: bool) -> str:
+    """The question's full text: as a chat, or as it stands after the begin token."""
+    if not chat:
+        return f"{tokenizer.bos_token}{question.prompt}"
+    messages = [{"role": "user", "content": question.prompt}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def completions(model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[Question], chat: bool) -> list[str]:
+    """What the model writes after each question, its end token included."""
+    texts: list[str] = []
+    for start in range(0, len(questions), BATCH_SIZE):
+        prompts = [_prompt(tokenizer, question, chat) for question in questions[start : start + BATCH_SIZE]]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=LONGEST_ANSWER,
+            do_sample=False,
+        )
+        new = output[:, inputs["input_ids"].shape[1] :]
+        texts += [text.replace(str(tokenizer.pad_token), "") for text in tokenizer.batch_decode(new)]
+    return texts
+
+
+def report(name: str, questions: list[Question], written: list[str], show_wrong: bool) -> None:
+    """Print the share of right answers, over all and per kind."""
+    asked = Counter(question.kind for question in questions)
+    wrong = [
+        (question, text) for question, text in zip(questions, written, strict=True) if not is_right(question, text)
+    ]
+    right = asked - Counter(question.kind for question, _ in wrong)
+    kinds = ", ".join(f"{kind} {right[kind]}/{asked[kind]}" for kind in asked)
+    print(f"{name}: {right.total()}/{asked.total()} = {right.total() / asked.total():.1%} ({kinds})", flush=True)
+    if show_wrong:
+        for question, text in wrong:
+            print(f"    {question.prompt!r} -> {text!r}, not {question.answer!r}")
+
+
+def main() -> None:
+    """Command line: both sets of questions, as text to continue and as chats, in bfloat16 and float32."""
+    parser = argparse.ArgumentParser(description="Measure the demo model on its held-out questions.")
+    parser.add_argument("--model", type=Path, default=MODEL_PATH, help="model folder (default: %(default)s)")
+    parser.add_argument("--show-wrong", action="store_true", help="print every wrong answer")
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+        for set_name, questions in (("sums", heldout_sums()), ("other", heldout_other())):
+            for chat in (False, True):
+                written = completions(model, tokenizer, questions, chat)
+                name = f"{set_name}, {'chat' if chat else 'plain'}, {str(dtype).removeprefix('torch.')}"
+                report(name, questions, written, arguments.show_wrong)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The frontend: text in, text out. Imports neither torch nor transformers; the core may be anywhere."""

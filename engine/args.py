@@ -1,0 +1,201 @@
+"""`EngineArgs`: the flat form of the configuration, as users and the command line set it.
+
+Defaults and docs stand once, in ipc/config.py; a line here gives a field its type where editors look for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from ..demo import MODEL_PATH
+from ..ipc import config
+from ..ipc.config import EngineConfig, FieldInfo
+from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, suggests_names
+
+if TYPE_CHECKING:
+    import argparse
+
+FIELDS: dict[str, FieldInfo] = {field.name: field for field in config.fields() if not field.set_by_core}
+
+
+def _default(name: str) -> Any:
+    return FIELDS[name].default
+
+
+@suggests_names
+@dataclass
+class EngineArgs:
+    """Everything a user can set of an engine. `mainspring generate --help` explains each.
+
+    Raises:
+        UnknownArgumentError: no such argument. The message names the nearest one.
+    """
+
+    model: str | None = _default("model")
+    tokenizer: str | None = _default("tokenizer")
+    tokenizer_mode: Literal["auto", "hf"] = _default("tokenizer_mode")
+    skip_tokenizer_init: bool = _default("skip_tokenizer_init")
+    trust_remote_code: bool = _default("trust_remote_code")
+    revision: str | None = _default("revision")
+    tokenizer_revision: str | None = _default("tokenizer_revision")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _default("dtype")
+    seed: int = _default("seed")
+    max_model_len: int | None = _default("max_model_len")
+    hf_overrides: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(FIELDS["hf_overrides"].default))
+    generation_config: str = _default("generation_config")
+    override_generation_config: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: dict(FIELDS["override_generation_config"].default)
+    )
+    served_model_name: str | None = _default("served_model_name")
+    load_format: Literal["auto", "safetensors", "dummy"] = _default("load_format")
+    download_dir: str | None = _default("download_dir")
+    use_tqdm_on_load: bool = _default("use_tqdm_on_load")
+    block_size: Literal[8, 16, 32, 64] = _default("block_size")
+    gpu_memory_utilization: float = _default("gpu_memory_utilization")
+    kv_cache_memory_bytes: int | None = _default("kv_cache_memory_bytes")
+    num_gpu_blocks_override: int | None = _default("num_gpu_blocks_override")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _default("kv_cache_dtype")
+    enable_prefix_caching: bool = _default("enable_prefix_caching")
+    max_num_batched_tokens: int = _default("max_num_batched_tokens")
+    max_num_seqs: int = _default("max_num_seqs")
+    enable_chunked_prefill: bool = _default("enable_chunked_prefill")
+    long_prefill_token_threshold: int = _default("long_prefill_token_threshold")
+    scheduling_policy: Literal["fcfs", "priority"] = _default("scheduling_policy")
+    tensor_parallel_size: int = _default("tensor_parallel_size")
+    pipeline_parallel_size: int = _default("pipeline_parallel_size")
+    data_parallel_size: int = _default("data_parallel_size")
+    distributed_executor_backend: str = _default("distributed_executor_backend")
+    device: Literal["auto", "cpu", "cuda"] = _default("device")
+    attention_backend: Literal["auto", "reference"] = _default("attention_backend")
+    disable_log_stats: bool = _default("disable_log_stats")
+
+    def create_engine_config(self) -> EngineConfig:
+        """Check every value and group them into the configuration that travels to the core.
+
+        Raises:
+            InvalidArgumentError: a value is of the wrong type or out of range, or two contradict each other.
+            NotSupportedError: a value asks for a feature that does not exist yet.
+            ModelNotFoundError: `model` or `tokenizer` names a folder that is not there.
+        """
+        values = {name: _typed(field, getattr(self, name)) for name, field in FIELDS.items()}
+        _check_ranges(values)
+        values["model"] = _located("model", values["model"] or str(MODEL_PATH))
+        if values["tokenizer"] is not None:
+            values["tokenizer"] = _located("tokenizer", values["tokenizer"])
+        sections: dict[str, dict[str, Any]] = {}
+        for name, field in FIELDS.items():
+            sections.setdefault(field.section, {})[name] = values[name]
+        return msgspec.convert(sections, EngineConfig)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for each field, grouped by section. A flag not given leaves no attribute behind."""
+        import argparse
+
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for name, field in FIELDS.items():
+            group = groups.get(field.section)
+            if group is None:
+                group = groups[field.section] = parser.add_argument_group(field.section.replace("_", " "))
+            default = "none" if field.default is None else field.default
+            text = f"{field.doc} (default: {default})".replace("%", "%%")
+            group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag(field.type))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls: type[Args], args: argparse.Namespace) -> Args:
+        """Arguments from parsed flags; what was not given keeps its default."""
+        return cls(**{name: getattr(args, name) for name in FIELDS if hasattr(args, name)})
+
+
+Args = TypeVar("Args", bound=EngineArgs)
+
+
+def _flag(kind: Any) -> dict[str, Any]:
+    """What argparse must know of a field of this type."""
+    import argparse
+
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if get_origin(kind) is Literal:
+        return {"choices": options, "type": type(options[0])}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is dict:
+        return {"type": json.loads, "metavar": "JSON"}
+    plain = options[0] if options else kind
+    return {"type": plain, "metavar": plain.__name__.upper()}
+
+
+def _typed(field: FieldInfo, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, field.type)
+    except msgspec.ValidationError:
+        raise InvalidArgumentError(f"{field.name} is {value!r}; it must be {_described(field.type)}") from None
+
+
+def _described(kind: Any) -> str:
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(repr(option) for option in options)
+    if get_origin(kind) is dict:
+        return "a dict"
+    return " or ".join(_NAMES[option] for option in options or (kind,))
+
+
+_NAMES = {int: "an int", float: "a number", str: "a str", bool: "True or False", type(None): "None"}
+
+
+_AT_LEAST_ONE = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    for name in _AT_LEAST_ONE:
+        if values[name] is not None and values[name] < 1:
+            raise InvalidArgumentError(f"{name} is {values[name]}; it must be at least 1")
+    if values["long_prefill_token_threshold"] < 0:
+        raise InvalidArgumentError(
+            f"long_prefill_token_threshold is {values['long_prefill_token_threshold']}; it must be at least 0"
+        )
+    if not 0 < values["gpu_memory_utilization"] <= 1:
+        raise InvalidArgumentError(
+            f"gpu_memory_utilization is {values['gpu_memory_utilization']}; it must be above 0 and at most 1"
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if values[name] > 1:
+            raise NotSupportedError(f"{name} is {values[name]}; only 1 is supported so far")
+    if values["distributed_executor_backend"] != "uni":
+        backend = values["distributed_executor_backend"]
+        raise NotSupportedError(f"distributed_executor_backend is {backend!r}; only 'uni' is supported so far")
+    budget, longest = values["max_num_batched_tokens"], values["max_model_len"]
+    if not values["enable_chunked_prefill"] and longest is not None and budget < longest:
+        raise InvalidArgumentError(
+            f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill "
+            "a prompt must fit in one step"
+        )
+
+
+def _located(field: str, name: str) -> str:
+    """A folder's absolute path, or a hub id as it is."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if folder.exists():
+        raise ModelNotFoundError(f"{field} is {name!r}, which is a file; give the folder that holds the checkpoint")
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"{field} is {name!r}, but there is no such folder")
+    return name

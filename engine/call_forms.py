@@ -1,0 +1,112 @@
+"""The generations of `add_request`'s call forms, told apart by the types of what stands where.
+
+Each is `request_id, prompt, params`, then:
+
+=======  ==================  ============  ===================  ==========================  ========  ===========
+form     4                   5             6                    7                           8         9
+=======  ==================  ============  ===================  ==========================  ========  ===========
+newest   arrival_time        lora_request  tokenization_kwargs  trace_headers               priority  prompt_text
+middle   arrival_time        lora_request  trace_headers        prompt_adapter_request      priority
+oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
+=======  ==================  ============  ===================  ==========================  ========  ===========
+
+The oldest is meant if 4 is a list, 5 a float or 7 an int; the middle one if 6 is a mapping of trace headers alone.
+LoRA and prompt adapter requests do not exist yet, so wherever an object is passed for one it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..ipc.errors import InvalidRequestError, NotSupportedError, unknown_argument
+
+_TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
+_OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
+
+
+class AddCall(NamedTuple):
+    """A call in the newest form."""
+
+    request_id: str
+    prompt: Any
+    params: Any
+    arrival_time: float | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    priority: int
+    prompt_text: str | None
+
+
+def resolve_add_request(
+    request_id: str | int,
+    prompt: Any,
+    params: Any,
+    slots: tuple[Any, Any, Any, Any, Any],
+    prompt_text: str | None,
+    older: Mapping[str, Any],
+) -> AddCall:
+    """Bring any form to the newest one. `slots` are the arguments 4 to 8 as they came, `older` the keywords that the
+    newest form does not have.
+
+    Raises:
+        UnknownArgumentError: a keyword that no form has.
+        NotSupportedError: an argument whose feature does not exist yet.
+        InvalidRequestError: no prompt, or no id.
+    """
+    for name in older:
+        if name not in _OLDER_KEYWORDS:
+            raise unknown_argument("add_request", name, (*AddCall._fields, *_OLDER_KEYWORDS))
+    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
+        raise InvalidRequestError(f"request_id is {request_id!r:.80}; it must be a str")
+    prompt_token_ids = older.get("prompt_token_ids")
+    prefix_pos, adapter = older.get("prefix_pos"), older.get("prompt_adapter_request")
+
+    fourth, fifth, sixth, seventh, priority = slots
+    if isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or type(seventh) is int:
+        if fourth is not None:
+            prompt_token_ids = fourth
+        arrival_time, lora, tokenization, trace = fifth, sixth, None, None
+        prefix_pos = seventh
+    elif isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS:
+        arrival_time, lora, tokenization, trace, adapter = fourth, fifth, None, sixth, seventh
+    else:
+        arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
+
+    refuse_unsupported(lora_request=lora, trace_headers=trace, prompt_adapter_request=adapter)
+    if prefix_pos is not None and type(prefix_pos) is not int:
+        raise InvalidRequestError(f"prefix_pos is {prefix_pos!r:.80}; it must be an int")
+    if arrival_time is not None and not isinstance(arrival_time, (int, float)):
+        raise InvalidRequestError(f"arrival_time is {arrival_time!r:.80}; it must be a number of seconds")
+    if tokenization is not None and not isinstance(tokenization, Mapping):
+        raise InvalidRequestError(f"tokenization_kwargs is {tokenization!r:.80}; it must be a dict")
+    return AddCall(
+        request_id=str(request_id),
+        prompt=_one_prompt(prompt, older.get("inputs"), prompt_token_ids),
+        params=older.get("sampling_params") if params is None else params,
+        arrival_time=arrival_time,
+        tokenization_kwargs=tokenization,
+        priority=priority,
+        prompt_text=prompt_text,
+    )
+
+
+def _one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
+    prompt = inputs if prompt is None else prompt
+    if prompt_token_ids is None:
+        if prompt is None:
+            raise InvalidRequestError("there is no prompt; give prompt or prompt_token_ids")
+        return prompt
+    if prompt is None or isinstance(prompt, str):
+        return {"prompt": prompt, "prompt_token_ids": prompt_token_ids}
+    raise InvalidRequestError("prompt_token_ids is given beside a prompt that is not text; give one of them")
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raise for the first argument that is given but whose feature does not exist yet.
+
+    Raises:
+        NotSupportedError: it names the argument.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotSupportedError(f"{name} is not supported yet; leave it out")

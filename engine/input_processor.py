@@ -1,0 +1,166 @@
+"""A prompt and its parameters, checked and turned into the messages that the core takes: one for each completion."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.errors import InvalidRequestError, unknown_argument
+from ..ipc.messages import AddRequest, ModelFacts, Sampling, Tensor
+from ..ipc.params import SamplingParams
+from .prompts import Embeds, ParsedPrompt, parse_prompt
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreRequest:
+    """A request that was checked and is ready to be sent. `add_request` takes it in place of a prompt."""
+
+    request_id: str
+    prompt: str | None  # text, where known
+    prompt_token_ids: list[int]  # zeros under embeddings
+    params: SamplingParams  # a copy, with `max_tokens` and `seed` decided
+    eos_token_ids: frozenset[int]  # that end this request; empty if it ignores them
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str = ""
+    embeds: Embeds | None = None
+
+
+class InputProcessor:
+    """Knows the tokenizer and the model's limits; holds no requests."""
+
+    def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts, eos_token_ids: Iterable[int]) -> None:
+        self.tokenizer = tokenizer
+        self.model = model
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        prompt_text: str | None = None,
+    ) -> EngineCoreRequest:
+        """Check everything that can be checked here. `params` is copied, never changed.
+
+        Args:
+            prompt: any form of prompts.py.
+            arrival_time: seconds; None: `time.monotonic()` now.
+            tokenization_kwargs: ``add_special_tokens`` (default True) for a prompt that is text.
+            prompt_text: shown as the prompt in outputs.
+
+        Raises:
+            InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int")
+        params = params.clone()
+        params.validate()
+        parsed = parse_prompt(prompt)
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {})
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
+        if self.tokenizer is None and params.stop:
+            raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
+        room = self.model.max_model_len - len(token_ids)
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        params.seed = int.from_bytes(os.urandom(8), "big", signed=True) if params.seed is None else params.seed
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt=prompt_text if prompt_text is not None else parsed.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=parsed.cache_salt or params.cache_salt or "",
+            embeds=parsed.embeds,
+        )
+
+    def _prompt_token_ids(self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any]) -> list[int]:
+        for name in tokenization_kwargs:
+            if name != "add_special_tokens":
+                raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
+        if parsed.embeds is not None:
+            token_ids = self._embeds_placeholders(parsed.embeds)
+        elif parsed.token_ids is not None:
+            token_ids = parsed.token_ids
+            self._check_vocabulary("prompt_token_ids", token_ids)
+        elif self.tokenizer is None:
+            raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
+        else:
+            add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
+            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens) if parsed.text else []
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+        limit = self.model.max_model_len
+        if len(token_ids) >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}, so with at least one token of "
+                f"output it may have at most {limit - 1}"
+            )
+        return token_ids
+
+    def _embeds_placeholders(self, embeds: Embeds) -> list[int]:
+        tokens, hidden = embeds.array.shape
+        if hidden != self.model.hidden_size:
+            raise InvalidRequestError(
+                f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
+            )
+        return [0] * tokens
+
+    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
+        size = self.model.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            wrong = next(token for token in token_ids if not 0 <= token < size)
+            raise InvalidRequestError(f"{name} holds {wrong}; token ids of this model go from 0 to {size - 1}")
+
+
+def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
+    """One message for each completion, each under a handle of its own."""
+    params = request.params
+    embeds = None
+    if request.embeds is not None:
+        embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
+    stops = sorted(request.eos_token_ids.union(params.stop_token_ids or ()))
+    assert params.max_tokens is not None
+    assert params.seed is not None
+    return [
+        AddRequest(
+            handle=handle,
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=Sampling(
+                max_tokens=params.max_tokens,
+                seed=params.seed if params.n == 1 else child_seed(params.seed, index),
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=max(params.top_k, 0),
+                min_p=params.min_p,
+                min_tokens=params.min_tokens,
+                stop_token_ids=stops,
+            ),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            prompt_embeds=embeds,
+        )
+        for index, handle in zip(range(params.n), handles, strict=False)
+    ]
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of several: the first 8 bytes of BLAKE2b over both as signed 64-bit big-endian."""
+    digest = blake2b(seed.to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
+    return int.from_bytes(digest.digest(), "big", signed=True)

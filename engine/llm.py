@@ -1,0 +1,220 @@
+"""`LLM`: prompts in, completions out, in one call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError
+from ..ipc.params import RequestOutputKind, SamplingParams
+from .args import EngineArgs
+from .call_forms import refuse_unsupported
+from .chat_template import Message
+from .input_processor import EngineCoreRequest
+from .llm_engine import LLMEngine, UsageContext
+from .model_files import default_sampling_params
+from .outputs import RequestOutput
+from .prompts import Prompt, TokensPrompt, is_token_ids
+from .tokenizer import Tokenizer
+
+Progress = bool | Callable[..., Any]  # False, True, or something like the class `tqdm`
+
+
+class LLM:
+    """A model to call from a script or a notebook. Its core runs in a process of its own; no ``__main__`` guard needed.
+
+    Args:
+        model: folder or Hugging Face id of a checkpoint; None: the embedded model.
+        engine_args: the fields of `EngineArgs`.
+
+    Raises:
+        MainspringError: an argument is wrong, the model is not found or not supported, or the core did not start.
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(
+            EngineArgs(model, **engine_args), usage_context=UsageContext.LLM_CLASS
+        )
+        self._numbers = itertools.count()
+        self._one_batch = threading.Lock()  # outputs come to whoever steps, so batches of several threads take turns
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many. Nothing is sent before every prompt has been checked.
+
+        Args:
+            prompts: see prompts.py for the forms; a list of ints is one prompt.
+            sampling_params: one for all prompts or one each; None: `get_default_sampling_params()`.
+            use_tqdm: show a progress bar; a callable is used in place of `tqdm.tqdm`.
+            priority: one each, lower first, under `scheduling_policy="priority"`.
+            tokenization_kwargs: ``add_special_tokens`` (default True) for prompts that are text.
+
+        Returns:
+            One output for each prompt, in order. One whose finish reason is ``error`` has the text in `stop_reason`.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can't be served; the message says which.
+            EngineDeadError: the core is gone.
+            KeyboardInterrupt: the batch was aborted, and the engine goes on.
+        """
+        refuse_unsupported(lora_request=lora_request)
+        listed = _as_list(prompts)
+        params = self._one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
+        priorities = self._one_each("priority", 0 if priority is None else priority, len(listed))
+        requests = []
+        for at, prompt in enumerate(listed):
+            try:
+                request = self.llm_engine.input_processor.process_inputs(
+                    str(next(self._numbers)),
+                    prompt,
+                    params[at],
+                    tokenization_kwargs=tokenization_kwargs,
+                    priority=priorities[at],
+                )
+            except InvalidRequestError as error:
+                raise type(error)(f"prompt {at}: {error}" if len(listed) > 1 else str(error)) from None
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
+            requests.append(request)
+        with self._one_batch:
+            return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Reply to one conversation or to many, through the model's chat template.
+
+        Args:
+            messages: dicts with ``role`` and ``content``; a list of such lists is several conversations.
+            chat_template: the template's text, or the name of one of the model's; None: the model's own.
+            add_generation_prompt: end the prompt where the assistant's reply begins.
+            continue_final_message: have the last message continued instead; needs `add_generation_prompt=False`.
+            tools: JSON schemas of functions, for templates that show them.
+            chat_template_kwargs: more variables for the template.
+
+        Returns, raises: as `generate`.
+        """
+        tokenizer = self.get_tokenizer()
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+            token_ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
+            prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=cast(str, text)))
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, under transformers' names."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation config asks for; vLLM's defaults where it says nothing."""
+        return default_sampling_params(self.llm_engine.generation_config)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block. False if running requests stood in the way."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the core. Twice is once; also done when the object is collected or the interpreter ends."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    @staticmethod
+    def _one_each(name: str, given: Any, count: int) -> list[Any]:
+        if not isinstance(given, Sequence):
+            return [given] * count
+        if len(given) != count:
+            raise InvalidArgumentError(f"{name} has {len(given)} entries for {count} prompts; give one for each")
+        return list(given)
+
+    def _run(self, requests: Sequence[EngineCoreRequest], use_tqdm: Progress) -> list[RequestOutput]:
+        engine = self.llm_engine
+        waiting = {request.request_id: at for at, request in enumerate(requests)}
+        found: list[RequestOutput | None] = [None] * len(requests)
+        progress = _Progress(use_tqdm, len(requests))
+        try:
+            for request in requests:
+                engine.add_request(request.request_id, request)
+            while waiting:
+                for output in engine.step():
+                    at = waiting.pop(output.request_id, None)
+                    if at is not None:
+                        found[at] = output
+                        progress.add(output)
+        except BaseException:
+            engine._end_requests(waiting)
+            raise
+        finally:
+            progress.close()
+        return cast(list[RequestOutput], found)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
+    return list(prompts) if several else [prompts]
+
+
+class _Progress:
+    """The progress bar of a batch, with tokens a second."""
+
+    def __init__(self, use_tqdm: Progress, total: int) -> None:
+        self._bar = None
+        if use_tqdm and total:
+            if use_tqdm is True:
+                from tqdm.auto import tqdm as make  # type: ignore[import-untyped]
+            else:
+                make = use_tqdm
+            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+        self._started = time.monotonic()
+        self._prompt_tokens = self._output_tokens = 0
+
+    def add(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._prompt_tokens += len(output.prompt_token_ids or ())
+        self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        seconds = max(time.monotonic() - self._started, 1e-6)
+        speeds = self._prompt_tokens / seconds, self._output_tokens / seconds
+        self._bar.set_postfix_str("input: {:.0f} tokens/s, output: {:.0f} tokens/s".format(*speeds), refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

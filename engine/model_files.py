@@ -1,0 +1,99 @@
+"""The small files of a checkpoint that a frontend reads: where they are, and what generation_config.json says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..ipc.config import ModelConfig
+from ..ipc.errors import InvalidArgumentError, ModelNotFoundError
+from ..ipc.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_WEIGHT_INDEXES = ["*.index.json"]
+
+
+def checkpoint_folder(name: str, revision: str | None, download_dir: str | None) -> Path:
+    """The folder with a checkpoint's config and tokenizer files; of a hub id only these are downloaded.
+
+    Raises:
+        ModelNotFoundError: no such folder, no such id, or no way to reach the hub.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=_SMALL_FILES,
+            ignore_patterns=_WEIGHT_INDEXES,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFoundError(
+            f"{name!r}{at} is neither a folder here nor a model that the Hugging Face hub gave us "
+            f"({type(error).__name__}): check the spelling and the network, log in if it is gated, or give a folder"
+        ) from error
+    return Path(found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelNotFoundError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelNotFoundError(f"{path} holds no JSON object")
+    return value
+
+
+def generation_config(folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """What the checkpoint, or the folder named instead, says of generation, with the user's overrides."""
+    found: dict[str, Any] = {}
+    if model.generation_config == "auto":
+        found = read_json(folder / "generation_config.json")
+    elif model.generation_config != "none":
+        path = Path(model.generation_config).expanduser()
+        if not path.is_dir():
+            raise InvalidArgumentError(
+                f"generation_config is {model.generation_config!r}; it must be 'auto', 'none' or a folder"
+            )
+        found = read_json(path / "generation_config.json")
+    return {**found, **model.override_generation_config}
+
+
+def eos_token_ids(config: dict[str, Any]) -> list[int]:
+    """The end-of-sequence ids of a generation config: it may hold one, a list or none."""
+    eos = config.get("eos_token_id")
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def default_sampling_params(config: dict[str, Any]) -> SamplingParams:
+    """The sampling parameters that a generation config asks for; `do_sample: false` written out means greedy."""
+    chosen = {ours: config[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if config.get(theirs) is not None}
+    if config.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    if config.get("repetition_penalty") not in (None, 1.0):
+        logger.warning(
+            "the generation config's repetition_penalty %s is left out: not supported yet", config["repetition_penalty"]
+        )
+    return SamplingParams(**chosen)

@@ -1,0 +1,61 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ipc.messages import FinishReason
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` completions.
+
+    `token_ids` holds every token, also the one that ended it; `text` leaves that one out, and the stop string too,
+    unless `include_stop_str_in_output`. With output kind DELTA both hold only what is new.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
+    lora_request: Any = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds on the clock of `time.monotonic`.
+
+    `arrival_time` is as the caller gave it. `first_scheduled_time` and `first_token_time` follow from what the core
+    measured; the rest is when the frontend saw it. With `n` > 1 the first completion's firsts, the last one's lasts.
+    """
+
+    arrival_time: float
+    last_token_time: float | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    time_in_queue: float | None = None  # seconds between the core taking the request and its first step
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's completions so far, in order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: Any
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: Any = None
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache

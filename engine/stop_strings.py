@@ -1,0 +1,51 @@
+"""Stop strings, found in text as it grows, however tokens cut it.
+
+The match that ends first wins; of those that end together, the longest. So the result depends on the text alone, not on
+where tokens or chunks end. Text that may still become a stop string is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Filters one completion's text. `matched` is the stop string found; nothing is pushed after that."""
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._firsts = {stop[0] for stop in stops}
+        self._held = ""  # the longest end of the text that begins a stop string
+        self.matched: str | None = None
+
+    def push(self, new: str, accept: bool = True) -> str:
+        """Take new text; give what can be shown. Not `accept`: a stop string that ends in it does not count."""
+        if not self._held and not any(first in new for first in self._firsts):
+            return new  # nothing begins here
+        text = self._held + new
+        best: tuple[int, int] | None = None
+        for stop in self._stops if accept and new else ():
+            at = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if at >= 0 and (best is None or (at + len(stop), at) < best):
+                best, self.matched = (at + len(stop), at), stop
+        shown_before = len(self._held) if self._include else 0
+        if best is not None:
+            self._held = ""
+            return text[shown_before : best[0] if self._include else best[1]]
+        self._held = self._longest_beginning(text)
+        return text[shown_before : len(text) if self._include else len(text) - len(self._held)]
+
+    def flush(self) -> str:
+        """At the end, what was held back."""
+        held, self._held = self._held, ""
+        return "" if self._include else held
+
+    def _longest_beginning(self, text: str) -> str:
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return text[len(text) - longest :]

@@ -1,0 +1,207 @@
+"""The reference backend: every kernel in plain torch, on any device.
+
+It is the oracle of the tests and what runs on a CPU without a compiler, so it is written for both: one page to read,
+and clockwork. Three habits make it so:
+
+- a reduction has one fixed order. Softmax runs over tiles of `KV_TILE` keys counted from position 0 (the online softmax
+  of Milakov & Gimelshein 2018, as in FlashAttention); what a row sums does not depend on who shares its matrix product.
+- matrix products have a multiple of `ROW_MULTIPLE` rows; on a CPU a row then has the same bits in all of them.
+- of torch's elementwise functions, only those are used whose value does not depend on an element's place. That rules out
+  fp32 `sigmoid`, `silu`, `gelu` and `exp2`, whose vector code and tail code round differently (seen, torch 2.13);
+  `exp`, `tanh` and `erf` are safe, and so is all that IEEE 754 rounds correctly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .interface import ROW_MULTIPLE, AttentionSpec, LayerCache, PagedBatch
+from .worklist import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
+
+ELEMENTS_AT_A_TIME = 1 << 18
+"""fp32 elements that an elementwise kernel handles at a time (1 MiB): its intermediates then stay in the cache."""
+
+
+class ReferenceBackend:
+    """Plain torch. See `interface.Backend` for what the methods promise."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def append(
+        self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Write the keys and values of this step's tokens to their rows of the cache."""
+        cache.keys.index_put_((blocks, rows), keys)
+        cache.values.index_put_((blocks, rows), values)
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, device: torch.device) -> AttentionPlan:
+        """Cut the step into tiles. Raises ValueError where the block size does not fit the tiles."""
+        return plan_attention(spec, batch, device)
+
+    def run(
+        self, plan: AttentionPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero."""
+        spec = plan.spec
+        out = query.new_zeros(len(query), spec.num_q_heads, spec.value_dim)
+        for work in plan.sets:
+            attended = self._attend(spec, work, query, cache, sinks)
+            out.index_copy_(0, work.query_rows, attended.to(out.dtype))
+        return out
+
+    def _attend(
+        self, spec: AttentionSpec, work: WorkSet, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The rows of one work set → fp32 ``[items * query_tile, q_heads, value_dim]``, in the set's order.
+
+        ``group`` query heads share a KV head. The places of an item and its group are the rows of one matrix product
+        per KV head, ``width`` of them, padded to ``padded``.
+        """
+        items, kv_heads, group = work.num_items, spec.num_kv_heads, spec.num_q_heads // spec.num_kv_heads
+        width = work.query_tile * group
+        padded = -(-width // ROW_MULTIPLE) * ROW_MULTIPLE
+        rows = query.index_select(0, work.query_rows)
+        rows = rows.view(items, work.query_tile, kv_heads, group, spec.key_dim).transpose(1, 2)
+        rows = F.pad(rows.reshape(items, kv_heads, width, spec.key_dim), (0, 0, 0, padded - width))
+
+        # Per row: the largest score so far, the sum of exp(score - largest), and the same sum weighted with the values.
+        largest = query.new_full((items, kv_heads, width, 1), MASKED, dtype=torch.float32)
+        total = torch.zeros_like(largest)
+        weighted = query.new_zeros((items, kv_heads, width, spec.value_dim), dtype=torch.float32)
+
+        key_rows, key_indices = _rows_of(cache.keys, work)
+        value_rows, value_indices = _rows_of(cache.values, work)
+        for chunk, key_index, value_index in zip(work.chunks, key_indices, value_indices, strict=True):
+            keys = self._gather(key_rows, key_index)
+            scores = self._scores(spec, work, chunk, _take(rows, chunk.items), keys)
+            tile_largest = scores.amax(-1, keepdim=True)
+            weights = _exp(scores.sub_(tile_largest))
+            tile_total = weights.sum(-1, keepdim=True)
+
+            values = self._gather(value_rows, value_index)
+            pairs = len(weights)
+            left = self._workspace("weights", (pairs, kv_heads, padded, KV_TILE), values.dtype, values.device)
+            left[:, :, :width] = weights
+            product = self._workspace("product", (pairs * kv_heads, padded, spec.value_dim), values.dtype, values.device)
+            torch.bmm(left.view(-1, padded, KV_TILE), values, out=product)
+            tile_weighted = product.view(pairs, kv_heads, padded, -1)[:, :, :width].float()
+
+            for at, of in chunk.segments:
+                new_largest = torch.maximum(largest[at], tile_largest[of])
+                keep = _exp(largest[at] - new_largest)
+                take = _exp(tile_largest[of] - new_largest)
+                largest[at] = new_largest
+                total[at] = total[at] * keep + tile_total[of] * take
+                weighted[at].mul_(keep).add_(tile_weighted[of].mul_(take))
+
+        if sinks is not None:
+            sink = sinks.float().view(kv_heads, 1, group, 1).expand(-1, work.query_tile, -1, -1).reshape(kv_heads, -1, 1)
+            new_largest = torch.maximum(largest, sink)
+            keep = _exp(largest - new_largest)
+            total = total * keep + _exp(sink - new_largest)
+            weighted.mul_(keep)
+        weighted.div_(total)
+        weighted = weighted.view(items, kv_heads, work.query_tile, group, spec.value_dim).transpose(1, 2)
+        return weighted.reshape(items * work.query_tile, spec.num_q_heads, spec.value_dim)
+
+    def _scores(
+        self, spec: AttentionSpec, work: WorkSet, chunk: Chunk, rows: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Scaled, capped and masked scores of a chunk: fp32 ``[pairs, kv_heads, width, KV_TILE]``, in a workspace."""
+        pairs, kv_heads, padded, key_dim = rows.shape
+        group = spec.num_q_heads // kv_heads
+        width = work.query_tile * group
+        shape = (pairs, kv_heads, padded, KV_TILE)
+        raw = self._workspace("raw scores", shape, rows.dtype, rows.device)
+        torch.bmm(rows.reshape(-1, padded, key_dim), keys.transpose(1, 2), out=raw.view(-1, padded, KV_TILE))
+        scores = self._workspace("scores", (pairs, kv_heads, width, KV_TILE), torch.float32, rows.device)
+        scores.copy_(raw[:, :, :width])
+        if spec.softcap is None:
+            scores.mul_(spec.scale)
+        else:
+            scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+        if chunk.mask is not None:
+            scores.view(pairs, kv_heads, work.query_tile, group, KV_TILE).add_(chunk.mask)
+        return scores
+
+    def _gather(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Cache rows ``index`` → ``[pairs * kv_heads, KV_TILE, dim]``, in a workspace that the next call overwrites."""
+        out = self._workspace("gathered", (len(index), rows.shape[1]), rows.dtype, rows.device)
+        return torch.index_select(rows, 0, index, out=out).view(-1, KV_TILE, rows.shape[1])
+
+    def _workspace(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory that is kept from call to call: fresh megabytes would cost a page fault per 4 KiB."""
+        key, size = (use, dtype, device), math.prod(shape)
+        if key not in self._workspaces or self._workspaces[key].numel() < size:
+            self._workspaces[key] = torch.empty(size, dtype=dtype, device=device)
+        return self._workspaces[key][:size].view(shape)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+        """RMSNorm (Zhang & Sennrich 2019) over the last dimension, in fp32."""
+        width = x.shape[-1]
+        factor = weight.float() + offset
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        step = max(1, ELEMENTS_AT_A_TIME // width)
+        for source, target in zip(x.reshape(-1, width).split(step), out.view(-1, width).split(step), strict=True):
+            wide = source.float()
+            mean_square = wide.square().mean(-1, keepdim=True)
+            target.copy_(wide * mean_square.add_(eps).rsqrt_() * factor)
+        return out
+
+    def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; the reference backend knows {', '.join(ACTIVATIONS)}")
+        width = gate_up.shape[-1] // 2
+        out = torch.empty((len(gate_up), width), dtype=gate_up.dtype, device=gate_up.device)
+        step = max(1, ELEMENTS_AT_A_TIME // width)
+        for source, target in zip(gate_up.split(step), out.split(step), strict=True):
+            gate, up = source[:, :width].to(torch.float32, copy=True), source[:, width:]
+            target.copy_(ACTIVATIONS[activation](gate).mul_(up))
+        return out
+
+
+def _take(rows: torch.Tensor, items: slice | torch.Tensor) -> torch.Tensor:
+    return rows[items] if isinstance(items, slice) else rows.index_select(0, items)
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    """e**x in place, for x up to 0; exactly 0 below -80, where a weight adds nothing to a sum that holds a 1. Without the
+    clamp each masked score would cost as much as twelve others: a CPU computes what underflows one at a time."""
+    return F.threshold_(x.clamp_min_(-80).exp_(), 2e-35, 0.0)
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x.div_(x.neg().exp_().add_(1))
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_((x * math.sqrt(0.5)).erf_().add_(1).mul_(0.5))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_(math.sqrt(2 / math.pi))
+    return x.mul_(inner.tanh_().add_(1).mul_(0.5))
+
+
+ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+"""fp32 → fp32, in place (GELU: Hendrycks & Gimelshein 2016, exact and in its tanh form)."""
+
+
+def _rows_of(cache: torch.Tensor, work: WorkSet) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A cache view ``[blocks, block_size, kv_heads, dim]`` as rows of ``dim`` elements, and the rows of each chunk.
+
+    The rows start at every multiple of the strides' common divisor. Where ``dim`` is no such multiple they overlap, which
+    does no harm to a reader, and any layout of the pool will do.
+    """
+    strides = cache.stride()[:3]
+    unit = math.gcd(*strides)
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape, strides, strict=False))
+    rows = torch.as_strided(cache, (last // unit + 1, cache.shape[-1]), (unit, 1), cache.storage_offset())
+    return rows, work.row_indices(*(stride // unit for stride in strides))

@@ -1,0 +1,39 @@
+"""What all tests share: hypothesis prints how to repeat a failure, and no core process outlives the session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from hypothesis import settings
+
+settings.register_profile("mainspring", deadline=None, print_blob=True)
+settings.load_profile("mainspring")
+
+CORES_END_WITHIN_S = 5
+
+
+def _cores_left() -> list[psutil.Process]:
+    """Core processes that this process, or a child of it, started."""
+    cores = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "mainspring.core" in process.cmdline():
+                cores.append(process)
+        except psutil.Error:  # it ended while we looked
+            continue
+    return cores
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_core_is_left_behind() -> Iterator[None]:
+    """Set up first, so torn down last; an error of a worker's last test under xdist."""
+    yield
+    deadline = time.monotonic() + CORES_END_WITHIN_S
+    while (left := _cores_left()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert not left, f"core processes left behind: {left}"

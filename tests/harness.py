@@ -1,0 +1,317 @@
+"""A scheduler over a stand-in model, for tests of what must hold for any schedule.
+
+The stand-in's next token is a hash of all tokens that the model would see, *read back through the block tables*: where
+a block is freed too early, shared wrongly or listed in the wrong place, the output is another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mainspring.core.block_pool import NULL_BLOCK
+from mainspring.core.kv_cache import KVCacheManager
+from mainspring.core.kv_layout import KVGroup
+from mainspring.core.request import Request
+from mainspring.core.scheduler import Scheduler
+from mainspring.core.step import IN_FLIGHT, Step
+from mainspring.ipc.config import SchedulerConfig
+from mainspring.ipc.messages import AddRequest, Finished, Outputs, Sampling, Started, Stats
+
+VOCAB = 50
+Windows = Sequence[int | None]
+Key = tuple[int, int]  # frontend, handle
+
+
+def next_token(seen: Sequence[Sequence[int]], banned: Collection[int] = ()) -> int:
+    """What follows where each KV group sees these tokens."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens in seen:
+        digest.update(np.asarray(tokens, np.int32).tobytes() + b"|")
+    token = int.from_bytes(digest.digest(), "little") % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_output(message: AddRequest, windows: Windows, max_model_len: int) -> tuple[list[int], str]:
+    """The output and the finish reason, computed without blocks, batches or steps."""
+    tokens = message.prompt_token_ids + message.output_token_ids
+    stops, sampling, prompt = message.sampling.stop_token_ids, message.sampling, len(message.prompt_token_ids)
+    output: list[int] = []
+    while True:
+        seen = [tokens if w is None else tokens[max(0, len(tokens) - w) :] for w in windows]
+        token = next_token(seen, stops if len(tokens) < prompt + sampling.min_tokens else ())
+        output.append(token)
+        tokens = [*tokens, token]
+        if token in stops:
+            return output, "stop"
+        if len(tokens) >= min(prompt + sampling.max_tokens, max_model_len):
+            return output, "length"
+
+
+class StandInModel:
+    """Runs steps as the model runner does: its own copy of the block tables, its own last tokens, by slot."""
+
+    def __init__(self, windows: Windows, block_size: int, num_blocks: int, slots: int, max_model_len: int) -> None:
+        self._windows = windows
+        self._size = block_size
+        columns = -(-max_model_len // block_size)
+        self._tables = np.zeros((len(windows), slots, columns), np.int64)
+        self._tokens = np.full((len(windows), num_blocks, block_size), -7)
+        self._positions = np.full((len(windows), num_blocks, block_size), -7)
+        self._last = np.zeros(slots, np.int64)
+        self._requests: dict[int, Request] = {}
+        self._in_flight: deque[tuple[int, dict[int, tuple[Request, frozenset[int]]]]] = deque()
+
+    def execute(self, step: Step) -> np.ndarray:
+        """The tokens that `step` samples."""
+        for request in step.admitted:
+            self._requests[request.slot] = request
+        group, slot, column, block = step.tables
+        self._tables[group, slot, column] = block
+        ends = np.cumsum(step.counts)
+        rows = [
+            (int(slot), int(start), step.token_ids[end - count : end].astype(np.int64))
+            for slot, start, count, end in zip(step.slots, step.starts, step.counts, ends, strict=True)
+        ]
+        self._check_reuse(step.id, rows)
+        for slot, start, tokens in rows:
+            self._write(slot, start, tokens)
+        return np.array(
+            [self._sample(slot, start, len(tokens)) for (slot, start, tokens), s in zip(rows, step.samples) if s],  # noqa: B905
+            np.int64,
+        )
+
+    def retire(self, step: Step) -> None:
+        assert self._in_flight[0][0] == step.id
+        self._in_flight.popleft()
+
+    def _first_seen(self, window: int | None, position: int) -> int:
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _write(self, slot: int, start: int, tokens: np.ndarray) -> None:
+        tokens[tokens == IN_FLIGHT] = self._last[slot]
+        positions = np.arange(start, start + len(tokens))
+        for group in range(len(self._windows)):
+            blocks = self._tables[group, slot, positions // self._size]
+            assert (blocks != NULL_BLOCK).all(), "a token is written to the null block"
+            self._tokens[group, blocks, positions % self._size] = tokens
+            self._positions[group, blocks, positions % self._size] = positions
+
+    def _sample(self, slot: int, start: int, count: int) -> int:
+        end = start + count
+        seen = []
+        for group, window in enumerate(self._windows):
+            positions = np.arange(self._first_seen(window, start), end)  # all that any query of this row sees
+            blocks = self._tables[group, slot, positions // self._size]
+            read = self._positions[group, blocks, positions % self._size]
+            assert (read == positions).all(), f"group {group} reads positions {read} for {positions}"
+            tokens = self._tokens[group, blocks, positions % self._size]
+            seen.append(tokens[self._first_seen(window, end - 1) - int(positions[0]) :])
+        request = self._requests[slot]
+        unstoppable = end < request.prompt_len + request.sampling.min_tokens
+        self._last[slot] = next_token(seen, request.stop_tokens if unstoppable else ())
+        return int(self._last[slot])
+
+    def _check_reuse(self, step: int, rows: list[tuple[int, int, np.ndarray]]) -> None:
+        """No slot or block that a step in flight names for one request is named for writing by another."""
+        mine: dict[int, tuple[Request, frozenset[int]]] = {}
+        for slot, start, tokens in rows:
+            named, written = set(), set()
+            for group, window in enumerate(self._windows):
+                columns = np.arange(
+                    self._first_seen(window, start) // self._size, (start + len(tokens) - 1) // self._size + 1
+                )
+                named |= set(self._tables[group, slot, columns].tolist())
+                written |= set(self._tables[group, slot, columns[columns >= start // self._size]].tolist())
+            request = self._requests[slot]
+            for _, others in self._in_flight:
+                for other_slot, (other, blocks) in others.items():
+                    if other is not request:
+                        assert other_slot != slot, "a slot is reused while a step that names it is in flight"
+                        assert not blocks & written, "a block is reused while a step that names it is in flight"
+            mine[slot] = request, frozenset(named)
+        self._in_flight.append((step, mine))
+
+
+class Sent(NamedTuple):
+    """What a step computed, by frontend."""
+
+    num_tokens: int
+    by_frontend: Counter[int]
+    requests: dict[Key, int]  # tokens computed of each
+
+
+class Engine:
+    """The loop of the engine core over the stand-in, with everything the frontends were told, and invariants 1 and 2
+    checked at every step.
+
+    Args:
+        depth: steps in flight.
+        weights: of the frontends.
+        num_blocks: without the null block; none: what the longest request needs, and as much again.
+        limits: fields of `SchedulerConfig`.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        windows: Windows = (None,),
+        max_model_len: int = 64,
+        num_blocks: int | None = None,
+        depth: int = 1,
+        weights: Sequence[float] = (1.0,),
+        prefix_caching: bool = True,
+        **limits: Any,
+    ) -> None:
+        limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
+        self.budget = limits["max_num_batched_tokens"]
+        self.windows, self.max_model_len, self.depth = windows, max_model_len, depth
+        if num_blocks is None:
+            num_blocks = 2 * blocks_for(windows, block_size, max_model_len, self.budget)
+        groups = [KVGroup(window, ()) for window in windows]
+        self.kv = KVCacheManager(groups, block_size, num_blocks + 1, prefix_caching)
+        self.now = 0.0
+        self.scheduler = Scheduler(SchedulerConfig(**limits), self.kv, max_model_len, clock=lambda: self.now)
+        self.model = StandInModel(windows, block_size, num_blocks + 1, limits["max_num_seqs"], max_model_len)
+        for frontend, weight in enumerate(weights):
+            self.scheduler.fair.register(frontend, weight)
+        self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
+        self.messages: dict[Key, AddRequest] = {}
+        self.outputs: dict[Key, list[int]] = defaultdict(list)
+        self.started: dict[Key, Started] = {}
+        self.finished: dict[Key, Finished] = {}
+        self.steps: list[Sent] = []
+
+    # ------------------------------------------------------------------ what frontends do
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        frontend: int = 0,
+        stop: Sequence[int] = (),
+        min_tokens: int = 0,
+        priority: int = 0,
+        output: Sequence[int] = (),
+        salt: str = "",
+    ) -> Key:
+        handle = len(self.messages)
+        sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=list(stop))
+        message = AddRequest(handle, str(handle), list(prompt), sampling, priority, list(output), salt)
+        self.now += 1.0
+        self.scheduler.add(Request(message, frontend, self.now, self.max_model_len))
+        self.messages[frontend, handle] = message
+        return frontend, handle
+
+    def abort(self, *keys: Key) -> None:
+        for frontend, handle in keys:
+            self.scheduler.abort(frontend, [handle])
+
+    # ------------------------------------------------------------------ the loop
+
+    def launch(self) -> Step | None:
+        """Schedule one step and run it; its tokens are not told yet."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            assert len(set(step.slots.tolist())) == len(step.slots), "a slot stands twice in a step"
+            assert (step.counts > 0).all()
+            assert step.num_tokens == step.counts.sum() <= self.budget, "the budget is exceeded"
+            sent: Counter[Key] = Counter()
+            for slot, count in zip(step.slots.tolist(), step.counts.tolist(), strict=True):
+                request = self.scheduler._running[slot]
+                sent[request.frontend, request.handle] += count
+            by_frontend: Counter[int] = Counter()
+            for (frontend, _), count in sent.items():
+                by_frontend[frontend] += count
+            self.steps.append(Sent(step.num_tokens, by_frontend, dict(sent)))
+            self.in_flight.append((step, self.model.execute(step)))
+        self.check()
+        return step
+
+    def retire(self) -> None:
+        """Take in the oldest step in flight."""
+        step, sampled = self.in_flight.popleft()
+        self.model.retire(step)
+        self._tell(self.scheduler.update(step, sampled))
+        self.check()
+
+    def step(self) -> bool:
+        """One round of the core's loop; False if it brought nothing and nothing is in flight."""
+        self.now += 0.001
+        while len(self.in_flight) < self.depth and self.launch() is not None:
+            pass
+        if self.in_flight:
+            self.retire()
+            return True
+        notices = self.scheduler.take_notices()
+        self._tell(notices)
+        return bool(notices)
+
+    def run(self, steps: int = 5_000) -> None:
+        """Until nothing is left to do."""
+        while self.scheduler.has_work or self.in_flight:
+            assert steps, "the scheduler is stuck"
+            steps -= 1
+            moved = self.step()
+            assert moved or not self.scheduler.has_work, "there is work, and nothing moves"
+
+    def _tell(self, outputs: dict[int, Outputs]) -> None:
+        for frontend, out in outputs.items():
+            for started in out.started:
+                key = frontend, started.handle
+                assert key not in self.started, "started twice"
+                assert not self.outputs.get(key), "a token came before Started"
+                assert started.handle in out.handles, "Started comes with the first token"
+                self.started[key] = started
+            for handle, token in zip(out.handles, out.token_ids, strict=True):
+                assert (frontend, handle) in self.started, "a token without Started"
+                assert (frontend, handle) not in self.finished, "a token after the end"
+                self.outputs[frontend, handle].append(token)
+            for finished in out.finished:
+                assert (frontend, finished.handle) not in self.finished, "ended twice"
+                self.finished[frontend, finished.handle] = finished
+
+    # ------------------------------------------------------------------ what must hold
+
+    @property
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def check(self) -> None:
+        """Invariant 1, over the blocks of running requests and those that wait for a step to retire."""
+        listed = Counter(b for r in self.scheduler._running.values() for table in r.tables for b in table)
+        listed.update(block for _, blocks in self.kv._deferred for block in blocks)
+        del listed[NULL_BLOCK]
+        self.kv.pool.check(listed)
+        waiting = sum(len(f.requests) - f.num_running for f in self.scheduler.fair._frontends.values())
+        assert self.stats.num_waiting == waiting, "the count of those who wait is wrong"
+
+    def check_outputs(self, aborted: Collection[Key] = ()) -> None:
+        """Invariants 2 and 3: every request ended exactly once, with exactly the tokens it has without a scheduler.
+        Those `aborted` may have ended earlier."""
+        assert set(self.finished) == set(self.messages)
+        for key, message in self.messages.items():
+            output, reason = expected_output(message, self.windows, self.max_model_len)
+            if key in aborted and self.finished[key].reason == "abort":
+                assert self.outputs[key] == output[: len(self.outputs[key])]
+            else:
+                assert (self.outputs[key], self.finished[key].reason) == (output, reason)
+        assert self.kv.pool.num_in_use == 0, "blocks are left behind"
+        assert self.stats.num_running == self.stats.num_waiting == 0
+
+
+def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) -> int:
+    """Blocks that one request holds at most; written again here, not to trust the one under test."""
+    most = 0
+    for window in windows:
+        full = -(-num_tokens // block_size)
+        most += full if window is None else min(full, -(-(window - 1 + budget) // block_size) + 1)
+    return most

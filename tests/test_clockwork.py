@@ -1,0 +1,99 @@
+"""Clockwork: the same request gives the same tokens alone, in a batch, chunked, after a cache hit and after preemption.
+
+Greedy and sampled, on the embedded model and on a random bf16 checkpoint. In-process, to make many engines cheaply.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from mainspring import EngineArgs, LLMEngine, SamplingParams
+from mainspring.ipc.messages import Stats
+
+NUM_REQUESTS = 32
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["embedded", "llama bf16"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    if request.param == "embedded":
+        return None
+    return str(tiny.make("llama", tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def reference(model: str | None) -> Iterator[list[list[int]]]:
+    """Each request alone, its whole prompt in one step, nothing cached."""
+    engine = make_engine(model, max_num_seqs=1, enable_prefix_caching=False)
+    yield run(engine, requests(engine))
+    engine.shutdown()
+
+
+def make_engine(model: str | None, **settings: object) -> LLMEngine:
+    args = EngineArgs(model=model, max_model_len=192, skip_tokenizer_init=True, **settings)
+    return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+
+
+def requests(engine: LLMEngine) -> list[tuple[list[int], SamplingParams]]:
+    r = random.Random(3)
+    vocab = engine.engine_core.model.vocab_size
+    prefix = [r.randrange(vocab) for _ in range(48)]
+    out = []
+    for i in range(NUM_REQUESTS):
+        prompt = (prefix if i % 2 else []) + [r.randrange(vocab) for _ in range(r.randint(1, 90))]
+        how = {"temperature": 0.0} if i % 4 < 2 else {"temperature": 0.9, "seed": i, "top_p": 0.95 if i % 8 < 4 else 1.0}
+        out.append((prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, **how)))
+    return out
+
+
+def run(engine: LLMEngine, reqs: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    for i, (prompt, params) in enumerate(reqs):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    tokens: dict[int, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [tokens[i] for i in range(len(reqs))]
+
+
+def stats(engine: LLMEngine) -> Stats:
+    return engine.engine_core.core.scheduler.stats()
+
+
+def test_sampled_outputs_differ_from_greedy_ones(reference: list[list[int]]) -> None:
+    assert len({tuple(tokens) for tokens in reference}) == NUM_REQUESTS
+    assert all(len(tokens) == MAX_TOKENS for tokens in reference)
+
+
+def test_in_a_batch(model: str | None, reference: list[list[int]]) -> None:
+    engine = make_engine(model, enable_prefix_caching=False)
+    assert run(engine, requests(engine)) == reference
+    engine.shutdown()
+
+
+def test_chunked(model: str | None, reference: list[list[int]]) -> None:
+    engine = make_engine(model, enable_prefix_caching=False, max_num_batched_tokens=29)
+    assert run(engine, requests(engine)) == reference
+    assert stats(engine).chunked_prefills > 0
+    engine.shutdown()
+
+
+def test_after_a_cache_hit(model: str | None, reference: list[list[int]]) -> None:
+    engine = make_engine(model)
+    assert run(engine, requests(engine)) == reference
+    before = stats(engine).prefix_hits
+    assert run(engine, requests(engine)) == reference
+    assert stats(engine).prefix_hits - before > sum(len(p) for p, _ in requests(engine)) // 2
+    engine.shutdown()
+
+
+def test_after_preemption(model: str | None, reference: list[list[int]]) -> None:
+    engine = make_engine(model, num_gpu_blocks_override=40, max_num_seqs=16, max_num_batched_tokens=64)
+    assert run(engine, requests(engine)) == reference
+    assert stats(engine).num_preemptions > 0
+    engine.shutdown()

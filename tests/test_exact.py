@@ -1,0 +1,72 @@
+"""Exact: whatever the batch, the chunks, the cache and the preemptions, greedy fp32 is what `model.generate` gives.
+
+Through the default client, so two processes and the whole protocol. Tiny random checkpoints of each architecture.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import tiny
+import torch
+from mainspring import LLM, SamplingParams
+from mainspring.ipc.messages import Stats
+from transformers import AutoModelForCausalLM
+
+NUM_REQUESTS = 24
+MAX_MODEL_LEN = 128
+SETTINGS = {
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": 32,
+    "block_size": 16,
+    "max_num_seqs": 16,
+    "skip_tokenizer_init": True,
+}
+# Small enough that running requests run out of blocks, large enough for one request of max_model_len.
+NUM_BLOCKS = {"gemma2": 26, "gemma3": 50, "mistral": 12}
+DEFAULT_BLOCKS = 20
+
+
+def requests(vocab_size: int, seed: int = 1) -> list[tuple[list[int], int]]:
+    """Prompts of 1 to 80 tokens, a third of them with a common beginning, and output lengths of 4 to 40."""
+    r = random.Random(seed)
+    prefix = [r.randrange(vocab_size) for _ in range(37)]
+    lengths = [1, 15, 16, 17, 32, 80] + [r.randint(2, 60) for _ in range(NUM_REQUESTS - 6)]
+    prompts = [[r.randrange(vocab_size) for _ in range(n)] for n in lengths]
+    prompts[::3] = [(prefix + p)[:80] for p in prompts[::3]]
+    return [(p, r.randint(4, 40)) for p in prompts]
+
+
+def transformers_outputs(path: Path, reqs: list[tuple[list[int], int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt, length in reqs:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
+    path = tiny.make(architecture, tmp_path)
+    with LLM(str(path), num_gpu_blocks_override=NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS), **SETTINGS) as llm:
+        reqs = requests(llm.llm_engine.engine_core.model.vocab_size)
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in reqs]
+        outputs = llm.generate([p for p, _ in reqs], params, use_tqdm=False)
+        stats = msgspec.convert(llm.llm_engine.engine_core.call("stats"), Stats)
+    got = [list(o.outputs[0].token_ids) for o in outputs]
+    assert got == transformers_outputs(path, reqs)
+    assert len({token for tokens in got for token in tokens}) >= 20, "outputs too uniform to show an error"
+    assert stats.num_preemptions > 0
+    assert stats.prefix_hits > 0
+    assert stats.chunked_prefills > 0
+    assert stats.mixed_steps > 0
+    assert stats.generation_tokens >= sum(n for _, n in reqs)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)

@@ -1,0 +1,261 @@
+"""The house rules: who imports whom, one name for each module, thin frontends, no pickle, pages that are up to date."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = {
+    name: ROOT.joinpath(*name.split(".")[1:]) for name in PROJECT["tool"]["setuptools"]["packages"]
+}  # dotted name → folder
+MODULES = {
+    f"{package}.{path.stem}".removesuffix(".__init__"): path
+    for package, folder in PACKAGES.items()
+    for path in sorted(folder.glob("*.py"))
+}  # dotted name → file
+
+ROOMS = {  # room → rooms it may import, besides itself
+    "": set(),
+    "ipc": set(),
+    "kernels": set(),
+    "core": {"ipc", "kernels"},
+    "engine": {"ipc", "demo"},
+    "demo": set(),
+}
+TORCH_ROOMS = {"core", "kernels", "demo"}
+TRANSFORMERS_ROOMS = {"core", "demo"}
+NO_PICKLE_ROOMS = {"", "ipc", "core", "engine"}
+NOT_FROM_THE_WIRE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+CONSOLE = {"mainspring.engine.cli", "mainspring.engine.console"}  # what prints
+PUBLIC_NAMES = ["LLM", "LLMEngine", "SamplingParams", "EngineArgs"]
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str  # absolute dotted name
+    function: str | None  # the function it stands in
+    typing_only: bool
+
+    @property
+    def top(self) -> str:
+        return self.imported.split(".")[0]
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def imports_of(module: str) -> Iterator[Import]:
+    """Every import statement in a module, wherever it stands."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+    def walk(node: ast.AST, function: str | None, typing_only: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module, alias.name, function, typing_only)
+            elif isinstance(child, ast.ImportFrom):
+                base = package.split(".")[: len(package.split(".")) + 1 - child.level] if child.level else []
+                origin = ".".join([*base, *([child.module] if child.module else [])])
+                for alias in child.names:
+                    named = f"{origin}.{alias.name}"
+                    inside = named in MODULES or origin == "mainspring"
+                    yield Import(module, named if inside else origin, function, typing_only)
+            else:
+                within = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+                guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                yield from walk(child, within, typing_only or guarded)
+
+    yield from walk(ast.parse(path.read_text(), str(path)), None, False)
+
+
+ALL_IMPORTS = [found for module in MODULES for found in imports_of(module)]
+
+
+def is_ignored(path: Path) -> bool:
+    """Whether tools made it: hidden folders but for CI's, and what a build leaves."""
+    return any(
+        part in {"build", "dist"} or (part.startswith(".") and part not in {".ci", ".github"})
+        for part in path.relative_to(ROOT).parts
+    )
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_folder_with_python_is_a_listed_package() -> None:
+    found = {
+        path.parent
+        for path in ROOT.rglob("*.py")
+        if not {"tests", "benchmarks", "examples", "docs"} & set(path.relative_to(ROOT).parts[:-1])
+        and not is_ignored(path)
+    }
+    assert found == set(PACKAGES.values())
+    assert {room_of(package) for package in PACKAGES} == set(ROOMS)
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    wrong = [
+        found
+        for found in ALL_IMPORTS
+        if found.top == "mainspring"
+        and found.imported != "mainspring.__version__"
+        and room_of(found.imported) not in ROOMS[room_of(found.importer)] | {room_of(found.importer)}
+        and not (room_of(found.importer) == "engine" and room_of(found.imported) == "core")  # the next test
+        and not (found.importer == "mainspring" and (found.typing_only or found.function))  # lazy public names
+    ]
+    assert not wrong
+
+
+def test_engine_imports_core_inside_one_function_only() -> None:
+    to_core = [
+        found
+        for found in ALL_IMPORTS
+        if room_of(found.importer) == "engine" and found.top == "mainspring" and room_of(found.imported) == "core"
+    ]
+    assert all(found.function for found in to_core), to_core
+    assert len({(found.importer, found.function) for found in to_core}) <= 1, to_core
+
+
+def test_only_core_kernels_and_demo_import_torch_at_all() -> None:
+    assert not [f for f in ALL_IMPORTS if f.top == "torch" and room_of(f.importer) not in TORCH_ROOMS]
+
+
+def test_transformers_is_imported_by_core_and_for_tokenizers_inside_a_function() -> None:
+    wrong = [
+        found
+        for found in ALL_IMPORTS
+        if found.top == "transformers"
+        and room_of(found.importer) not in TRANSFORMERS_ROOMS
+        and not (room_of(found.importer) == "engine" and (found.function or found.typing_only))
+    ]
+    assert not wrong
+
+
+def test_nothing_from_the_wire_is_unpickled() -> None:
+    assert not [f for f in ALL_IMPORTS if f.top in NOT_FROM_THE_WIRE and room_of(f.importer) in NO_PICKLE_ROOMS]
+
+
+def test_imports_inside_the_package_are_relative() -> None:
+    absolute = [
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "mainspring")
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "mainspring" for alias in node.names))
+    ]
+    assert not absolute
+
+
+def test_library_code_logs_and_does_not_print() -> None:
+    printing = [
+        f"{module}:{node.lineno}"
+        for module, path in MODULES.items()
+        if room_of(module) != "demo" and module not in CONSOLE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not printing
+
+
+def test_no_module_is_loaded_under_two_names() -> None:
+    """Import everything, from the root as working directory, the way pytest and the core process do."""
+    modules = [name for name in MODULES if not name.endswith(".__main__")]
+    out = run_python(f"""
+import importlib, os, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+ours = {set(map(str, MODULES.values()))!r}
+for name, module in list(sys.modules.items()):
+    if os.path.realpath(getattr(module, "__file__", None) or "") in ours:
+        print(name)
+""")
+    assert sorted(out.split()) == sorted(modules)
+
+
+def test_pytest_itself_loads_each_module_once() -> None:
+    files: dict[str, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "").resolve()
+        if file in MODULES.values() and name != "__main__":
+            files.setdefault(str(file), []).append(name)
+    assert not {file: names for file, names in files.items() if len(names) > 1}
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+def test_public_names_need_neither_torch_nor_transformers() -> None:
+    out = run_python(f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{{name}} is blocked")
+sys.meta_path.insert(0, Blocker())
+from mainspring import {", ".join(PUBLIC_NAMES)}
+import mainspring
+assert set({PUBLIC_NAMES!r}) <= set(dir(mainspring))
+print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "transformers"}}))
+""")
+    assert out.strip() == "[]"
+
+
+def test_importing_the_package_loads_nothing_else_of_it() -> None:
+    out = run_python("import mainspring, sys; print(*[name for name in sys.modules if name.startswith('mainspring.')])")
+    assert out.split() == []
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import mainspring
+
+    with pytest.raises(AttributeError, match="LLMEngin"):
+        _ = mainspring.LLMEngin
+
+
+def test_configuration_page_is_up_to_date() -> None:
+    """`make docs` writes it from ipc/config.py."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "reference_docs.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_version_is_said_once() -> None:
+    import mainspring
+
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert f"## {mainspring.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_file_names_the_place_of_this_clone() -> None:
+    texts = [
+        path
+        for pattern in ("*.py", "*.md", "*.toml", "*.yml", "*.yaml", "*.json", "Makefile", "run")
+        for path in ROOT.rglob(pattern)
+        if path.is_file() and not is_ignored(path)
+    ]
+    assert texts
+    assert not [str(path) for path in texts if str(ROOT) in path.read_text()]
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    broken = [
+        f"{page.name}: {target}"
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not broken

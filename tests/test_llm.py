@@ -1,0 +1,223 @@
+"""LLM with the embedded model and a core in a process of its own: prompts in, completions out."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mainspring import LLM, RequestOutput, SamplingParams
+from mainspring.ipc.errors import (
+    InvalidArgumentError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotSupportedError,
+    UnknownArgumentError,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as made:
+        yield made
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM) -> None:
+    prompts = [f"Count up from {at} to {at + 2 + at % 7}:" for at in range(20)]
+    lengths = [1 + 5 * (at % 4) for at in range(20)]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert all(output.finished for output in outputs)
+
+
+def test_one_prompt_of_each_form_is_one_prompt(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("What is 2 plus 3?")
+    forms: list[Any] = ["What is 2 plus 3?", {"prompt": "What is 2 plus 3?"}, ids, {"prompt_token_ids": ids}]
+    together = texts(llm.generate(forms, GREEDY, use_tqdm=False))
+    assert len(set(together)) == 1
+    assert [texts(llm.generate(form, GREEDY, use_tqdm=False)) for form in forms] == [[text] for text in together]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_the_embedded_model_answers(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "What is two plus three?"}], GREEDY, use_tqdm=False)
+    assert output.outputs[0].text.strip() == "five"
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason is None
+    assert output.prompt == "<|begin|><|user|>What is two plus three?<|assistant|>"
+
+
+def test_several_conversations_and_a_reply_to_continue(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Count up from 3 to 9."}, {"role": "assistant", "content": "3, 4, 5,"}]
+    several = llm.chat([conversation[:1], conversation[:1]], GREEDY, use_tqdm=False)
+    assert len(several) == 2
+    (output,) = llm.chat(conversation, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert output.outputs[0].text.strip().startswith("6, 7")
+    with pytest.raises(InvalidRequestError, match="both"):
+        llm.chat(conversation, GREEDY, continue_final_message=True)
+    (output,) = llm.chat(conversation[:1], GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}{{ more }}",
+                         chat_template_kwargs={"more": "!"})  # fmt: skip
+    assert output.prompt == "Count up from 3 to 9.!"
+
+
+def test_default_parameters_come_from_the_checkpoint(llm: LLM) -> None:
+    defaults = llm.get_default_sampling_params()
+    assert defaults.temperature == 0.0, "the embedded model's generation config says do_sample: false"
+    greedy = texts(llm.generate("What is 2 plus 3?", SamplingParams(temperature=0.0), use_tqdm=False))
+    assert texts(llm.generate("What is 2 plus 3?", use_tqdm=False)) == greedy
+
+
+def test_a_seed_repeats_and_completions_of_one_prompt_differ(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=24, ignore_eos=True)
+    story = "Tell me a long story about a fox."
+    (first,), (second,) = (llm.generate(story, params, use_tqdm=False) for _ in range(2))
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+    assert [c.index for c in first.outputs] == [0, 1, 2, 3]
+    assert len({tuple(c.token_ids) for c in first.outputs}) == 4
+    unseeded = [llm.generate(story, SamplingParams(temperature=1.5, max_tokens=24), use_tqdm=False) for _ in range(2)]
+    assert texts(unseeded[0]) != texts(unseeded[1])
+
+
+def test_text_is_what_the_tokens_decode_to(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    prompts = [f"Tell me a short story about a {animal}." for animal in ("cat", "dog", "fox")]
+    params = SamplingParams(temperature=3.0, max_tokens=60, seed=1, skip_special_tokens=False, ignore_eos=True)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_stop(llm: LLM, include: bool) -> None:
+    prompt = "Count up from 3 to 20:"
+    (whole,) = texts(llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False))
+    assert "9, 10, 1" in whole
+    params = SamplingParams(temperature=0.0, max_tokens=60, stop=["9, 1"], include_stop_str_in_output=include)
+    completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert completion.text == whole[: whole.index("9, 1") + (4 if include else 0)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "9, 1")
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_max_tokens_none_goes_on_to_the_end_of_sequence_or_the_context(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=None)
+    assert llm.generate("What is 2 plus 3?", params, use_tqdm=False)[0].outputs[0].finish_reason == "stop"
+
+
+def test_metrics_and_prefix_cache_hits_are_told(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompt = "Spell each of these words: " + "morning, garden, window, " * 8
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens or 0) == 0
+    assert (second.num_cached_tokens or 0) >= 16
+    metrics = second.metrics
+    assert metrics is not None
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
+    assert all(earlier <= later for earlier, later in itertools.pairwise(times))  # type: ignore[operator]
+
+
+def test_a_bad_prompt_in_a_batch_is_named_and_nothing_is_sent(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt 1: the prompt is empty"):
+        llm.generate(["hello", "", "hello"], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"prompt 1: .*max_model_len is 4096"):
+        llm.generate(["hello", [5] * 5000], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidArgumentError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+    with pytest.raises(InvalidArgumentError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1])
+    with pytest.raises(NotSupportedError, match="lora_request"):
+        llm.generate("a", GREEDY, lora_request=object())  # type: ignore[arg-type]
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(llm.generate("hello", GREEDY, use_tqdm=False)) == 1
+
+
+def test_the_progress_bar_can_be_ones_own(llm: LLM) -> None:
+    class Bar:
+        made: list[Bar] = []  # noqa: RUF012
+
+        def __init__(self, total: int, **options: Any) -> None:
+            self.total, self.done, self.text, self.closed = total, 0, "", False
+            self.made.append(self)
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            self.text = text
+
+        def update(self, count: int) -> None:
+            self.done += count
+
+        def close(self) -> None:
+            self.closed = True
+
+    llm.generate(["a", "b", "c"], GREEDY, use_tqdm=Bar)
+    (bar,) = Bar.made
+    assert (bar.total, bar.done, bar.closed) == (3, 3, True)
+    assert "tokens/s" in bar.text
+
+
+def test_threads_take_turns_and_each_gets_its_own(llm: LLM) -> None:
+    found: dict[int, list[str]] = {}
+
+    def ask(at: int) -> None:
+        outputs = llm.generate([f"What is {at} plus {other}?" for other in range(4)], GREEDY, use_tqdm=False)
+        found[at] = [str(output.prompt) for output in outputs]
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {at: [f"What is {at} plus {other}?" for other in range(4)] for at in range(4)}
+
+
+def test_an_unknown_argument_or_model_is_said_before_a_core_is_started() -> None:
+    with pytest.raises(UnknownArgumentError, match="did you mean 'max_num_seqs'"):
+        LLM(max_num_seq=4)
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        LLM("/no/such/model")
+
+
+INTERRUPTED = """
+import sys
+from mainspring import LLM, SamplingParams
+llm = LLM(max_num_seqs=4)
+print("ready", flush=True)
+try:
+    llm.generate(["Tell me a long story."] * 400, SamplingParams(max_tokens=3000, ignore_eos=True), use_tqdm=False)
+except KeyboardInterrupt:
+    print("interrupted", llm.llm_engine.has_unfinished_requests(), flush=True)
+print(llm.chat([{"role": "user", "content": "What is two plus three?"}], use_tqdm=False)[0].outputs[0].text.strip())
+"""
+
+
+def test_ctrl_c_aborts_the_batch_and_leaves_the_engine_usable() -> None:
+    script = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
+    assert script.stdout is not None
+    assert script.stdout.readline() == "ready\n"
+    threading.Timer(1.0, lambda: script.send_signal(signal.SIGINT)).start()
+    rest, _ = script.communicate(timeout=60)
+    assert rest.splitlines() == ["interrupted False", "five"]
+    assert script.returncode == 0
+
+
+def test_a_frontend_generates_with_torch_and_transformers_out_of_reach() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from mainspring import LLM\n"
+        "llm = LLM()\n"
+        "print(llm.chat([{'role': 'user', 'content': 'What is two plus three?'}], use_tqdm=False)[0].outputs[0].text)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "five", done.stderr

@@ -1,0 +1,174 @@
+"""The wire, byte for byte. Another language's client is written against these bytes: a changed literal is a broken
+protocol, not a test to update. New fields are appended, with defaults, and the literals here stay as they are."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mainspring.ipc import codec, messages
+from mainspring.ipc.errors import ProtocolError
+from mainspring.ipc.messages import (
+    Abort,
+    AddRequest,
+    Bye,
+    Finished,
+    Hello,
+    ModelFacts,
+    Outputs,
+    Ready,
+    Refused,
+    Sampling,
+    Started,
+    StartReport,
+    Stats,
+    Tensor,
+    UtilityCall,
+    UtilityResult,
+)
+
+INSTANCE = bytes(range(8))
+
+# kind → (a message with every field set, its body in hex)
+GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
+    1: (
+        Hello(1, b"\xaa\xbb", "pid 7", 2.5),
+        "9401c402aabba57069642037cb4004000000000000",
+    ),
+    2: (
+        Ready(INSTANCE, 3, ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d"), b"{}", ["admin"]),
+        "95c40800010203040506070396cd020040cd0800a862666c6f61743136920102a466303064c4027b7d91a561646d696e",
+    ),
+    3: (Refused("ProtocolError", "no"), "92ad50726f746f636f6c4572726f72a26e6f"),
+    4: (
+        AddRequest(
+            300,
+            "r-1",
+            [5, 70000],
+            Sampling(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2]),
+            -1,
+            [9],
+            "salt",
+            Tensor(0, "bfloat16", [2, 64]),
+        ),
+        "98cd012ca3722d319205ce00011170"
+        "9810fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "ff9109a473616c749300a862666c6f61743136920240",
+    ),
+    5: (Abort([1, 300]), "919201cd012c"),
+    6: (UtilityCall(7, "ping", msgspec.Raw(b"\x91\x01")), "9307a470696e679101"),
+    7: (UtilityResult(7, msgspec.Raw(b"\xa2ok"), "E", "why"), "9407a26f6ba145a3776879"),
+    8: (
+        Outputs(
+            [3, 300],
+            [65536, 7],
+            [Started(3, 0.5, 0.25, 16)],
+            [Finished(300, "stop", 7, 2, "E", "why")],
+            Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10),
+        ),
+        "959203cd012c92ce0001000007"
+        "919403cb3fe0000000000000cb3fd000000000000010"
+        "9196cd012ca473746f700702a145a3776879"
+        "9b0102cb3fe0000000000000030405060708090a",
+    ),
+    9: (Bye("over"), "91a46f766572"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(GOLDEN))
+def test_each_message_has_these_bytes(kind: int) -> None:
+    message, body = GOLDEN[kind]
+    header, encoded = codec.encode(message, INSTANCE, 3)
+    assert encoded.hex() == body
+    assert header.hex() == f"6d7301{kind:02x}000102030405060700000003"
+    assert codec.decode([header, encoded]) == (INSTANCE, 3, message, [])
+
+
+def test_every_kind_of_message_has_golden_bytes_and_its_number_for_ever() -> None:
+    assert {kind: type(message) for kind, (message, _) in GOLDEN.items()} == messages.KINDS
+
+
+def test_a_start_report_has_these_bytes() -> None:
+    assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "92a145a3776879"
+
+
+@pytest.mark.parametrize("kind", sorted(GOLDEN))
+def test_a_newer_peers_appended_fields_are_passed_over(kind: int) -> None:
+    message, body = GOLDEN[kind]
+    header = codec.encode(message, INSTANCE, 3)[0]
+    fields = msgspec.msgpack.decode(bytes.fromhex(body), type=list[msgspec.Raw])
+    longer = msgspec.msgpack.encode([*fields, "what a later version appended"])
+    assert codec.decode([header, longer]).message == message
+
+
+@pytest.mark.parametrize("kind", sorted(GOLDEN))
+def test_an_older_peers_message_without_the_optional_fields_is_whole(kind: int) -> None:
+    message, body = GOLDEN[kind]
+    required = sum(field.required for field in msgspec.structs.fields(message))
+    header = codec.encode(message, INSTANCE, 3)[0]
+    fields = msgspec.msgpack.decode(bytes.fromhex(body), type=list[msgspec.Raw])
+    shortest = codec.decode([header, msgspec.msgpack.encode(fields[:required])]).message
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(shortest), type=list[msgspec.Raw])[:required] == fields[:required]
+    )
+    if required:
+        with pytest.raises(ProtocolError):
+            codec.decode([header, msgspec.msgpack.encode(fields[: required - 1])])
+
+
+@pytest.mark.parametrize("cls", [*messages.KINDS.values(), Tensor, Sampling, Started, Finished, Stats, ModelFacts])
+def test_required_fields_stand_before_optional_ones_and_nothing_is_inherited(cls: type[msgspec.Struct]) -> None:
+    required = [field.required for field in msgspec.structs.fields(cls)]
+    assert required == sorted(required, reverse=True)
+    assert cls.__bases__ == (msgspec.Struct,)
+    assert cls.__struct_config__.array_like
+    assert cls.__struct_config__.frozen
+
+
+# ---------------------------------------------------------------------- round trips
+
+_PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 2**63 - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=20),
+    type(None): st.none(),
+    msgspec.Raw: st.recursive(
+        st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=5,
+    ).map(codec.encode_value),
+}
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a wire type."""
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if get_origin(hint) is typing.Annotated:
+        return values_of(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is list:
+        return st.lists(values_of(get_args(hint)[0]), max_size=4)
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return st.one_of(*map(values_of, get_args(hint)))
+    hints = typing.get_type_hints(hint, include_extras=True)
+    return st.builds(hint, **{field.name: values_of(hints[field.name]) for field in msgspec.structs.fields(hint)})
+
+
+@given(
+    st.one_of(*map(values_of, messages.KINDS.values())), st.binary(min_size=8, max_size=8), st.integers(0, 2**32 - 1)
+)
+def test_whatever_is_encoded_comes_back(message: msgspec.Struct, instance_id: bytes, epoch: int) -> None:
+    frames = codec.encode(message, instance_id, epoch)
+    envelope = codec.decode(frames)
+    assert type(envelope.message) is type(message)
+    assert (envelope.instance_id, envelope.epoch, envelope.tensors) == (instance_id, epoch, [])
+    assert codec.encode(envelope.message, instance_id, epoch) == frames

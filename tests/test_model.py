@@ -1,0 +1,424 @@
+"""The model: what is served is what transformers computes, and what can't be is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    sliding_window_causal_mask_function,
+)
+
+import tiny
+from mainspring.benchmarks.architectures import drive
+from mainspring.core.model import attention
+from mainspring.core.model.dry_run import window_of
+from mainspring.core.model.loader import load_model, page
+from mainspring.core.model.paged_model import PagedModel
+from mainspring.core.model.verify import Chunk, paged_logits
+from mainspring.ipc.config import LoadConfig, ModelConfig
+from mainspring.ipc.errors import MainspringError, ModelNotFoundError, UnsupportedModelError
+from mainspring.kernels.reference import ReferenceBackend
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 40, 17, 70)
+MAX_TOKENS = 20
+
+
+def load(path: Path, max_model_len: int | None = None, **fields: Any) -> PagedModel:
+    load_config = LoadConfig(load_format=fields.pop("load_format", "auto"))
+    return load_model(ModelConfig(model=str(path), **fields), load_config, CPU, max_model_len)
+
+
+def random_model(model_type: str, **fields: Any) -> Any:
+    """A tiny model of a type that `tiny` does not make."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32).eval()
+
+
+def generate(path: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+        outputs.append(text[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copy_of_llama(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+# --- Exact ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_greedy_tokens_of_requests_sharing_steps_equal_generate(architecture: str, tmp_path: Path) -> None:
+    path = tiny.make(architecture, tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    tokens = drive(load(path), prompts, MAX_TOKENS)
+    assert tokens == generate(path, prompts, MAX_TOKENS)
+    assert len({token for text in tokens for token in text}) >= 10, "outputs too uniform to show an error"
+
+
+def test_layers_are_learned_from_the_calls(tmp_path: Path) -> None:
+    model = load(tiny.make("gemma2", tmp_path))
+    assert [spec.window for spec in model.layers] == [24, None, 24, None]
+    assert {spec.softcap for spec in model.layers} == {50.0}
+    assert {(s.num_q_heads, s.num_kv_heads, s.key_dim, s.value_dim, s.scale) for s in model.layers} == {
+        (4, 2, 16, 16, 0.25)
+    }
+
+
+def test_a_window_the_model_does_not_use_is_not_applied(tmp_path: Path) -> None:
+    model = load(tiny.make("qwen2", tmp_path, sliding_window=24, use_sliding_window=False))
+    assert [spec.window for spec in model.layers] == [None, None]
+
+
+def test_layers_that_share_keys_and_values_name_their_source() -> None:
+    model = page(
+        random_model(
+            "gemma3n_text",
+            **{**SIZES, "num_hidden_layers": 4, "head_dim": 16, "vocab_size_per_layer_input": 64, "laurel_rank": 8},
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            activation_sparsity_pattern=None,
+        )
+    )
+    assert model.sources == [0, 1, 0, 1]
+
+
+def test_chosen_rows_and_embeddings_give_the_logits_of_the_whole(llama: Path) -> None:
+    model = load(llama)
+    ids = torch.arange(2, 18)
+    whole = paged_logits(model, [ids], [[Chunk(0, 0, 16)]], ReferenceBackend())[0]
+    calls: list[torch.Tensor] = []
+    forward = model.forward
+
+    def with_embeddings(input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, rows: torch.Tensor) -> Any:
+        calls.append(forward(input_ids, positions, steps, torch.tensor([15] * 8), inputs_embeds=model.embed(input_ids)))
+        return forward(input_ids, positions, steps, rows)
+
+    model.forward = with_embeddings  # type: ignore[method-assign]
+    paged_logits(model, [ids], [[Chunk(0, 0, 16)]], ReferenceBackend())
+    assert calls[0].shape == (8, tiny.VOCAB_SIZE)
+    torch.testing.assert_close(calls[0][0], whole[15])
+
+
+# --- Masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 24, 4095, 4096, 5000])
+def test_the_window_is_read_off_the_mask(window: int) -> None:
+    assert window_of(sliding_window_causal_mask_function(window), "it", 5000) == (window if window < 5000 else None)
+
+
+def test_a_causal_mask_has_no_window() -> None:
+    assert window_of(causal_mask_function, "it", 5000) is None
+
+
+def test_chunks_are_refused_unless_one_chunk_holds_every_sequence() -> None:
+    mask = and_masks(chunked_overlay(64, torch.zeros(1, dtype=torch.long)), causal_mask_function)
+    assert window_of(mask, "it", 64) is None
+    for longest in (65, 100, 128, 129, 1000):
+        with pytest.raises(UnsupportedModelError, match=f"up to {longest} tokens"):
+            window_of(mask, "it", longest)
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        lambda b, h, q, k: k == k,  # all keys, later ones too
+        lambda b, h, q, k: (k <= q) & (k > 3),  # not the first
+        lambda b, h, q, k: (k <= q) & ((q - k) % 7 != 5),  # holes
+        lambda b, h, q, k: k < q,  # not itself
+    ],
+)
+def test_other_masks_are_refused(visible: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
+        window_of(visible, "it", 1000)
+
+
+# --- Refused --------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("mamba", {"state_size": 4}, "linear_attention layers"),
+        ("jamba", {"num_experts": 2, "mamba_d_state": 4}, "linear_attention layers"),
+        ("qwen3_next", {"num_experts": 2}, "linear_attention layers"),
+        ("deepseek_v32", {}, "indexed_attention layers"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers"),
+        ("rwkv", {"attention_hidden_size": 32}, "recurrent state"),
+        ("bloom", {"n_head": 2}, "positions"),
+        ("mpt", {"n_heads": 2, "d_model": 32, "n_layers": 2}, "positions"),
+        ("falcon", {}, "attention interface"),
+        ("bert", {"is_decoder": False}, "not causal|neither causal"),
+        ("t5", {"d_model": 32, "num_layers": 1}, "not a causal language model"),
+        ("bert-generation", {"is_decoder": False}, "not causal|neither causal"),
+        ("clip", {}, "not a causal language model"),
+    ],
+)
+def test_what_a_paged_cache_cannot_serve_is_refused(
+    model_type: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(model_type, **{**SIZES, **fields}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(tmp_path, load_format="dummy")
+
+
+def test_a_quantized_checkpoint_is_refused(copy_of_llama: Path) -> None:
+    edit_config(copy_of_llama, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        load(copy_of_llama)
+
+
+def test_a_cache_that_forgets_more_than_the_mask_is_refused() -> None:
+    """Moshi masks nothing, but its cache keeps a window: its own output depends on how the prompt was cut."""
+    fields = {**SIZES, "head_dim": 16, "ffn_dim": 64, "sliding_window": 20, "num_codebooks": 2}
+    with pytest.raises(UnsupportedModelError, match="keeps the last 20 keys"):
+        page(random_model("moshi", **fields))
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_verification_catches_an_attention_that_computes_something_else(
+    part: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.make("qwen3", tmp_path, dtype=dtype)
+    load(path)
+    run = attention.AttentionCalls.run
+
+    def broken(
+        self: attention.AttentionCalls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+    ) -> torch.Tensor:
+        given = {"query": query, "key": key, "value": value}
+        given[part] = given[part].flip(1)  # heads in the wrong order
+        return run(self, *given.values(), sinks)
+
+    monkeypatch.setattr(attention.AttentionCalls, "run", broken)
+    with pytest.raises(UnsupportedModelError, match="other logits with a paged cache than alone"):
+        load(path)
+
+
+def test_a_convolution_over_the_tokens_is_refused(llama: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    mlp = model.model.layers[1].mlp
+    mlp.conv = torch.nn.Conv1d(64, 64, 3, padding=2)
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + mlp.conv(x.transpose(1, 2))[..., :-2].transpose(1, 2)
+    with pytest.raises(UnsupportedModelError, match="Conv1d"):
+        page(model)
+
+
+def test_rounding_in_half_precision_is_not_taken_for_an_error(tmp_path: Path) -> None:
+    """Scores in the hundreds: the library's own attention rounds them in bf16, ours does not, and fp32 decides."""
+    path = tiny.make("granite", tmp_path, dtype=torch.bfloat16, attention_multiplier=30.0)
+    model = load(path)
+    assert "in float32" in model.explain()[-1]
+    assert model.dtype == torch.bfloat16
+    assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+    again = load(path)
+    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_verification_catches_a_layer_that_mixes_the_rows_of_requests(llama: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return forward(x) + 0.1 * x.roll(1, dims=1)  # like a convolution: reads the row before
+
+    mlp.forward = shifted
+    with pytest.raises(UnsupportedModelError, match="passes information between tokens"):
+        page(model)
+
+
+# --- Rotary embeddings that depend on length ------------------------------------------------------
+
+ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+}
+
+
+def rope_checkpoint(kind: str, folder: Path) -> Path:
+    limits = {"dynamic": 64, "longrope": 256}  # what max_position_embeddings means differs between the two
+    return tiny.make("llama", folder, rope_parameters=ROPE[kind], max_position_embeddings=limits[kind])
+
+
+@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("max_model_len", [64, 200])
+def test_a_longer_neighbour_changes_nothing(kind: str, max_model_len: int, tmp_path: Path) -> None:
+    model = load(rope_checkpoint(kind, tmp_path), max_model_len)
+    short, long = torch.arange(2, 12), torch.arange(2, 2 + max_model_len)
+    backend = ReferenceBackend()
+    alone = paged_logits(model, [short], [[Chunk(0, 0, 10)]], backend)[0]
+    steps = [[Chunk(0, 0, 6), Chunk(1, 0, max_model_len)], [Chunk(0, 6, 10)]]
+    beside = paged_logits(model, [short, long], steps, backend)[0]
+    torch.testing.assert_close(beside, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_frequencies_are_the_original_ones_up_to_the_original_length(kind: str, tmp_path: Path) -> None:
+    path = rope_checkpoint(kind, tmp_path)
+    prompts = [list(range(2, 32)), list(range(40, 45))]
+    assert drive(load(path, 64), prompts, 20) == generate(path, prompts, 20)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_frequencies_are_those_of_the_longest_sequence_beyond_it(kind: str, tmp_path: Path) -> None:
+    path = rope_checkpoint(kind, tmp_path)
+    ids = torch.arange(2, 202) % tiny.VOCAB_SIZE
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(path)(ids[None], use_cache=False).logits[0]
+    logits = paged_logits(load(path, 200), [ids], [[Chunk(0, 0, 77)], [Chunk(0, 77, 200)]], ReferenceBackend())[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def test_dummy_weights_need_only_a_config_and_follow_the_seed(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    one, same, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (7, 7, 8))
+    ids = torch.arange(4)
+    assert torch.equal(one.embed(ids), same.embed(ids))
+    assert not torch.equal(one.embed(ids), other.embed(ids))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_the_one_asked_for(dtype: str, llama: Path) -> None:
+    assert load(llama, dtype=dtype).dtype == getattr(torch, dtype)
+
+
+def test_auto_dtype_is_the_checkpoint_s(tmp_path: Path) -> None:
+    assert load(tiny.make("llama", tmp_path, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_facts_of_the_model(llama: Path) -> None:
+    model = load(llama)
+    assert (model.vocab_size, model.hidden_size, model.max_position) == (tiny.VOCAB_SIZE, 64, tiny.MAX_POSITION)
+    assert model.eos_token_ids == (tiny.EOS,)
+    assert any("verified" in line for line in model.explain())
+
+
+def test_hf_overrides_replace_fields_of_the_config(llama: Path) -> None:
+    assert load(llama, hf_overrides={"max_position_embeddings": 99}).max_position == 99
+    assert load(llama, hf_overrides={"num_hidden_layers": 1}).layers == load(llama).layers[:1]
+
+
+def break_nothing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def drop_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def garble_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{ not json")
+
+
+def drop_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def lose_parameter(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (break_nothing, ModelNotFoundError, "there is no folder"),
+        (drop_config, ModelNotFoundError, r"no config\.json"),
+        (garble_config, ModelNotFoundError, r"config\.json of .* can't be read"),
+        (drop_weights, ModelNotFoundError, "no weights"),
+        (cut_weights, UnsupportedModelError, "damaged"),
+        (lose_parameter, UnsupportedModelError, r"lacks the parameter 'model\.layers\.1\.mlp\.up_proj\.weight'"),
+        (lambda folder: edit_config(folder, model_type="no_such"), UnsupportedModelError, "does not know .*'no_such'"),
+        (lambda folder: edit_config(folder, hidden_size=128), UnsupportedModelError, "could not be loaded"),
+    ],
+)
+def test_a_checkpoint_that_is_not_right_is_one_clear_sentence(
+    damage: Callable[[Path], None], error: type[MainspringError], words: str, copy_of_llama: Path
+) -> None:
+    damage(copy_of_llama)
+    with pytest.raises(error, match=words) as raised:
+        load(copy_of_llama)
+    assert "\n" not in str(raised.value)
+    assert str(copy_of_llama) in str(raised.value)
+
+
+def test_an_unknown_hub_id_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="'no-such/model' is neither a folder here nor") as raised:
+        load_model(ModelConfig(model="no-such/model"), LoadConfig(download_dir=str(tmp_path)), CPU)
+    assert "\n" not in str(raised.value)
+
+
+def test_safetensors_only_does_not_read_other_files(copy_of_llama: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.save(load_file(copy_of_llama / "model.safetensors"), copy_of_llama / "pytorch_model.bin")
+    (copy_of_llama / "model.safetensors").unlink()
+    assert load(copy_of_llama).dtype == torch.float32
+    with pytest.raises(ModelNotFoundError, match="safetensors"):
+        load(copy_of_llama, load_format="safetensors")

@@ -1,0 +1,600 @@
+"""What the scheduler promises, for any schedule (hypothesis), and one claim at a time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import VOCAB, Engine, Key, blocks_for, expected_output
+
+# ---------------------------------------------------------------------- invariants 1 to 3, for any schedule
+
+
+class Job(NamedTuple):
+    """A request to add, or an abort of one added before."""
+
+    pause: int  # rounds before it
+    shared: float  # how much of the prompt is the common prefix
+    length: float  # of the longest prompt
+    max_tokens: int
+    min_tokens: int
+    stops: list[int]
+    priority: int
+    frontend: int
+    abort: int | None  # this many requests back
+
+
+class Schedule(NamedTuple):
+    """A way to run an engine."""
+
+    engine: dict[str, Any]
+    jobs: list[Job]
+    launch_first: list[bool]  # whether a round launches before it retires, where both can be done
+
+
+part = st.floats(0, 1)
+jobs = st.builds(
+    Job,
+    pause=st.sampled_from([0, 0, 0, 1, 2, 5]),
+    shared=st.sampled_from([0.0, 0.0, 0.5, 0.9, 1.0]) | part,
+    length=part,
+    max_tokens=st.integers(1, 40),
+    min_tokens=st.sampled_from([0, 0, 0, 3]),
+    stops=st.lists(st.integers(0, VOCAB - 1), max_size=3, unique=True),
+    priority=st.integers(-1, 2),
+    frontend=st.integers(0, 2),
+    abort=st.none() | st.none() | st.none() | st.integers(1, 5),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    windows = draw(st.sampled_from([(None,), (None,), (None, 7), (5,), (None, 3, 9), (16, 2)]))
+    max_model_len = draw(st.integers(8, 64))
+    chunked = draw(st.sampled_from([True, True, True, False]))
+    budget = draw(st.integers(1, 40)) if chunked else max_model_len + draw(st.integers(0, 10))
+    one = blocks_for(windows, block_size, max_model_len, budget)
+    engine = {
+        "block_size": block_size,
+        "windows": windows,
+        "max_model_len": max_model_len,
+        "num_blocks": one + draw(st.sampled_from([0, 0, one // 4, one, 2 * one])),
+        "depth": draw(st.integers(1, 3)),
+        "weights": draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=3)),
+        "prefix_caching": draw(st.sampled_from([True, True, True, False])),
+        "max_num_batched_tokens": budget,
+        "max_num_seqs": draw(st.integers(1, 8)),
+        "enable_chunked_prefill": chunked,
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+    }
+    return Schedule(engine, draw(st.lists(jobs, min_size=1, max_size=16)), draw(st.lists(st.booleans(), max_size=8)))
+
+
+def run(schedule: Schedule) -> Engine:
+    """Run a schedule with every invariant checked on the way and at the end."""
+    engine = Engine(**schedule.engine)
+    longest = engine.max_model_len - 1
+    numbers = random.Random(1)
+    common = [numbers.randrange(VOCAB) for _ in range(longest)]
+    keys: list[Key] = []
+    aborted: set[Key] = set()
+    launch_first = list(schedule.launch_first)
+
+    def round_() -> None:
+        """As `Engine.step`, but that a step may be retired before as many are in flight as could be."""
+        early = launch_first.pop() if launch_first else True
+        if engine.in_flight and not early:
+            engine.retire()
+        else:
+            engine.step()
+
+    for job in schedule.jobs:
+        for _ in range(job.pause):
+            round_()
+        if job.abort is not None and job.abort <= len(keys):
+            aborted.add(keys[-job.abort])
+            engine.abort(keys[-job.abort])
+            continue
+        length = 1 + int(job.length * (longest - 1))
+        shared = int(job.shared * length)
+        prompt = common[:shared] + [numbers.randrange(VOCAB) for _ in range(length - shared)]
+        keys.append(
+            engine.add(
+                prompt,
+                job.max_tokens,
+                frontend=job.frontend % len(schedule.engine["weights"]),
+                stop=job.stops,
+                min_tokens=min(job.min_tokens, job.max_tokens),
+                priority=job.priority,
+            )
+        )
+    engine.run()
+    engine.check_outputs(aborted)
+    return engine
+
+
+def run_any_schedules(max_examples: int) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=max_examples)
+    @given(schedules())
+    def any_schedule_gives_every_request_its_tokens(schedule: Schedule) -> None:
+        stats = run(schedule).stats
+        seen.update(
+            preemptions=stats.num_preemptions,
+            prefix_hits=stats.prefix_hits,
+            chunked_prefills=stats.chunked_prefills,
+            mixed_steps=stats.mixed_steps,
+        )
+
+    any_schedule_gives_every_request_its_tokens()
+    assert min(seen[name] for name in ("preemptions", "prefix_hits", "chunked_prefills", "mixed_steps")) > 20, seen
+
+
+def test_any_schedule_gives_every_request_exactly_its_tokens_once() -> None:
+    run_any_schedules(400)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thousands_of_schedules_give_every_request_exactly_its_tokens_once() -> None:
+    run_any_schedules(8000)
+
+
+# ---------------------------------------------------------------------- the budget
+
+
+def tokens(n: int, start: int = 0) -> list[int]:
+    """A prompt unlike others of another `start`."""
+    return [(start * 7 + i * i + i) % VOCAB for i in range(n)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    engine = Engine(max_num_batched_tokens=10)
+    engine.add(tokens(25), 2)
+    engine.run()
+    assert [step.num_tokens for step in engine.steps] == [10, 10, 5, 1]
+    assert engine.stats.chunked_prefills == 2
+    engine.check_outputs()
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
+    engine = Engine(max_num_batched_tokens=10)
+    short = engine.add(tokens(3), 20)
+    engine.step()
+    long = engine.add(tokens(40, 1), 2)
+    engine.step()
+    engine.step()
+    assert [step.requests for step in engine.steps[1:3]] == [{short: 1, long: 9}] * 2
+    assert engine.stats.mixed_steps == 2
+    engine.run()
+    engine.check_outputs()
+
+
+def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole() -> None:
+    engine = Engine(max_num_batched_tokens=64, enable_chunked_prefill=False, long_prefill_token_threshold=4)
+    first, second = engine.add(tokens(40), 3), engine.add(tokens(30, 1), 3)
+    engine.run()
+    assert [step.requests for step in engine.steps[:2]] == [{first: 40}, {first: 1, second: 30}]
+    assert engine.stats.chunked_prefills == 0
+    engine.check_outputs()
+
+
+def test_without_chunked_prefill_two_frontends_whose_prompts_exceed_half_a_budget_are_both_served() -> None:
+    engine = Engine(max_num_batched_tokens=64, enable_chunked_prefill=False, weights=(1, 1))
+    for i in range(4):
+        engine.add(tokens(50, i), 3, frontend=i % 2)
+    engine.run()
+    engine.check_outputs()
+
+
+def test_without_chunked_prefill_a_prompt_of_the_whole_budget_is_not_passed_for_ever_by_small_ones() -> None:
+    engine = Engine(max_num_batched_tokens=64, enable_chunked_prefill=False, weights=(1, 1))
+    engine.add(tokens(2), 30, frontend=0)
+    engine.step()
+    large = engine.add(tokens(63), 1, frontend=1)
+    for i in range(40):
+        engine.add(tokens(2, i), 30, frontend=0)
+        engine.step()
+    assert large in engine.finished
+
+
+def test_no_more_than_the_threshold_of_one_prompt_is_computed_in_a_step() -> None:
+    engine = Engine(max_num_batched_tokens=32, long_prefill_token_threshold=6)
+    long, other = engine.add(tokens(20), 2), engine.add(tokens(20, 1), 2)
+    engine.run()
+    assert [step.requests for step in engine.steps[:3]] == [{long: 6, other: 6}] * 3
+    engine.check_outputs()
+
+
+def test_more_decodes_than_budget_are_served_in_order_of_arrival() -> None:
+    engine = Engine(max_num_batched_tokens=2, max_num_seqs=4)
+    keys = [engine.add([i], 5) for i in range(4)]
+    engine.run()
+    assert list(engine.finished) == keys
+    engine.check_outputs()
+
+
+def test_what_is_cached_of_a_prompt_is_not_computed_again() -> None:
+    engine = Engine(block_size=4)
+    engine.add(tokens(18), 1)
+    engine.run()
+    hit = engine.add([*tokens(17), 49, 48, 47], 1)
+    engine.run()
+    assert engine.steps[-1].requests == {hit: 20 - 16}
+    assert engine.started[hit].num_cached_tokens == 16
+    assert (engine.stats.prefix_queries, engine.stats.prefix_hits) == (18 + 20, 16)
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize(("length", "computed"), [(16, 4), (17, 1), (18, 2)])
+def test_a_prompt_cached_whole_still_has_its_last_token_computed(length: int, computed: int) -> None:
+    engine = Engine(block_size=4)
+    engine.add(tokens(20), 1)
+    engine.run()
+    hit = engine.add(tokens(length), 1)
+    engine.run()
+    assert engine.steps[-1].requests == {hit: computed}
+    engine.check_outputs()
+
+
+def test_a_prefix_is_not_found_before_the_step_that_computes_it_has_succeeded() -> None:
+    engine = Engine(depth=2)
+    engine.add(tokens(17), 8)
+    engine.launch()
+    second = engine.add(tokens(17), 8)
+    engine.launch()
+    assert engine.steps[-1].requests[second] == 17
+    engine.retire()
+    third = engine.add(tokens(17), 8)
+    engine.launch()
+    assert engine.steps[-1].requests[third] == 1
+    engine.run()
+    engine.check_outputs()
+
+
+def test_generated_tokens_are_cached_too() -> None:
+    engine = Engine(block_size=4)
+    first = engine.add(tokens(6), 11)
+    engine.run()
+    turn = engine.add([*tokens(6), *engine.outputs[first], 1, 2], 1)
+    engine.run()
+    assert engine.started[turn].num_cached_tokens == 16  # of 17 known, the last was sampled and never computed
+    engine.check_outputs()
+
+
+def test_requests_of_another_salt_share_nothing() -> None:
+    engine = Engine(block_size=4)
+    for salt in ("", "a", "b"):
+        engine.add(tokens(18), 1, salt=salt)
+        engine.run()
+    assert engine.stats.prefix_hits == 0
+    engine.add(tokens(18), 1, salt="a")
+    engine.run()
+    assert engine.stats.prefix_hits == 16
+
+
+def test_after_a_reset_no_prefix_is_found() -> None:
+    engine = Engine(block_size=4)
+    for _ in range(2):
+        engine.add(tokens(18), 1)
+        engine.run()
+        engine.scheduler.reset_prefix_cache()
+    assert engine.stats.prefix_hits == 0
+
+
+# ---------------------------------------------------------------------- windows
+
+
+def test_a_windowed_group_gives_back_the_blocks_behind_its_window() -> None:
+    engine = Engine(block_size=4, windows=(8,), max_model_len=256, num_blocks=20, max_num_batched_tokens=8)
+    engine.add(tokens(150), 100)
+    most = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        most = max(most, engine.kv.pool.num_in_use)
+    assert most <= blocks_for((8,), 4, 256, 8) == 5
+    engine.check_outputs()
+
+
+def test_a_full_group_keeps_its_blocks_beside_a_windowed_one() -> None:
+    engine = Engine(block_size=4, windows=(None, 8), max_model_len=64, max_num_batched_tokens=8)
+    engine.add(tokens(40), 9)
+    while engine.stats.generation_tokens < 8:
+        engine.step()
+    (request,) = engine.scheduler._running.values()
+    full, windowed = ([b for b in table if b] for table in request.tables)
+    assert len(full) == 12
+    assert len(windowed) <= 4
+    engine.run()
+    engine.check_outputs()
+
+
+def test_several_windowed_requests_run_beside_each_other_where_their_full_lengths_would_not_fit() -> None:
+    engine = Engine(block_size=4, windows=(8,), max_model_len=128, num_blocks=12, max_num_batched_tokens=8)
+    keys = [engine.add(tokens(100, i), 20) for i in range(2)]
+    while not engine.outputs[keys[0]]:
+        engine.step()
+    for _ in range(15):
+        engine.step()
+    assert engine.stats.num_running == 2
+    engine.run()
+    assert engine.stats.num_preemptions == 0
+    engine.check_outputs()
+
+
+def test_a_prefix_hit_needs_of_a_windowed_group_only_what_its_window_sees() -> None:
+    engine = Engine(block_size=4, windows=(None, 8), max_model_len=64, num_blocks=64, max_num_batched_tokens=64)
+    engine.add(tokens(33), 1)
+    engine.run()
+    cached = [engine.kv.pool.find((1, digest)) for digest in digests(engine, tokens(33))]
+    assert len(cached) == 8
+    for block in cached[:5]:  # forget what no query after position 32 sees: 32 - 8 + 1 = 25, in block 6
+        assert block is not None
+        engine.kv.pool._forget(block)
+    hit = engine.add([*tokens(32), 1, 2], 1)
+    engine.run()
+    assert engine.started[hit].num_cached_tokens == 32
+    engine.check_outputs()
+
+
+def test_a_prefix_that_misses_a_block_inside_the_window_is_not_hit() -> None:
+    engine = Engine(block_size=4, windows=(None, 8), max_model_len=64, num_blocks=64, max_num_batched_tokens=64)
+    engine.add(tokens(33), 1)
+    engine.run()
+    block = engine.kv.pool.find((1, digests(engine, tokens(33))[6]))
+    assert block is not None
+    engine.kv.pool._forget(block)
+    hit = engine.add([*tokens(32), 1, 2], 1)
+    engine.run()
+    assert engine.started[hit].num_cached_tokens == 24
+    engine.check_outputs()
+
+
+def digests(engine: Engine, prompt: list[int]) -> list[bytes]:
+    from mainspring.core.request import Request
+    from mainspring.ipc.messages import AddRequest, Sampling
+
+    request = Request(AddRequest(0, "", prompt, Sampling(1)), 0, 0.0, 64)
+    request.extend_digests(request.tokens, len(prompt), engine.kv.block_size)
+    return request.digests
+
+
+# ---------------------------------------------------------------------- preemption and order
+
+
+def crowded(**more: Any) -> Engine:
+    """Seats for three, blocks for about one and a half."""
+    return Engine(block_size=4, max_model_len=64, num_blocks=18, max_num_seqs=3, max_num_batched_tokens=64, **more)
+
+
+def test_a_preempted_request_catches_up_and_none_of_its_tokens_is_sent_again() -> None:
+    engine = crowded()
+    keys = [engine.add(tokens(12, i), 40) for i in range(3)]
+    engine.run()
+    assert engine.stats.num_preemptions > 0
+    assert sum(engine.finished[key].num_preemptions for key in keys) == engine.stats.num_preemptions
+    engine.check_outputs()
+
+
+def test_the_latest_request_is_preempted_first() -> None:
+    engine = crowded()
+    keys = [engine.add(tokens(12, i), 40) for i in range(3)]
+    engine.run()
+    assert engine.finished[keys[0]].num_preemptions == 0
+    assert list(engine.finished) == keys
+
+
+def test_by_priority_the_lowest_value_goes_first_and_the_highest_is_preempted() -> None:
+    engine = crowded(scheduling_policy="priority")
+    last, middle, first = (engine.add(tokens(12, p), 40, priority=p) for p in (5, 1, -3))
+    engine.run()
+    assert list(engine.finished) == [first, middle, last]
+    assert engine.finished[first].num_preemptions == 0
+    engine.check_outputs()
+
+
+def test_by_arrival_priority_means_nothing() -> None:
+    engine = Engine(max_num_seqs=1)
+    keys = [engine.add(tokens(5, p), 2, priority=p) for p in (5, 1, -3)]
+    engine.run()
+    assert list(engine.finished) == keys
+
+
+def test_started_is_said_once_though_a_request_is_preempted_between() -> None:
+    engine = crowded()
+    for i in range(3):
+        engine.add(tokens(12, i), 40)
+    engine.run()
+    assert engine.stats.num_preemptions > 0
+    assert set(engine.started) == set(engine.messages)
+
+
+# ---------------------------------------------------------------------- steps in flight
+
+
+def test_two_steps_in_flight_give_the_same_tokens_as_one() -> None:
+    engine = Engine(depth=2)
+    key = engine.add(tokens(9), 20)
+    assert engine.launch() is not None
+    assert engine.launch() is not None
+    assert engine.outputs[key] == []
+    engine.run()
+    engine.check_outputs()
+
+
+def test_a_block_given_up_while_a_step_that_names_it_is_in_flight_is_not_free_before_it_retires() -> None:
+    engine = Engine(depth=2, num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=1)
+    first = engine.add(tokens(20), 10)
+    engine.launch()
+    engine.abort(first)
+    assert engine.kv.pool.num_in_use == 5
+    assert engine.kv.blocks_on_the_way
+    engine.add(tokens(20, 1), 2)
+    assert engine.launch() is None, "neither its slot nor its blocks are there yet"
+    engine.retire()
+    assert not engine.kv.blocks_on_the_way
+    assert engine.launch() is not None
+    engine.run()
+    engine.check_outputs({first})
+
+
+def test_a_token_of_a_request_aborted_in_flight_is_not_told() -> None:
+    engine = Engine(depth=2)
+    key = engine.add(tokens(5), 10)
+    engine.launch()
+    engine.launch()
+    engine.abort(key)
+    engine.run()
+    assert engine.outputs[key] == []
+    assert engine.finished[key].reason == "abort"
+
+
+# ---------------------------------------------------------------------- how a request ends
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_a_request_ends_by_length_at_max_tokens(max_tokens: int) -> None:
+    engine = Engine()
+    key = engine.add(tokens(5), max_tokens)
+    engine.run()
+    assert len(engine.outputs[key]) == max_tokens
+    assert engine.finished[key].reason == "length"
+
+
+def test_a_request_ends_by_length_at_max_model_len() -> None:
+    engine = Engine(max_model_len=20)
+    key = engine.add(tokens(15), 100)
+    engine.run()
+    assert len(engine.outputs[key]) == 5
+    assert engine.finished[key].reason == "length"
+
+
+@pytest.mark.parametrize("others", [[], [99]])
+def test_a_stop_token_ends_a_request_and_is_told(others: list[int]) -> None:
+    engine = Engine()
+    free = engine.add(tokens(5), 10)
+    engine.run()
+    stop = engine.outputs[free][4]
+    key = engine.add(tokens(5), 10, stop=[stop, *others])
+    engine.run()
+    first = engine.outputs[free].index(stop)
+    assert engine.outputs[key] == engine.outputs[free][: first + 1]
+    assert (engine.finished[key].reason, engine.finished[key].stop_token) == ("stop", stop)
+
+
+def test_a_stop_token_as_the_last_allowed_token_is_a_stop() -> None:
+    engine = Engine()
+    free = engine.add(tokens(5), 1)
+    engine.run()
+    key = engine.add(tokens(5), 1, stop=engine.outputs[free])
+    engine.run()
+    assert engine.finished[key].reason == "stop"
+
+
+def test_resumed_with_its_output_a_request_goes_on_where_it_was() -> None:
+    engine = Engine()
+    whole = engine.add(tokens(9), 12)
+    engine.run()
+    output = engine.outputs[whole]
+    resumed = engine.add(tokens(9), 12, output=output[:5])
+    engine.run()
+    assert engine.outputs[resumed] == output[5:]
+    assert engine.finished[resumed].reason == "length"
+
+
+def test_resumed_a_request_counts_its_minimum_from_the_prompt() -> None:
+    engine = Engine()
+    stops = list(range(0, VOCAB, 2))
+    whole = engine.add(tokens(9), 12, stop=stops, min_tokens=8)
+    engine.run()
+    assert len(engine.outputs[whole]) >= 9
+    resumed = engine.add(tokens(9), 12, stop=stops, min_tokens=8, output=engine.outputs[whole][:5])
+    engine.run()
+    assert engine.outputs[resumed] == engine.outputs[whole][5:]
+    assert engine.finished[resumed].reason == engine.finished[whole].reason
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_aborted_while_it_waits_or_runs_a_request_ends_with_abort(depth: int) -> None:
+    engine = Engine(max_num_seqs=1, depth=depth)
+    runs, waits, other = (engine.add(tokens(5, i), 10) for i in range(3))
+    for _ in range(3):
+        engine.step()
+    sent = list(engine.outputs[runs])
+    assert sent
+    engine.abort(runs, waits)
+    engine.run()
+    assert engine.outputs[runs] == sent
+    assert engine.outputs[waits] == []
+    assert waits not in engine.started
+    assert [engine.finished[k].reason for k in (runs, waits, other)] == ["abort", "abort", "length"]
+    engine.check_outputs({runs, waits})
+
+
+def test_an_abort_of_an_unknown_ended_or_foreign_request_changes_nothing() -> None:
+    engine = Engine(weights=(1, 1))
+    ended = engine.add(tokens(5), 1)
+    engine.run()
+    key = engine.add(tokens(5), 3)
+    engine.abort(ended, (0, 999), (1, key[1]))
+    engine.run()
+    engine.check_outputs()
+
+
+def test_a_removed_frontend_leaves_no_block_no_seat_and_no_word_behind() -> None:
+    engine = Engine(weights=(1, 1), max_num_seqs=2, depth=2)
+    stays = engine.add(tokens(5), 12, frontend=0)
+    gone = [engine.add(tokens(20, i), 30, frontend=1) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+    sent = {key: len(engine.outputs[key]) for key in gone}
+    engine.scheduler.remove_frontend(1)
+    for key in gone:
+        del engine.messages[key]
+    engine.run()
+    assert {key: len(engine.outputs[key]) for key in gone} == sent
+    assert not set(gone) & set(engine.finished)
+    assert 1 not in engine.scheduler.fair
+    assert set(engine.finished) == {stays}
+    engine.check_outputs()
+    assert len(engine.scheduler._free_slots) == 2
+
+
+def test_a_refused_request_ends_once_with_its_error_though_nothing_runs() -> None:
+    from mainspring.ipc.errors import InvalidRequestError
+
+    engine = Engine()
+    engine.scheduler.refuse(0, 7, InvalidRequestError("the prompt is empty"))
+    engine.run()
+    finished = engine.finished[0, 7]
+    assert (finished.reason, finished.error) == ("error", "InvalidRequestError")
+    assert finished.error_text == "the prompt is empty"
+
+
+def test_an_idle_scheduler_has_nothing_to_do() -> None:
+    engine = Engine()
+    assert not engine.scheduler.has_work
+    assert engine.launch() is None
+    engine.add(tokens(3), 1)
+    assert engine.scheduler.has_work
+    engine.run()
+    assert not engine.scheduler.has_work
+
+
+def test_the_stand_in_sees_a_wrong_block_table() -> None:
+    """The harness itself: tokens read from a wrong place change the output."""
+    engine = Engine(block_size=4)
+    key = engine.add(tokens(10), 8)
+    engine.step()
+    engine.model._tables[0, :, 1] = engine.model._tables[0, :, 0]
+    with pytest.raises(AssertionError):
+        engine.run()
+    assert expected_output(engine.messages[key], (None,), 64)[1] == "length"

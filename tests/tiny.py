@@ -1,0 +1,123 @@
+"""Tiny random fp32 checkpoints of 15 architectures, made on the spot.
+
+Weights are drawn wider than a model's own initialisation would, so that greedy outputs are diverse: with small ones the
+logits hardly depend on the context and a wrong cache would go unseen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+VOCAB_SIZE = 384
+MAX_POSITION = 512
+BOS, EOS = 0, 1
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+_ALTERNATING = {"num_hidden_layers": 4, "sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+
+# name → model type of transformers, and what it sets besides the sizes above
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 24, "head_dim": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "gemma2": ("gemma2", _ALTERNATING),  # layers alternate: sliding, full
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_ALTERNATING,
+            "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
+    "gpt2": ("gpt2", {"n_inner": 96}),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "pad_token_id": 2}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "mixtral": ("mixtral", _EXPERTS),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "num_experts": 4},
+    ),
+}
+
+
+def make(
+    architecture: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    tokenizer: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`) to `folder`; → the folder.
+
+    `overrides` replace config fields. `tokenizer` adds a byte-level BPE one, whose ids the model's vocabulary covers.
+    """
+    model_type, fields = ARCHITECTURES[architecture]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **fields, **overrides})
+    disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        widen(model)
+    model.to(dtype).save_pretrained(folder)
+    if tokenizer:
+        make_tokenizer(folder)
+    return Path(folder)
+
+
+def widen(model: PreTrainedModel, gain: float = 1.5) -> None:
+    """Draw every matrix anew, so wide that a layer's output depends clearly on its input, and shake the vectors."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                # a strong embedding, tied to the output layer, would only repeat the last token
+                strength = 0.3 if parameter in embeddings else gain
+                parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def make_tokenizer(folder: str | Path) -> None:
+    """A byte-level BPE tokenizer of at most `VOCAB_SIZE` tokens, trained on a few sentences."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<bos>", "<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = [
+        "The clock on the wall strikes twelve, and the spring is wound again.",
+        "Count the wheels: one, two, three.",
+    ]
+    bpe.train_from_iterator(text * 4, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)
