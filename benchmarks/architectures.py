@@ -17,6 +17,7 @@ import multiprocessing
 import multiprocessing.connection
 import random
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -44,7 +45,8 @@ from mainspring.kernels.interface import ROW_MULTIPLE, LayerCache, PagedBatch
 from mainspring.kernels.reference import ReferenceBackend
 
 ENOUGH = 100
-TIMEOUT_S = 60
+CPU_LIMIT_S = 60
+TIMEOUT_S = 300
 WORKERS = 2
 PROMPT_LENGTHS = (5, 37, 18, 9)
 MAX_TOKENS = 16
@@ -325,6 +327,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _child(model_type: str, pipe: multiprocessing.connection.Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -372,17 +375,35 @@ def sweep(model_types: list[str]) -> dict[str, Result]:
     return results
 
 
+INTRODUCTION = """\
+# Models
+
+Mainspring runs the models of transformers as they are and takes the place of their attention. At load it learns each
+attention call (heads, scale, window, soft cap, sinks) from one pass over a few tokens, refuses what a paged cache can't
+serve, and then compares its own logits with the model's. `mainspring generate --explain-model` prints what it found.
+
+- **Refused** are layers whose memory is more than keys and values (linear attention, state spaces, convolutions, sparse
+  attention with an index), biases added to the scores (ALiBi), models that take no positions, models that do not call
+  transformers' attention interface, and quantized checkpoints. The error names what stands in the way.
+- **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens.
+- **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: up to the original
+  context length the original ones, and with a longer `max_model_len` those of a sequence of that length. transformers
+  chooses them anew at each length, so only there can outputs differ from `generate`.
+- **Prompt embeddings** can't be given to models that look embeddings up by token id in each layer (Gemma 3n, Gemma 4).
+
+"""
+
+
 def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
     """docs/models.md: the counts and one row for each architecture."""
+    totals = ", ".join(f"{name}: {counts[name]}" for name in ("exact", "refused", "not constructible", "wrong"))
     lines = [
-        "# Models",
+        f"Below, every causal language model class of transformers {transformers.__version__}, tiny and random, served",
+        "and compared with `model.generate`: greedy fp32 tokens of several requests that share steps. Those are not",
+        "constructible for which the script finds no tiny config that transformers itself can run. The table is made",
+        "by `make architectures`.",
         "",
-        f"Every causal language model class of transformers {transformers.__version__}, tiny and random, served",
-        "through the paged path and compared with `model.generate`. Made by `make architectures`; do not edit.",
-        "",
-        ", ".join(
-            f"**{outcome}: {counts[outcome]}**" for outcome in ("exact", "refused", "not constructible", "wrong")
-        ),
+        f"**{totals}**",
         "",
         "| model type | class | result | reason |",
         "| --- | --- | --- | --- |",
@@ -390,7 +411,7 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
     for model_type, (outcome, reason) in sorted(results.items()):
         reason = "" if outcome == "exact" else reason.replace("|", "\\|")
         lines.append(f"| {model_type} | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]} | {outcome} | {reason} |")
-    REPORT.write_text("\n".join(lines) + "\n")
+    REPORT.write_text(INTRODUCTION + "\n".join(lines) + "\n")
 
 
 def main(names: list[str]) -> int:

@@ -127,10 +127,10 @@ class Scheduler:
             quotas = self._quotas(slots, need)
             need = self._within(quotas, slots, need)
         granted[slots] = need
-        self._allocate(slots[need > 0])
-        left = self._admit(self._budget - int(granted.sum()), quotas)
-        if quotas is not None and left > 0:
-            self._grant_rest(left)
+        if self._allocate(slots[need > 0]):
+            self._admit(self._budget - int(granted.sum()), quotas)
+        if quotas is not None:
+            self._grant_rest(self._budget - int(granted.sum()))
         slots = self._order[granted[self._order] > 0]
         return self._launch(slots, granted[slots]) if slots.size else None
 
@@ -162,27 +162,37 @@ class Scheduler:
         return cut
 
     def _grant_rest(self, budget: int) -> None:
-        """What was kept for requests that then found no seat or blocks goes to running ones, whosever they are."""
+        """What was kept for requests that then found no seat or blocks goes to running ones, whosever they are, as far
+        as there are free blocks. Where nothing else moves, blocks are found for the first of them."""
+        if budget <= 0:
+            return
         slots = self._order
         more = self._need(slots) - self._granted[slots]
-        slots, more = slots[more > 0], more[more > 0]
-        for i in sorted(range(len(slots)), key=lambda i: self.fair.rank(self._running[int(slots[i])])):
-            more[i] = min(int(more[i]), budget)
-            budget -= int(more[i])
-        for slot, count in zip(slots.tolist(), more.tolist(), strict=True):
+        wants = {int(slot): int(n) for slot, n in zip(slots[more > 0], more[more > 0], strict=True)}
+        able = sorted(wants, key=lambda slot: self.fair.rank(self._running[slot]))
+        for slot in able:
+            count = min(wants[slot], budget)
             end = int(self._num_computed[slot] + self._granted[slot]) + count
-            if count and (end <= self._reach[slot] or self._extend(slot, end)):  # nobody is preempted for it
+            if count and (end <= self._reach[slot] or self._extend(slot, end)):
                 self._granted[slot] += count
+                budget -= count
+        if able and not (self._in_flight or self._granted.any()):
+            self._granted[able[0]] = min(wants[able[0]], budget)
+            self._allocate(np.array(able[:1]))
 
-    def _allocate(self, slots: np.ndarray) -> None:
-        """Let the block tables reach what this step computes; preempt where the pool has too few blocks."""
+    def _allocate(self, slots: np.ndarray) -> bool:
+        """Let the block tables reach what this step computes; preempt where the pool has too few blocks. False if it
+        had too few: then nobody new may take what running requests wait for."""
+        enough = True
         edges = slots[self._num_computed[slots] + self._granted[slots] > self._reach[slots]].tolist()
         for slot in sorted(edges, key=lambda slot: self.fair.rank(self._running[slot])):
             while self._alive[slot] and not self._extend(slot, int(self._num_computed[slot] + self._granted[slot])):
+                enough = False
                 if self.kv.blocks_on_the_way:  # they come back when a step retires
                     self._granted[slot] = 0
                     break
                 self._preempt(self._victim())
+        return enough
 
     def _victim(self) -> Request:
         """Whom to preempt where the pool is empty: the latest request of the frontend with most seats by weight. So the
@@ -196,8 +206,8 @@ class Scheduler:
         self._reach[slot] = -(-num_tokens // self.kv.block_size) * self.kv.block_size
         return True
 
-    def _admit(self, budget: int, quotas: dict[int, int] | None) -> int:
-        """Give waiting requests seats, as far as budget, seats and blocks go. Returns what is left of the budget."""
+    def _admit(self, budget: int, quotas: dict[int, int] | None) -> None:
+        """Give waiting requests seats, as far as budget, seats and blocks go."""
         closed: set[int] = set()  # frontends that get no more in this step
         while budget > 0 and (frontend := self.fair.next_waiting(closed)) is not None:
             request = frontend.peek()
@@ -227,7 +237,6 @@ class Scheduler:
             budget -= count
             if quotas is not None:
                 quotas[frontend.id] -= count
-        return budget
 
     def _find_blocks(self, frontend: Frontend, request: Request, reach: int) -> bool:
         """Whether there are blocks to admit `request`. Beside others all its tokens must find room, or it would be

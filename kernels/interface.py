@@ -72,9 +72,7 @@ class Backend(Protocol):
     def plan(self, spec: AttentionSpec, batch: PagedBatch, device: torch.device) -> Any:
         """Everything about this step's attention that does not depend on the layer. Opaque to the caller."""
 
-    def run(
-        self, plan: Any, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(self, plan: Any, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of ``query`` ``[rows, q_heads, key_dim]`` over the cache → ``[rows, q_heads, value_dim]``.
 
         ``rows`` may exceed ``qo_indptr[-1]`` (padding); the rows beyond it come back as zeros. ``sinks`` ``[q_heads]``

@@ -174,7 +174,9 @@ def plan_attention(spec: AttentionSpec, batch: PagedBatch, device: torch.device)
         ValueError: the block size is not a power of two up to `KV_TILE`.
     """
     if batch.block_size < 1 or KV_TILE % batch.block_size:
-        raise ValueError(f"block_size is {batch.block_size}; the reference backend needs a power of two up to {KV_TILE}")
+        raise ValueError(
+            f"block_size is {batch.block_size}; the reference backend needs a power of two up to {KV_TILE}"
+        )
     num_rows = np.diff(batch.qo_indptr.numpy())
     longest = int(num_rows.max(initial=0))
     sets = []

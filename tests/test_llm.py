@@ -53,12 +53,14 @@ def test_one_prompt_of_each_form_is_one_prompt(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-def test_the_embedded_model_answers(llm: LLM) -> None:
+def test_a_chat_goes_through_the_models_template(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": "What is two plus three?"}], GREEDY, use_tqdm=False)
-    assert output.outputs[0].text.strip() == "five"
-    assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].stop_reason is None
     assert output.prompt == "<|begin|><|user|>What is two plus three?<|assistant|>"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    completion = output.outputs[0]
+    assert completion.text.strip()
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+    assert completion.token_ids[-1] == llm.get_tokenizer().eos_token_id
 
 
 def test_several_conversations_and_a_reply_to_continue(llm: LLM) -> None:
@@ -66,7 +68,7 @@ def test_several_conversations_and_a_reply_to_continue(llm: LLM) -> None:
     several = llm.chat([conversation[:1], conversation[:1]], GREEDY, use_tqdm=False)
     assert len(several) == 2
     (output,) = llm.chat(conversation, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
-    assert output.outputs[0].text.strip().startswith("6, 7")
+    assert str(output.prompt).endswith("<|assistant|>3, 4, 5,")
     with pytest.raises(InvalidRequestError, match="both"):
         llm.chat(conversation, GREEDY, continue_final_message=True)
     (output,) = llm.chat(conversation[:1], GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}{{ more }}",
@@ -102,13 +104,15 @@ def test_text_is_what_the_tokens_decode_to(llm: LLM) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_stop(llm: LLM, include: bool) -> None:
-    prompt = "Count up from 3 to 20:"
-    (whole,) = texts(llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False))
-    assert "9, 10, 1" in whole
-    params = SamplingParams(temperature=0.0, max_tokens=60, stop=["9, 1"], include_stop_str_in_output=include)
+    prompt = "Tell me a long story about an owl."
+    whole = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)[0].outputs[0]
+    stop = whole.text[20:26]
+    params = SamplingParams(temperature=0.0, max_tokens=60, stop=[stop], include_stop_str_in_output=include)
     completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    assert completion.text == whole[: whole.index("9, 1") + (4 if include else 0)]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", "9, 1")
+    assert completion.text == whole.text[: whole.text.index(stop) + (len(stop) if include else 0)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+    assert len(completion.token_ids) < len(whole.token_ids)
     assert not llm.llm_engine.has_unfinished_requests()
 
 
@@ -198,7 +202,7 @@ try:
     llm.generate(["Tell me a long story."] * 400, SamplingParams(max_tokens=3000, ignore_eos=True), use_tqdm=False)
 except KeyboardInterrupt:
     print("interrupted", llm.llm_engine.has_unfinished_requests(), flush=True)
-print(llm.chat([{"role": "user", "content": "What is two plus three?"}], use_tqdm=False)[0].outputs[0].text.strip())
+print(llm.generate("What is two plus three?", use_tqdm=False)[0].outputs[0].finish_reason)
 """
 
 
@@ -208,7 +212,7 @@ def test_ctrl_c_aborts_the_batch_and_leaves_the_engine_usable() -> None:
     assert script.stdout.readline() == "ready\n"
     threading.Timer(1.0, lambda: script.send_signal(signal.SIGINT)).start()
     rest, _ = script.communicate(timeout=60)
-    assert rest.splitlines() == ["interrupted False", "five"]
+    assert rest.splitlines() == ["interrupted False", "stop"]
     assert script.returncode == 0
 
 
@@ -217,7 +221,7 @@ def test_a_frontend_generates_with_torch_and_transformers_out_of_reach() -> None
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from mainspring import LLM\n"
         "llm = LLM()\n"
-        "print(llm.chat([{'role': 'user', 'content': 'What is two plus three?'}], use_tqdm=False)[0].outputs[0].text)"
+        "print(llm.generate('What is two plus three?', use_tqdm=False)[0].outputs[0].finish_reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "five", done.stderr
+    assert done.stdout == "stop\n", done.stderr

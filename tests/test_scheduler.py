@@ -139,7 +139,7 @@ def run_any_schedules(max_examples: int) -> None:
 
 
 def test_any_schedule_gives_every_request_exactly_its_tokens_once() -> None:
-    run_any_schedules(400)
+    run_any_schedules(300)
 
 
 @pytest.mark.slow
@@ -455,6 +455,37 @@ def test_a_token_of_a_request_aborted_in_flight_is_not_told() -> None:
     engine.run()
     assert engine.outputs[key] == []
     assert engine.finished[key].reason == "abort"
+
+
+# ---------------------------------------------------------------------- nothing stands still (each once did)
+
+
+def test_one_seat_and_a_budget_of_one_serve_two_frontends() -> None:
+    engine = Engine(max_num_batched_tokens=1, max_num_seqs=1, weights=(0.5, 0.5))
+    for frontend in (0, 0, 0, 1):
+        engine.add([1], 2, frontend=frontend)
+    engine.run(100)
+    engine.check_outputs()
+
+
+def test_a_preempted_request_does_not_come_back_for_the_blocks_that_another_waits_for() -> None:
+    engine = Engine(block_size=1, max_model_len=41, num_blocks=41, depth=2, long_prefill_token_threshold=3)
+    engine.add(tokens(36), 3)
+    for _ in range(5):
+        engine.step()
+    engine.add(tokens(4, 1), 5)
+    engine.run(100)
+    assert engine.stats.num_preemptions <= 2
+    engine.check_outputs()
+
+
+def test_a_request_that_found_room_is_not_thrown_out_in_the_step_that_admitted_it() -> None:
+    engine = Engine(weights=(2, 1), prefix_caching=False, max_num_batched_tokens=64, max_num_seqs=6, num_blocks=32)
+    for i in range(60):
+        engine.add(tokens(2, i), 40, frontend=i % 2)
+    engine.run()
+    assert engine.stats.num_preemptions < 60
+    engine.check_outputs()
 
 
 # ---------------------------------------------------------------------- how a request ends

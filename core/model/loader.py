@@ -22,6 +22,9 @@ from ...ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundEr
 from ...kernels.interface import Backend
 from ...kernels.reference import ReferenceBackend
 from .dry_run import record_attention
+from .experts import use_clockwork_experts
+from .fuse import fuse_model
+from .fuse_watch import row_dependence
 from .paged_model import PagedModel
 from .refuse import refuse_class, refuse_config
 from .rope import freeze_rope
@@ -61,16 +64,23 @@ def load_model(
 
 
 def page(model: PreTrainedModel, max_model_len: int | None = None, backend: Backend | None = None) -> PagedModel:
-    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, verify."""
+    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
     refuse_class(type(model))
+    model.eval()
+    backend = backend or ReferenceBackend()
     limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
         notes = freeze_rope(model, limit) if limit else []
         calls = record_attention(model, limit)
         if not calls:
             raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
-        paged = PagedModel(model, calls, notes)
-        paged.notes.append(verify(paged, backend or ReferenceBackend()))
+        fused = fuse_model(model, backend)
+        notes += fused.lines() + use_clockwork_experts(model)
+        paged = PagedModel(model, calls, fused.parameters, notes)
+        notes.append(verify(paged, backend))
+        if bad := row_dependence(model):
+            notes.append(f"not clockwork: a token's bits depend on the other tokens of a step in {', '.join(bad)}")
+            logger.warning("%s is %s", type(model).__name__, notes[-1])
     except (MainspringError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # from the model's own code, which may be anybody's

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ...kernels.interface import AttentionSpec, Backend, LayerCache
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
 from .dry_run import AttentionCall
+from .parameters import ParameterMap
 
 
 class PagedModel:
@@ -21,7 +22,9 @@ class PagedModel:
     keys and values call ``i`` reads (layers that share them): `bind` is then given that call's cache twice.
     """
 
-    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, calls: Sequence[AttentionCall], parameters: ParameterMap, notes: list[str]
+    ) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.device = model.device
@@ -32,16 +35,17 @@ class PagedModel:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
-        self.notes = list(notes)  # what loading learned and decided, for --explain-model
+        self.parameters = parameters  # where each parameter of the checkpoint lives now
+        self.notes = notes  # what loading learned and decided, for --explain-model
         self._calls = AttentionCalls(self.sources)
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
         model.set_attn_implementation(IMPLEMENTATION)
-        parameters = inspect.signature(model.forward).parameters
-        self._selects_rows = "logits_to_keep" in parameters
+        accepted = inspect.signature(model.forward).parameters
+        self._selects_rows = "logits_to_keep" in accepted
         # embeddings added in each layer are looked up by token id, which rows of embeddings do not tell
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
-        self.accepts_embeddings = "inputs_embeds" in parameters and not per_layer
+        self.accepts_embeddings = "inputs_embeds" in accepted and not per_layer
 
     def bind(self, caches: Sequence[LayerCache], backend: Backend) -> None:
         """Say where each attention call's keys and values lie, and which kernels run it."""
@@ -78,7 +82,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``[tokens, hidden]`` that stand for these ids in `forward`'s inputs_embeds, where `accepts_embeddings`."""
+        """Rows ``[tokens, hidden]`` that stand for these ids in `forward`'s inputs_embeds; see `accepts_embeddings`."""
         rows: torch.Tensor = self.model.get_input_embeddings()(input_ids)
         return rows
 

@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...ipc.errors import UnsupportedModelError
 
-
 # Layers whose only memory is keys and values. Others (linear attention, convolutions, sparse attention with an index of
 # its own) may look the same on a few tokens, so they are not left to verification.
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
