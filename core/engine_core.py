@@ -133,6 +133,10 @@ class EngineCore:
             raise InvalidRequestError(
                 f"{len(message.output_token_ids)} output tokens are there already; max_tokens is {sampling.max_tokens}"
             )
+        if embeds is not None and not self.executor.accepts_embeddings:
+            raise NotSupportedError(
+                "this model needs more of a prompt than its embeddings: prompt_embeds can't be used"
+            )
         if embeds is not None and embeds.shape != (len(ids), self.model.hidden_size):
             raise InvalidRequestError(
                 f"prompt_embeds has shape {list(embeds.shape)}; it must be [{len(ids)}, {self.model.hidden_size}]"

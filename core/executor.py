@@ -27,6 +27,7 @@ class Executor(Protocol):
     layout: KVLayout
     num_blocks: int
     max_model_len: int
+    accepts_embeddings: bool  # whether prompts may be embeddings
 
     def facts(self) -> ModelFacts:
         """What frontends must know of the model."""
@@ -54,9 +55,9 @@ class UniprocExecutor:
             config.model_config, config.load_config, device, config.model_config.max_model_len, self._backend
         )
         cache, scheduler = config.cache_config, config.scheduler_config
-        dtype = self.model.dtype if cache.kv_cache_dtype == "auto" else getattr(torch, cache.kv_cache_dtype)
-        self.layout = plan_layout(self.model.layers, self.model.sources, cache.block_size, dtype)
+        self.layout = plan_layout(self.model.layers, self.model.sources, cache.block_size, self.model.dtype)
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, self.model, self._backend)
+        self.accepts_embeddings = self.model.accepts_embeddings
         self._runner = ModelRunner(
             self.model,
             self.layout,

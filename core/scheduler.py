@@ -138,7 +138,8 @@ class Scheduler:
         """Tokens that the requests at `slots` could compute in one step. The last token of a request is sampled, never
         computed."""
         known = np.minimum(self._num_tokens[slots], self._max_len[slots] - 1)
-        return np.minimum(known - self._num_computed[slots], self._chunk)
+        need: np.ndarray = np.minimum(known - self._num_computed[slots], self._chunk)
+        return need
 
     def _quotas(self, slots: np.ndarray, need: np.ndarray) -> dict[int, int]:
         """The budget divided among the frontends that want some of it."""
@@ -254,7 +255,10 @@ class Scheduler:
         if other is None or self.kv.blocks_on_the_way or self._freed_slots:
             return False
         mine = [r for r in self._running.values() if r.frontend == other.id]
-        self._preempt(max(mine, key=self.fair.rank))
+        newest = max(mine, key=self.fair.rank)
+        if newest in self._admitted:  # in this very step; the next one begins with whoever is least served
+            return False
+        self._preempt(newest)
         return not self._in_flight  # else the room is there when the steps in flight have retired
 
     def _seat(self, request: Request, cached: int) -> None:

@@ -90,7 +90,7 @@ def _packed(tokenizer: Tokenizer, seed: str) -> Iterator[Row]:
 
 
 def _batches(tokenizer: Tokenizer, seed: str) -> Iterator[Batch]:
-    """Rows padded to ROW_LENGTH; the padding counts on in position 0 documents of its own, with no loss."""
+    """Rows padded to ROW_LENGTH; the padding of a row is a document of its own, without loss."""
     pad = _token(tokenizer, PAD)
     rows = _packed(tokenizer, seed)
     while True:
@@ -170,7 +170,7 @@ def train(tokenizer: Tokenizer, seed: str, steps: int) -> LlamaForCausalLM:
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """The model folder as transformers and the engine read it, weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,

@@ -60,7 +60,6 @@ class EngineArgs:
     gpu_memory_utilization: float = _default("gpu_memory_utilization")
     kv_cache_memory_bytes: int | None = _default("kv_cache_memory_bytes")
     num_gpu_blocks_override: int | None = _default("num_gpu_blocks_override")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _default("kv_cache_dtype")
     enable_prefix_caching: bool = _default("enable_prefix_caching")
     max_num_batched_tokens: int = _default("max_num_batched_tokens")
     max_num_seqs: int = _default("max_num_seqs")

@@ -70,9 +70,6 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         int | None, Doc("Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU.")
     ] = None
     num_gpu_blocks_override: Annotated[int | None, Doc("Number of blocks, whatever memory says.")] = None
-    kv_cache_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc("`auto`: the model's dtype.")] = (
-        "auto"
-    )
     enable_prefix_caching: Annotated[bool, Doc("Keep finished blocks and reuse them for equal prefixes.")] = True
     num_gpu_blocks: Annotated[int | None, Doc("Blocks in the pool.", set_by_core=True)] = None
     num_cpu_blocks: Annotated[int | None, Doc("Blocks in host memory.", set_by_core=True)] = None

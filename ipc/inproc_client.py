@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -40,23 +41,28 @@ class InprocClient:
         self.model = core.model
         self._pid = os.getpid()
         self._closed = False
+        self._lock = threading.Lock()  # the core is driven by one thread at a time
         core.connect(0)
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
-        self.core.add_request(0, request, [np.ascontiguousarray(t).data.cast("B") for t in tensors])
+        with self._lock:
+            self.core.add_request(0, request, [np.ascontiguousarray(t).data.cast("B") for t in tensors])
 
     def abort(self, handles: Sequence[int]) -> None:
         self._check()
-        self.core.abort(0, handles)
+        with self._lock:
+            self.core.abort(0, handles)
 
     def get_outputs(self, timeout: float | None = None) -> Outputs | None:
         self._check()
-        return self.core.step().get(0) if self.core.has_work else None
+        with self._lock:
+            return self.core.step().get(0) if self.core.has_work else None
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         self._check()
-        return decode_value(self.core.call(method, encode_value(list(args))))
+        with self._lock:
+            return decode_value(self.core.call(method, encode_value(list(args))))
 
     def close(self) -> None:
         if not self._closed:

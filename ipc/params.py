@@ -54,10 +54,8 @@ class SamplingParams:
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop = list(self.stop) if self.stop is not None else []
-        self.stop_token_ids = list(self.stop_token_ids) if self.stop_token_ids is not None else []
+        self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.validate()
 
     def clone(self) -> SamplingParams:

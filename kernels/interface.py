@@ -1,8 +1,8 @@
 """What every kernel backend offers, and the shapes it is called with.
 
 The idea is FlashInfer's: everything that is the same for all layers of a step is worked out once, in ``plan``; each
-layer then calls ``run`` with its own query and its own part of the cache. A plan belongs to one `AttentionSpec`, because
-window, soft cap, scale and head counts shape it.
+layer then calls ``run`` with its own query and its own part of the cache. A plan belongs to one `AttentionSpec`,
+because window, soft cap, scale and head counts shape it.
 
 The KV cache is paged. A layer's share is two strided views, keys ``[blocks, block_size, kv_heads, key_dim]`` and values
 ``[blocks, block_size, kv_heads, value_dim]`` ("NHD"). Token ``p`` of a request lies in block ``table[p // block_size]``
@@ -84,4 +84,5 @@ class Backend(Protocol):
         norm has offset 1."""
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """``act(gate) * up`` of ``[rows, 2 * n]`` → ``[rows, n]``; activation is ``silu``, ``gelu`` or ``gelu_tanh``."""
+        """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is
+        ``silu``, ``gelu`` or ``gelu_tanh``. Raises ValueError for another."""

@@ -3,12 +3,13 @@
 It is the oracle of the tests and what runs on a CPU without a compiler, so it is written for both: one page to read,
 and clockwork. Three habits make it so:
 
-- a reduction has one fixed order. Softmax runs over tiles of `KV_TILE` keys counted from position 0 (the online softmax
-  of Milakov & Gimelshein 2018, as in FlashAttention); what a row sums does not depend on who shares its matrix product.
-- matrix products have a multiple of `ROW_MULTIPLE` rows; on a CPU a row then has the same bits in all of them.
-- of torch's elementwise functions, only those are used whose value does not depend on an element's place. That rules out
-  fp32 `sigmoid`, `silu`, `gelu` and `exp2`, whose vector code and tail code round differently (seen, torch 2.13);
-  `exp`, `tanh` and `erf` are safe, and so is all that IEEE 754 rounds correctly.
+- a reduction has one fixed order: softmax runs over tiles of `KV_TILE` keys counted from position 0 (the online softmax
+  of Milakov & Gimelshein 2018, with each tile's weights relative to that tile's own largest score).
+- matrix products have a number of rows at which a row has the same bits whatever the others are: a multiple of
+  `ROW_MULTIPLE`, or fewer where a trial shows that it makes no difference.
+- of torch's elementwise functions, those alone are used whose value does not depend on an element's place. That rules
+  out fp32 `sigmoid`, `silu`, `gelu` and `exp2`: their vector code and their tail code round differently (seen, torch
+  2.13, AVX-512). `exp`, `log`, `tanh` and `erf` are safe there, and what IEEE 754 rounds correctly is safe everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 
 from .interface import ROW_MULTIPLE, AttentionSpec, LayerCache, PagedBatch
 from .worklist import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
@@ -32,7 +32,7 @@ class ReferenceBackend:
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-        self._needs_padding: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+        self._exact_unpadded: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
@@ -70,7 +70,7 @@ class ReferenceBackend:
         rows = self._workspace("rows", (items, kv_heads, padded, spec.key_dim), query.dtype, query.device)
         places = query.index_select(0, work.query_rows)
         places = places.view(items, work.query_tile, kv_heads, group, spec.key_dim).transpose(1, 2)
-        rows[:, :, :width].unflatten(2, (work.query_tile, group)).copy_(places)
+        rows[:, :, :width] = places.reshape(items, kv_heads, width, spec.key_dim)
 
         # Per row: the largest score so far, the sum of exp(score - largest), and the same sum weighted with the values.
         state = items, kv_heads, width
@@ -97,9 +97,7 @@ class ReferenceBackend:
                 weighted[at].mul_(keep).add_(tile_weighted[of].mul_(take))
 
         if sinks is not None:
-            sink = (
-                sinks.float().view(kv_heads, 1, group, 1).expand(-1, work.query_tile, -1, -1).reshape(kv_heads, -1, 1)
-            )
+            sink = sinks.float().view(kv_heads, 1, group).expand(-1, work.query_tile, -1).reshape(kv_heads, width, 1)
             new_largest = torch.maximum(largest, sink)
             keep = _exp(largest - new_largest)
             total = total * keep + _exp(sink - new_largest)
@@ -155,16 +153,14 @@ class ReferenceBackend:
         return self._workspaces[key][:size].view(shape)
 
     def _product_rows(self, width: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-        """How many rows to give a matrix product of ``width`` rows: as they are, where a trial on this machine gives
-        each the bits it has in a larger product (bf16 on AVX-512: a fifth of a decode step saved), else padded."""
-        padded = -(-width // ROW_MULTIPLE) * ROW_MULTIPLE
+        """How many rows to give a matrix product of ``width`` rows: a multiple of `ROW_MULTIPLE`, but in half precision
+        no more than there are, where a trial on this machine gives each row the bits it has among 64. (On AVX-512 it
+        does, and saves a sixth of a decode step. fp32 products choose among too many kernels for a trial to tell.)"""
         trial = (width, key_dim, value_dim, dtype, device)
-        if padded != width and trial not in self._needs_padding:
-            self._needs_padding[trial] = not all(
-                _rows_agree(width, inner, columns, dtype, device)
-                for inner, columns in ((key_dim, KV_TILE), (KV_TILE, value_dim))
-            )
-        return padded if self._needs_padding.get(trial) else width
+        if width < ROW_MULTIPLE and dtype.itemsize == 2 and trial not in self._exact_unpadded:
+            tiles = torch.empty(KV_TILE, key_dim).T, torch.empty(KV_TILE, value_dim)
+            self._exact_unpadded[trial] = all(_rows_agree(width, tile, dtype, device) for tile in tiles)
+        return width if self._exact_unpadded.get(trial) else -(-width // ROW_MULTIPLE) * ROW_MULTIPLE
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """RMSNorm (Zhang & Sennrich 2019) over the last dimension, in fp32."""
@@ -172,8 +168,10 @@ class ReferenceBackend:
         factor = weight.float() + offset
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         step = max(1, ELEMENTS_AT_A_TIME // width)
-        for source, target in zip(x.reshape(-1, width).split(step), out.view(-1, width).split(step), strict=True):
-            wide = source.float()
+        for source, target in zip(
+            torch.split(x.reshape(-1, width), step), torch.split(out.view(-1, width), step), strict=True
+        ):
+            wide = source.float().contiguous()
             mean_square = wide.square().mean(-1, keepdim=True)
             target.copy_(wide * mean_square.add_(eps).rsqrt_() * factor)
         return out
@@ -185,27 +183,26 @@ class ReferenceBackend:
         width = gate_up.shape[-1] // 2
         out = torch.empty((len(gate_up), width), dtype=gate_up.dtype, device=gate_up.device)
         step = max(1, ELEMENTS_AT_A_TIME // width)
-        for source, target in zip(gate_up.split(step), out.split(step), strict=True):
+        for source, target in zip(torch.split(gate_up, step), torch.split(out, step), strict=True):
             gate, up = source[:, :width].to(torch.float32, copy=True), source[:, width:]
             target.copy_(ACTIVATIONS[activation](gate).mul_(up))
         return out
 
 
-def _rows_agree(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the first ``rows`` rows of a product have the same bits when they are computed alone."""
+def _rows_agree(rows: int, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``rows`` rows times a matrix with the shape and strides of ``like`` have the bits they have among 64."""
     generator = torch.Generator().manual_seed(rows)
-    left, right = (
-        torch.randn(8, *shape, generator=generator).to(device, dtype)
-        for shape in ((-(-rows // 64) * 64, inner), (columns, inner))
-    )
-    alone, among = (torch.bmm(part, right.transpose(1, 2)) for part in (left[:, :rows].contiguous(), left))
-    return torch.equal(alone, among[:, :rows])
+    right = torch.empty_like(like.expand(64, -1, -1)).normal_(generator=generator).to(device, dtype)
+    left = torch.randn(64, 64, len(like), generator=generator).to(device, dtype)
+    among = torch.bmm(left, right)[:, :rows]
+    few = left[:, :rows].contiguous()
+    return all(torch.equal(torch.bmm(few[:batch], right[:batch]), among[:batch]) for batch in (1, 2, 12, 64))
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
-    """e**x in place, for x up to 0; exactly 0 below -80, where a weight adds nothing to a sum that holds a 1. Without the
-    clamp each masked score would cost as much as twelve others: a CPU computes what underflows one at a time."""
-    return F.threshold_(x.clamp_min_(-80).exp_(), 2e-35, 0.0)
+    """e**x in place, for x up to 0; exactly 0 from -80 down, where a weight adds nothing to a sum that holds a 1.
+    Without the clamp a masked score would cost as much as twelve others: what underflows is computed one at a time."""
+    return torch.threshold_(x.clamp_min_(-80).exp_(), 2e-35, 0.0)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -228,8 +225,8 @@ ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 def _rows_of(cache: torch.Tensor, work: WorkSet) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A cache view ``[blocks, block_size, kv_heads, dim]`` as rows of ``dim`` elements, and the rows of each chunk.
 
-    The rows start at every multiple of the strides' common divisor. Where ``dim`` is no such multiple they overlap, which
-    does no harm to a reader, and any layout of the pool will do.
+    A row starts at every multiple of the strides' common divisor. Where that is less than ``dim`` the rows overlap,
+    which does a reader no harm, so that any layout of the pool will do.
     """
     strides = cache.stride()[:3]
     unit = math.gcd(*strides)

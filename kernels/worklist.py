@@ -2,8 +2,8 @@
 
 The rows of a step are cut into *items*: up to ``query_tile`` neighbouring rows of one request (one row for a request
 that decodes). The keys are cut into tiles of `KV_TILE` positions, counted from position 0 of the request, so a tile
-means the same thing whichever step looks at it. A *pair* is one item and one tile it can see; the work of a step is the
-list of its pairs. They are listed wave by wave (the first visible tile of every item, then the second, …) with the items
+means the same thing whichever step looks at it. A *pair* is one item and one tile it can see; a step's work is the list
+of its pairs. They are listed wave by wave (the first visible tile of every item, then the second, …) with the items
 sorted by how many tiles they see, so that the items of a wave are always a prefix of the items, and each item meets its
 tiles in ascending order. Chunks of neighbouring pairs, small enough for the processor's cache, are computed together.
 
@@ -13,6 +13,7 @@ All of it is index arithmetic on whole arrays: no Python loop runs over requests
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -126,7 +127,7 @@ class WorkSet:
             first_wave, end_wave = np.searchsorted(wave_starts, (pairs.start, pairs.stop - 1), side="right")
             edges = [pairs.start, *wave_starts[first_wave:end_wave].tolist(), pairs.stop]
             segments = []
-            for begin, end in zip(edges[:-1], edges[1:], strict=True):
+            for begin, end in pairwise(edges):
                 first_item = int(item[begin])
                 segments.append(Segment(slice(first_item, first_item + end - begin), slice(begin - start, end - start)))
             items = segments[0].items if len(segments) == 1 else self._tensor(item[pairs])

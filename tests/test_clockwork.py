@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.ipc.messages import Stats
 
@@ -46,7 +46,9 @@ def requests(engine: LLMEngine) -> list[tuple[list[int], SamplingParams]]:
     out = []
     for i in range(NUM_REQUESTS):
         prompt = (prefix if i % 2 else []) + [r.randrange(vocab) for _ in range(r.randint(1, 90))]
-        how = {"temperature": 0.0} if i % 4 < 2 else {"temperature": 0.9, "seed": i, "top_p": 0.95 if i % 8 < 4 else 1.0}
+        how = (
+            {"temperature": 0.0} if i % 4 < 2 else {"temperature": 0.9, "seed": i, "top_p": 0.95 if i % 8 < 4 else 1.0}
+        )
         out.append((prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, **how)))
     return out
 

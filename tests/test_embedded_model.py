@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from mainspring import LLM, SamplingParams
 from mainspring.demo.corpus import Question, heldout_other, heldout_sums, is_right
 

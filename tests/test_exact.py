@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import tiny
 import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
 from mainspring import LLM, SamplingParams
 from mainspring.ipc.messages import Stats
-from transformers import AutoModelForCausalLM
 
 NUM_REQUESTS = 24
 MAX_MODEL_LEN = 128

@@ -251,6 +251,14 @@ def test_no_file_names_the_place_of_this_clone() -> None:
     assert not [str(path) for path in texts if str(ROOT) in path.read_text()]
 
 
+def test_readme_python_prints_what_the_readme_shows() -> None:
+    """Each python block that is followed by a plain one is run, and the plain one is what it prints."""
+    pairs = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(pairs) == 2
+    for code, shown in pairs:
+        assert run_python(code).rstrip() == shown.rstrip()
+
+
 def test_links_in_documents_lead_somewhere() -> None:
     broken = [
         f"{page.name}: {target}"

@@ -483,8 +483,12 @@ def test_a_request_that_found_room_is_not_thrown_out_in_the_step_that_admitted_i
     engine = Engine(weights=(2, 1), prefix_caching=False, max_num_batched_tokens=64, max_num_seqs=6, num_blocks=32)
     for i in range(60):
         engine.add(tokens(2, i), 40, frontend=i % 2)
-    engine.run()
-    assert engine.stats.num_preemptions < 60
+    requests = [r for f in (0, 1) for r in engine.scheduler.fair.of(f).requests.values()]
+    while engine.scheduler.has_work:
+        waiting = {request: request.num_preemptions for request in requests if request.slot < 0}
+        engine.step()
+        assert all(request.num_preemptions == before for request, before in waiting.items())
+    assert engine.stats.num_preemptions > 0
     engine.check_outputs()
 
 

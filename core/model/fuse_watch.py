@@ -99,11 +99,11 @@ class _Watch(TorchFunctionMode, _Hooks):
 
     def __enter__(self) -> _Watch:
         self.attach()
-        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+        TorchFunctionMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        TorchFunctionMode.__exit__(self, *exc)  # type: ignore[no-untyped-call]
+        TorchFunctionMode.__exit__(self, *exc)
         self.detach()
 
     def before(self, path: str, module: nn.Module, rows: torch.Tensor | None) -> None:

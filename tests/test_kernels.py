@@ -1,0 +1,468 @@
+"""What every kernel backend must do. A new backend adds its name to `BACKENDS` and passes this file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mainspring.kernels import backend as make_backend
+from mainspring.kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
+
+BACKENDS = ["reference"]
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)  # lengths around the edges of blocks and tiles
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return make_backend(request.param, CPU)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One request's queries, keys and values at every position."""
+
+    query: torch.Tensor  # [length, q_heads, key_dim]
+    keys: torch.Tensor  # [length, kv_heads, key_dim]
+    values: torch.Tensor  # [length, kv_heads, value_dim]
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+
+class Setup(NamedTuple):
+    """What an attention layer looks like and how its cache is laid out."""
+
+    spec: AttentionSpec
+    dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    heads_first: bool = False  # a block holds [kv_heads, block_size, dim] and is seen transposed
+    sinks: torch.Tensor | None = None
+
+
+Step = Sequence[tuple[int, int]]  # (request, rows), in the order of the rows
+
+
+def spec_of(
+    kv_heads: int = 2,
+    ratio: int = 1,
+    key_dim: int = 16,
+    value_dim: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> AttentionSpec:
+    return AttentionSpec(kv_heads * ratio, kv_heads, key_dim, value_dim or key_dim, key_dim**-0.5, window, softcap)
+
+
+def sequences(setup: Setup, lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
+    generator = torch.Generator().manual_seed(seed)
+    spec = setup.spec
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(setup.dtype)
+
+    return [
+        Tokens(
+            draw(n, spec.num_q_heads, spec.key_dim),
+            draw(n, spec.num_kv_heads, spec.key_dim),
+            draw(n, spec.num_kv_heads, spec.value_dim),
+        )
+        for n in lengths
+    ]
+
+
+def poisoned_cache(setup: Setup, num_blocks: int) -> LayerCache:
+    """The middle layer of a pool of three, all NaN: what is read but was never appended shows in the result."""
+    spec, rows = setup.spec, setup.block_size * setup.spec.num_kv_heads
+    pool = torch.full((num_blocks, 3, rows * (spec.key_dim + spec.value_dim)), torch.nan, dtype=setup.dtype)
+    views = []
+    for part, dim in zip(pool[:, 1].split([rows * spec.key_dim, rows * spec.value_dim], 1), spec[2:4], strict=True):
+        if setup.heads_first:
+            views.append(part.unflatten(1, (spec.num_kv_heads, setup.block_size, dim)).transpose(1, 2))
+        else:
+            views.append(part.unflatten(1, (setup.block_size, spec.num_kv_heads, dim)))
+    return LayerCache(*views)
+
+
+def attend(
+    backend: Backend, setup: Setup, requests: Sequence[Tokens], steps: Sequence[Step], seed: int = 0
+) -> list[torch.Tensor]:
+    """Run `steps`, appending keys and values as the engine does → each request's outputs, ``[rows done, …]``.
+
+    Blocks lie shuffled in the pool; those wholly behind the window are given back (the table then names block 0).
+    """
+    spec, size = setup.spec, setup.block_size
+    blocks_of = [-(-len(r) // size) for r in requests]
+    shuffled = 1 + torch.randperm(sum(blocks_of), generator=torch.Generator().manual_seed(seed))
+    tables = list(shuffled.split(blocks_of))
+    cache = poisoned_cache(setup, 1 + sum(blocks_of))
+    done = [0] * len(requests)
+    outputs: list[list[torch.Tensor]] = [[] for _ in requests]
+    for step in steps:
+        indices, kv_counts, last, blocks, offsets = [], [], [], [], []
+        for r, rows in step:
+            positions = torch.arange(done[r], done[r] + rows)
+            blocks.append(tables[r][positions // size])
+            offsets.append(positions % size)
+            table = tables[r][: -(-(done[r] + rows) // size)].clone()
+            if spec.window is not None:
+                table[: max(0, done[r] - spec.window + 1) // size] = 0
+            indices.append(table)
+            kv_counts.append(len(table))
+            last.append((done[r] + rows - 1) % size + 1)
+
+        def rows_of(name: str, step: Step = step) -> torch.Tensor:
+            return torch.cat([getattr(requests[r], name)[done[r] : done[r] + rows] for r, rows in step])
+
+        if step:
+            backend.append(cache, rows_of("keys"), rows_of("values"), torch.cat(blocks), torch.cat(offsets))
+        row_counts = [rows for _, rows in step]
+        batch = PagedBatch(
+            torch.tensor([0, *itertools.accumulate(row_counts)], dtype=torch.int32),
+            torch.tensor([0, *itertools.accumulate(kv_counts)], dtype=torch.int32),
+            torch.cat([*indices, torch.empty(0, dtype=torch.int64)]).int(),
+            torch.tensor(last, dtype=torch.int32),
+            size,
+        )
+        total = sum(row_counts)
+        query = torch.full((total + -total % ROW_MULTIPLE + ROW_MULTIPLE, *spec[:1], spec.key_dim), torch.nan)
+        query = query.to(setup.dtype)
+        if step:
+            query[:total] = rows_of("query")
+        out = backend.run(backend.plan(spec, batch, CPU), query, cache, setup.sinks)
+        assert out.shape == (len(query), spec.num_q_heads, spec.value_dim)
+        assert out.dtype == setup.dtype
+        assert torch.equal(out[total:], torch.zeros_like(out[total:])), "padding rows must come back as zeros"
+        for (r, rows), part in zip(step, out[:total].split(row_counts) if step else [], strict=True):
+            outputs[r].append(part)
+            done[r] += rows
+    return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
+
+
+def oracle(setup: Setup, request: Tokens) -> torch.Tensor:
+    """Dense attention in fp64, one formula a line."""
+    spec, n = setup.spec, len(request)
+    group = spec.num_q_heads // spec.num_kv_heads
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (request.keys, request.values))
+    scores = torch.einsum("qhd,khd->hqk", request.query.double(), keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if setup.sinks is not None:
+        sink = setup.sinks.double()[:, None, None].expand(-1, n, 1)
+        scores = torch.cat([scores, sink], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :n], values)
+
+
+def whole(lengths: Sequence[int]) -> list[Step]:
+    return [list(enumerate(lengths))]
+
+
+def check(backend: Backend, setup: Setup, lengths: Sequence[int], steps: Sequence[Step], seed: int = 0) -> None:
+    requests = sequences(setup, lengths, seed)
+    for request, got in zip(requests, attend(backend, setup, requests, steps, seed), strict=True):
+        want = oracle(setup, request)[: len(got)]
+        torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[setup.dtype], atol=TOLERANCE[setup.dtype])
+
+
+def mixed(lengths: Sequence[int]) -> list[Step]:
+    """Most of each request in a first step, then one or more last tokens of each: decode beside prefill chunks."""
+    tails = [min(n, (1, 3, 1, 20)[i % 4]) for i, n in enumerate(lengths)]
+    first = [(i, n - tail) for i, (n, tail) in enumerate(zip(lengths, tails, strict=True)) if n > tail]
+    return [first, list(enumerate(tails))]
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+def test_attention_is_right_for_every_head_size(backend: Backend, dtype: torch.dtype, dim: int) -> None:
+    lengths = (1, 65, 70)
+    check(backend, Setup(spec_of(key_dim=dim), dtype), lengths, mixed(lengths))
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24), (192, 128)], ids=str)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_keys_and_values_may_differ_in_size(
+    backend: Backend, dtype: torch.dtype, dims: tuple[int, int], heads_first: bool
+) -> None:
+    lengths = (1, 65, 70)
+    setup = Setup(spec_of(ratio=2, key_dim=dims[0], value_dim=dims[1]), dtype, heads_first=heads_first)
+    check(backend, setup, lengths, mixed(lengths))
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 7, 8])
+def test_query_heads_share_their_kv_head(backend: Backend, dtype: torch.dtype, ratio: int) -> None:
+    lengths = (1, 66, 70)
+    check(backend, Setup(spec_of(ratio=ratio), dtype), lengths, mixed(lengths))
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_window_soft_cap_and_sinks(
+    backend: Backend, dtype: torch.dtype, window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    spec = spec_of(ratio=2, window=window, softcap=softcap)
+    lengths = (1, 64, 150, 201)
+    check(
+        backend,
+        Setup(spec, dtype, sinks=torch.tensor([2.0, -1.0, 4.0, 0.5]) if sinks else None),
+        lengths,
+        mixed(lengths),
+    )
+
+
+@by_backend
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_lengths_at_block_and_tile_edges(backend: Backend, block_size: int, heads_first: bool) -> None:
+    setup = Setup(spec_of(), block_size=block_size, heads_first=heads_first)
+    check(backend, setup, EDGES, whole(EDGES))
+    check(backend, setup, EDGES, mixed(EDGES))
+    check(backend, setup._replace(spec=spec_of(window=40)), EDGES, mixed(EDGES))
+
+
+@by_backend
+@by_dtype
+def test_a_step_larger_than_a_chunk_of_work(backend: Backend, dtype: torch.dtype) -> None:
+    setup = Setup(spec_of(kv_heads=8, ratio=2, key_dim=64), dtype)
+    lengths = [*range(60, 200, 7), 900]
+    check(backend, setup, lengths, mixed(lengths))
+
+
+@by_backend
+def test_an_empty_step_gives_only_padding(backend: Backend) -> None:
+    setup = Setup(spec_of())
+    assert attend(backend, setup, sequences(setup, []), [[]]) == []
+
+
+@by_backend
+def test_scores_far_apart_neither_overflow_nor_vanish(backend: Backend) -> None:
+    setup = Setup(spec_of(key_dim=64))
+    (request,) = sequences(setup, [140])
+    for factor in (100.0, -100.0):
+        sharp = replace(request, query=request.query * factor)
+        (got,) = attend(backend, setup, [sharp], [[(0, 100)], *[[(0, 1)]] * 40])
+        torch.testing.assert_close(got.double(), oracle(setup, sharp), rtol=1e-3, atol=1e-3)
+
+
+@by_backend
+def test_append_writes_these_rows_and_no_others(backend: Backend) -> None:
+    for heads_first in (False, True):
+        setup = Setup(spec_of(key_dim=16, value_dim=24), block_size=8, heads_first=heads_first)
+        cache = poisoned_cache(setup, 5)
+        (request,) = sequences(setup, [6])
+        blocks, rows = torch.tensor([3, 3, 1, 4, 4, 2]), torch.tensor([6, 7, 0, 5, 1, 7])
+        backend.append(cache, request.keys, request.values, blocks, rows)
+        for view, new in zip(cache, (request.keys, request.values), strict=True):
+            assert torch.equal(view[blocks, rows], new)
+            assert int((~view.isnan()).sum()) == new.numel()
+
+
+# Clockwork: whatever shares the step, and however the tokens are cut into steps, the bits are the same.
+
+
+def schedules(lengths: Sequence[int]) -> dict[str, list[Step]]:
+    """Ways to compute the same requests."""
+    longest = max(lengths)
+
+    def in_chunks_of(size: int) -> list[Step]:
+        starts = range(0, longest, size)
+        return [[(i, min(size, n - at)) for i, n in enumerate(lengths) if n > at] for at in starts]
+
+    return {
+        "together": whole(lengths),
+        "in reverse": [list(enumerate(lengths))[::-1]],
+        "alone": [[(i, n)] for i, n in enumerate(lengths)],
+        "token by token": in_chunks_of(1),
+        "in chunks of 7": in_chunks_of(7),
+        "in chunks of 64": in_chunks_of(64),
+        "decode beside prefill": mixed(lengths),
+    }
+
+
+def assert_clockwork(
+    backend: Backend, setup: Setup, lengths: Sequence[int], ways: dict[str, list[Step]], seed: int = 0
+) -> None:
+    requests = sequences(setup, lengths, seed)
+    results = {way: attend(backend, setup, requests, steps, seed + i) for i, (way, steps) in enumerate(ways.items())}
+    first, *others = results
+    for way, (i, n) in itertools.product(others, enumerate(lengths)):
+        differ = (results[way][i] != results[first][i]).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not differ, f"request {i} of {n} tokens: {way} and {first} differ at positions {differ}"
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of(key_dim=64),
+        spec_of(kv_heads=1, ratio=3, key_dim=80),
+        spec_of(ratio=7, key_dim=16, softcap=5.0),
+        spec_of(ratio=4, key_dim=24, value_dim=40, window=70),
+    ],
+    ids=["plain", "three to one", "capped", "windowed"],
+)
+def test_the_same_bits_however_steps_are_cut(backend: Backend, dtype: torch.dtype, spec: AttentionSpec) -> None:
+    sinks = torch.linspace(-1, 3, spec.num_q_heads)
+    lengths = (1, 30, 70, 135)
+    assert_clockwork(backend, Setup(spec, dtype, sinks=sinks), lengths, schedules(lengths))
+
+
+@by_backend
+@by_dtype
+def test_the_same_bits_whatever_the_block_size_and_layout(backend: Backend, dtype: torch.dtype) -> None:
+    setup = Setup(spec_of(kv_heads=3, ratio=2, key_dim=64), dtype)
+    requests = sequences(setup, EDGES)
+    want = attend(backend, setup, requests, whole(EDGES))
+    for block_size, heads_first in ((8, False), (64, False), (32, True)):
+        got = attend(backend, setup._replace(block_size=block_size, heads_first=heads_first), requests, mixed(EDGES))
+        assert all(map(torch.equal, got, want))
+
+
+@st.composite
+def random_work(draw: st.DrawFn) -> tuple[Setup, list[int], list[Step], int]:
+    spec = spec_of(
+        kv_heads=draw(st.integers(1, 3)),
+        ratio=draw(st.integers(1, 8)),
+        key_dim=draw(st.sampled_from([16, 32, 40])),
+        value_dim=draw(st.sampled_from([16, 24])),
+        window=draw(st.none() | st.integers(1, 150)),
+        softcap=draw(st.none() | st.just(4.0)),
+    )
+    sinks = torch.linspace(-2, 2, spec.num_q_heads) if draw(st.booleans()) else None
+    setup = Setup(
+        spec, draw(st.sampled_from(DTYPES)), draw(st.sampled_from([8, 16, 32, 64])), draw(st.booleans()), sinks
+    )
+    left = lengths = draw(st.lists(st.integers(1, 160), min_size=1, max_size=5))
+    steps: list[Step] = []
+    while any(left):
+        waiting = [i for i, n in enumerate(left) if n]
+        chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True))
+        step = [(i, draw(st.just(1) | st.integers(1, left[i]) | st.just(left[i]))) for i in chosen]
+        left = [n - dict(step).get(i, 0) for i, n in enumerate(left)]
+        steps.append(step)
+        if len(steps) == 6:
+            steps.append([(i, n) for i, n in enumerate(left) if n])
+            break
+    return setup, lengths, [s for s in steps if s], draw(st.integers(0, 1000))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=60)
+@given(work=random_work())
+def test_any_mix_of_requests_is_right_and_clockwork(name: str, work: tuple[Setup, list[int], list[Step], int]) -> None:
+    setup, lengths, steps, seed = work
+    backend = make_backend(name, CPU)
+    check(backend, setup, lengths, steps, seed)
+    assert_clockwork(backend, setup, lengths, {"as drawn": steps, "together": whole(lengths)}, seed)
+
+
+# The elementwise kernels.
+
+ACTIVATIONS = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to the rounding of got's dtype."""
+    torch.testing.assert_close(got, want.to(got.dtype), rtol={4: 2e-6, 2: 1.6e-2}[got.itemsize], atol=2e-6)
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_is_right(backend: Backend, dtype: torch.dtype, offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((5, 48), (2, 3, 7, 33), (600, 768)):
+        x = (3 * torch.randn(shape, generator=generator)).to(dtype)
+        weight = torch.randn(shape[-1], generator=generator).to(dtype)
+        wide = x.double()
+        want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (offset + weight.double())
+        assert_close(backend.rms_norm(x, weight, 1e-5, offset), want)
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_act_and_mul_is_right(backend: Backend, dtype: torch.dtype, activation: str) -> None:
+    for shape in ((5, 66), (400, 3072)):
+        x = (4 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+        kept = x.clone()
+        gate, up = x.double().chunk(2, -1)
+        assert_close(backend.act_and_mul(x, activation), ACTIVATIONS[activation](gate) * up)
+        assert torch.equal(x, kept), "the argument must not change"
+
+
+@by_backend
+def test_large_gates_stay_finite(backend: Backend) -> None:
+    x = torch.tensor([[-1000.0, -90.0, 90.0, 1000.0, 1, 1, 1, 1]])
+    for activation in ACTIVATIONS:
+        assert backend.act_and_mul(x, activation).tolist() == [[0, 0, 90, 1000]]
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("width", [7, 33, 64, 100])
+def test_rows_of_elementwise_kernels_do_not_depend_on_the_others(
+    backend: Backend, dtype: torch.dtype, width: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(3000, 2 * width, generator=generator)).to(dtype)
+    weight = torch.randn(2 * width, generator=generator).to(dtype)
+    wider = torch.cat([x, x], 1)[:, : 2 * width]  # the same rows, further apart
+    kernels = [lambda rows: backend.rms_norm(rows, weight, 1e-6)]
+    kernels += [lambda rows, name=name: backend.act_and_mul(rows, name) for name in ACTIVATIONS]
+    for kernel in kernels:
+        together = kernel(x)
+        assert torch.equal(kernel(wider), together)
+        for start, count in ((0, 1), (1, 1), (2998, 2), (5, 3), (11, 8), (100, 1501)):
+            assert torch.equal(kernel(x[start : start + count]), together[start : start + count])
+
+
+# Errors.
+
+
+@by_backend
+def test_an_unknown_activation_is_named(backend: Backend) -> None:
+    with pytest.raises(ValueError, match=r"'relu'.*silu, gelu, gelu_tanh"):
+        backend.act_and_mul(torch.zeros(1, 4), "relu")
+
+
+def test_the_reference_refuses_block_sizes_that_do_not_fit_its_tiles() -> None:
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    for block_size in (0, 12, 128):
+        with pytest.raises(ValueError, match=f"block_size is {block_size}.*power of two up to 64"):
+            make_backend("reference", CPU).plan(spec_of(), PagedBatch(one, one, one[:1], one[1:], block_size), CPU)
+
+
+def test_backends_are_made_by_name() -> None:
+    assert make_backend("reference", CPU).name == "reference"
+    assert make_backend("auto", CPU).name in BACKENDS
+    with pytest.raises(ValueError, match=r"'fast'.*reference"):
+        make_backend("fast", CPU)
