@@ -97,6 +97,7 @@ class CoreServer:
     def release(self, frontend: int) -> None:
         """The number of a frontend that has left may be given to another: all that was sent to it lies before this."""
         self._outbox.put((frontend, None, ()))
+        self._waker.wake()
 
     def receive(self, wait: bool) -> list[Event]:
         """All that has come in; with `wait`, at least one."""

@@ -1,7 +1,8 @@
 """Top-k, top-p and min-p: which tokens a row may choose from.
 
-What stays is what transformers' `TopKLogitsWarper`, `TopPLogitsWarper` and `MinPLogitsWarper` leave, in this order.
-Only rows that ask for a feature pay for it, and none sorts the vocabulary unless its top-p mass needs thousands of
+What stays is what transformers' `TopKLogitsWarper`, `TopPLogitsWarper` and `MinPLogitsWarper` leave, in this order (of
+equal scores at the edge of top-p, which bf16 logits often have, theirs keeps arbitrary ones, this the lowest ids). Only
+rows that ask for a feature pay for it, and none sorts the vocabulary unless its top-p mass needs thousands of
 tokens.
 """
 
@@ -71,12 +72,12 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         if not len(open_rows):
             break
 
-    # Of scores equal to the smallest that stays, transformers keeps the highest token ids, and only as many as needed.
+    # Of scores equal to the smallest that stays, only as many as needed stay: those of the lowest token ids.
     kept = scores >= floor
     surplus = kept.sum(-1, keepdim=True) - num_kept
-    if tied := (surplus > 0).flatten().nonzero().flatten().tolist():
+    if tied := surplus.flatten().nonzero().flatten().tolist():
         equal = scores[tied] == floor[tied]
-        kept[tied] &= ~equal | (equal.cumsum(-1) > surplus[tied])
+        kept[tied] &= ~equal | (equal.cumsum(-1) <= equal.sum(-1, keepdim=True) - surplus[tied])
     return torch.where(kept, scores, -torch.inf)
 
 

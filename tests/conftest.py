@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
 from hypothesis import settings
+
+# Tests run side by side, and many models in them are tiny: OpenMP's threads would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("mainspring", deadline=None, print_blob=True)
 settings.load_profile("mainspring")

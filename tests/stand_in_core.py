@@ -36,6 +36,7 @@ class StandInCore:
         self.model = ModelFacts(1000, 8, 1 << 20, "float32")
         self.connected: list[tuple[int, float]] = []
         self.disconnected: list[int] = []
+        self.num_ended = 0
         self.tensors: list[bytes] = []
         self.paused = threading.Event()
         self._requests: dict[tuple[int, int], tuple[AddRequest, int]] = {}
@@ -91,6 +92,7 @@ class StandInCore:
             else:
                 del self._requests[frontend, handle_]
                 out.finished.append(Finished(handle_, "length"))
+                self.num_ended += 1
         return outputs
 
 

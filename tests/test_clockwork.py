@@ -26,6 +26,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return str(tiny.make("llama", tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """Also where the suite runs with one: how work is split between threads must not show."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def reference(model: str | None) -> Iterator[list[list[int]]]:
     """Each request alone, its whole prompt in one step, nothing cached."""
