@@ -11,7 +11,6 @@ import numpy as np
 from .config import EngineConfig
 from .connection import WATCH_SECONDS, Connection, result_of
 from .errors import WrongEventLoopError
-from .launch import CoreProcess
 from .messages import AddRequest, Outputs, UtilityResult
 
 
@@ -33,12 +32,7 @@ class AsyncClient:
     @classmethod
     def launch(cls, config: EngineConfig) -> AsyncClient:
         """Start a core of one's own. Blocks until it is ready."""
-        core = CoreProcess(config)
-        try:
-            return cls(Connection(core))
-        except BaseException:
-            core.close()
-            raise
+        return cls(Connection.launch(config))
 
     async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._enter()

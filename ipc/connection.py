@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -59,6 +59,20 @@ class Connection:
         self._instance_id, self._epoch = ready.instance_id, ready.epoch
         self.model = ready.model
         self.config = msgspec.json.decode(ready.config, type=EngineConfig)
+
+    @classmethod
+    def launch(cls, config: EngineConfig) -> Self:
+        """With a core of one's own.
+
+        Raises:
+            MainspringError: the core did not start.
+        """
+        core = CoreProcess(config)
+        try:
+            return cls(core)
+        except BaseException:
+            core.close()
+            raise
 
     @property
     def fd(self) -> int:

@@ -12,7 +12,6 @@ import numpy as np
 
 from .config import EngineConfig
 from .connection import WATCH_SECONDS, Connection, result_of
-from .launch import CoreProcess
 from .messages import AddRequest, Outputs
 from .transport import Waker, seconds_left
 
@@ -42,12 +41,7 @@ class SyncClient:
         Raises:
             MainspringError: the core did not start.
         """
-        core = CoreProcess(config)
-        try:
-            return cls(Connection(core))
-        except BaseException:
-            core.close()
-            raise
+        return cls(Connection.launch(config))
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._with_socket(lambda: self._connection.add_request(request, tensors))

@@ -45,9 +45,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.
     A uniform u from 32 hashed bits gives ``g = -log(-log(1 - u))``. fp32 is fine-grained near u = 0, and that is where
     the large values of g, those that win, come from. `log1p` and `log` give an element the same bits wherever it lies.
     """
-    bits = keyed_hash(seeds, positions, token_ids).to(torch.float32)
-    unsigned = torch.where(bits < 0, bits + 2.0**32, bits)
-    uniform = unsigned.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)  # 1 itself would give minus infinity
+    hashed = keyed_hash(seeds, positions, token_ids).view(torch.uint32).to(torch.float32)
+    uniform = hashed.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)  # 1 itself would give minus infinity
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -33,7 +33,7 @@ def mask_top_k_top_p_min_p(
     Returns:
         fp32 ``[rows, vocab]``; `scores` itself where nothing is on.
     """
-    if len(rows := top_k.nonzero().flatten()):
+    if len(rows := (top_k > 0).nonzero().flatten()):
         limits = top_k[rows].clamp(max=scores.shape[1])
         on, last = rows.to(scores.device), (limits - 1).to(scores.device)
         largest = scores[on].topk(int(limits.max()), dim=-1).values
@@ -41,7 +41,7 @@ def mask_top_k_top_p_min_p(
     if len(rows := (top_p < 1).nonzero().flatten()):
         on = rows.to(scores.device)
         scores = scores.index_copy(0, on, _top_p(scores[on], top_p[rows].to(scores.device)))
-    if len(rows := min_p.nonzero().flatten()):
+    if len(rows := (min_p > 0).nonzero().flatten()):
         on = rows.to(scores.device)
         ratio = min_p[rows].to(scores.device).log().unsqueeze(1)
         scores = _drop_below(scores, on, scores[on].amax(-1, keepdim=True) + ratio)
@@ -58,13 +58,13 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Top-p of rows that all ask for it. A token stays while those ranked before it hold less than ``top_p``."""
     vocab = scores.shape[1]
     peak = scores.amax(-1, keepdim=True)
-    log_total = peak + _row_sums((scores - peak).clamp_min_(-80).exp_()).log_()  # what underflows is slow
+    total = _row_sums((scores - peak).clamp_min_(-80).exp_())  # what underflows would be slow, and adds nothing
     floor, num_kept = torch.empty_like(peak), torch.ones_like(peak, dtype=torch.int64)
     open_rows = torch.arange(len(scores), device=scores.device)
     for candidates in (*(n for n in _TOP_P_CANDIDATES if n < vocab), vocab):
         some = scores[open_rows]
         largest = some.topk(candidates, dim=-1).values if candidates < vocab else some.sort(descending=True).values
-        mass = (largest - log_total[open_rows]).exp_().cumsum(-1, dtype=torch.float64)
+        mass = (largest - peak[open_rows]).exp_().div_(total[open_rows]).cumsum(-1, dtype=torch.float64)
         needed = top_p[open_rows].unsqueeze(1)
         count = (mass[:, :-1] < needed).sum(-1, keepdim=True) + 1  # the first token always stays
         floor[open_rows], num_kept[open_rows] = largest.gather(1, count - 1), count

@@ -190,6 +190,19 @@ def test_many_threads_that_add_step_and_call_at_once_lose_nothing(client: SyncCl
     assert tokens == {handle: [handle, handle + 1, handle + 2] for handle in ended}
 
 
+def test_who_waits_is_woken_by_what_another_thread_took_in_while_it_sent(client: SyncClient) -> None:
+    with ThreadPoolExecutor() as pool:
+        for handle in range(150):
+            waiting = pool.submit(client.get_outputs)
+            client.add_request(request(handle, max_tokens=1))
+            deadline = time.monotonic() + PROMPTLY
+            while not waiting.done() and time.monotonic() < deadline:
+                client.abort([])
+            if not waiting.done():
+                client.close()
+            assert waiting.result().handles == [handle]
+
+
 def test_outputs_that_two_threads_wait_for_go_to_exactly_one(client: SyncClient) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(client.get_outputs, 0.5) for _ in range(2)]

@@ -150,6 +150,18 @@ def test_the_newest_request_of_the_flooding_frontend_is_the_one_that_makes_room(
     engine.check_outputs()
 
 
+def test_where_blocks_run_out_a_newcomer_is_not_thrown_out_before_the_frontend_that_holds_more() -> None:
+    engine = Engine(weights=(1, 1), num_blocks=24, prefix_caching=False)
+    old, newer = (engine.add(tokens(8, i), 50) for i in range(2))
+    newest = engine.add(tokens(8, 5), 50, frontend=1)
+    while not engine.stats.num_preemptions:
+        engine.step()
+    assert {r.handle for r in engine.scheduler._running.values()} == {old[1], newest[1]}
+    engine.run()
+    assert engine.finished[newer].num_preemptions > 0
+    engine.check_outputs()
+
+
 def test_seats_are_not_taken_back_and_forth_between_two_that_have_their_share() -> None:
     engine = Engine(weights=(1, 1), max_num_seqs=4, num_blocks=400)
     for frontend in (0, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ GOLDEN = [  # [seed and position][token], as signed 32-bit numbers
     [-2112992704, 1927458750, 1760167990],
     [108020803, 1244591269, 647491470],
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """Where threads share an operation out, its bits may come to depend on its size: one thread would hide that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 # The same hash, one number at a time.
@@ -62,7 +72,8 @@ def test_hash_and_noise_equal_the_scalar_formula(seeds: list[int], positions: li
     assert got.dtype == torch.int32
     assert (got.to(torch.int64) % 2**32).tolist() == want
     noise = torch.tensor([[scalar_gumbel(h) for h in row] for row in want], dtype=torch.float64)
-    torch.testing.assert_close(gumbel_noise(*arguments).double(), noise, rtol=1e-5, atol=1e-6)
+    upper = got >= 0  # as unsigned, below 2**31: the upper half of the distribution
+    torch.testing.assert_close(gumbel_noise(*arguments).double()[upper], noise[upper], rtol=1e-6, atol=1e-6)
 
 
 def test_these_very_bits_are_a_promise() -> None:
@@ -77,7 +88,9 @@ def test_noise_is_finite_at_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gumbel, "keyed_hash", lambda *_: signed)
     want = torch.tensor([[scalar_gumbel(h) for h in extremes]])
     unused = torch.zeros(1, dtype=torch.int64)
-    torch.testing.assert_close(gumbel_noise(unused, unused, unused), want, rtol=1e-6, atol=1e-6)
+    noise = gumbel_noise(unused, unused, unused)
+    torch.testing.assert_close(noise[:, :6], want[:, :6], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(noise, want, rtol=0, atol=1e-3)  # the lower tail, where nothing wins, is coarse
 
 
 def test_every_input_bit_flips_about_half_of_the_output_bits() -> None:
@@ -221,6 +234,14 @@ def test_masks_equal_those_of_transformers(vocab: int, spread: float, rounded: b
             assert not differ.any(), f"top_k, top_p, min_p = {combination}: {int(differ.sum())} differ"
 
 
+def test_top_p_stops_when_its_mass_is_reached_exactly() -> None:
+    """Four tokens of probability 1/4: two of them hold 1/2."""
+    row = torch.zeros(4)
+    for top_p, stay in ((0.25, 1), (0.5, 2), (0.75, 3)):
+        masked = mask_top_k_top_p_min_p(row.unsqueeze(0), *limits((0, top_p, 0.0)))
+        assert int(masked.isfinite().sum()) == stay == int(as_transformers_does(row, 0, top_p, 0.0).isfinite().sum())
+
+
 def test_of_equal_scores_top_p_keeps_the_lowest_ids() -> None:
     scores = torch.tensor([[0.0, 1.0, 0.0, 0.0, -1.0, 0.0]])
     masked = mask_top_k_top_p_min_p(scores, *limits((0, 0.75, 0.0)))  # probabilities .37 and four times .14
@@ -258,7 +279,7 @@ def test_only_top_p_that_needs_it_sorts_the_vocabulary(monkeypatch: pytest.Monke
 
 
 def test_a_long_row_sums_to_the_same_bits_alone_and_among_others() -> None:
-    x = torch.rand(3, 128_256, generator=torch.Generator().manual_seed(4))
+    x = torch.rand(16, 128_256, generator=torch.Generator().manual_seed(4))
     sums = sampling._row_sums(x)
-    assert all(torch.equal(sampling._row_sums(x[i : i + 1]), sums[i : i + 1]) for i in range(3))
+    assert all(torch.equal(sampling._row_sums(x[i : i + 1]), sums[i : i + 1]) for i in range(16))
     torch.testing.assert_close(sums, x.sum(-1, keepdim=True))

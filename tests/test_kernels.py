@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +24,15 @@ EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)  # lengths around the
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """Where threads share an operation out, its bits may come to depend on its size: one thread would hide that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -261,7 +270,7 @@ def test_an_empty_step_gives_only_padding(backend: Backend) -> None:
 def test_scores_far_apart_neither_overflow_nor_vanish(backend: Backend) -> None:
     setup = Setup(spec_of(key_dim=64))
     (request,) = sequences(setup, [140])
-    for factor in (100.0, -100.0):
+    for factor in (1000.0, -1000.0):
         sharp = replace(request, query=request.query * factor)
         (got,) = attend(backend, setup, [sharp], [[(0, 100)], *[[(0, 1)]] * 40])
         torch.testing.assert_close(got.double(), oracle(setup, sharp), rtol=1e-3, atol=1e-3)
@@ -371,7 +380,7 @@ def random_work(draw: st.DrawFn) -> tuple[Setup, list[int], list[Step], int]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(work=random_work())
 def test_any_mix_of_requests_is_right_and_clockwork(name: str, work: tuple[Setup, list[int], list[Step], int]) -> None:
     setup, lengths, steps, seed = work
@@ -435,12 +444,14 @@ def test_rows_of_elementwise_kernels_do_not_depend_on_the_others(
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(3000, 2 * width, generator=generator)).to(dtype)
     weight = torch.randn(2 * width, generator=generator).to(dtype)
-    wider = torch.cat([x, x], 1)[:, : 2 * width]  # the same rows, further apart
+    further_apart = torch.cat([x, x], 1)[:, : 2 * width]
+    by_columns = x.T.contiguous().T
     kernels = [lambda rows: backend.rms_norm(rows, weight, 1e-6)]
     kernels += [lambda rows, name=name: backend.act_and_mul(rows, name) for name in ACTIVATIONS]
     for kernel in kernels:
         together = kernel(x)
-        assert torch.equal(kernel(wider), together)
+        assert torch.equal(kernel(further_apart), together)
+        assert torch.equal(kernel(by_columns), together)
         for start, count in ((0, 1), (1, 1), (2998, 2), (5, 3), (11, 8), (100, 1501)):
             assert torch.equal(kernel(x[start : start + count]), together[start : start + count])
 

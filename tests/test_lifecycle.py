@@ -44,7 +44,10 @@ GO_ON = "while True: client.get_outputs()"
 
 
 def config(model: str = MODEL, **cache: int) -> EngineConfig:
-    return EngineConfig(model_config=ModelConfig(model=model), cache_config=CacheConfig(**cache))
+    return EngineConfig(
+        model_config=ModelConfig(model=model, max_model_len=4096),
+        cache_config=CacheConfig(**cache),  # type: ignore[arg-type]
+    )
 
 
 @pytest.fixture
@@ -148,10 +151,15 @@ def test_a_client_that_nobody_holds_any_more_takes_its_core_with_it(folder: Path
     assert not list(folder.iterdir())
 
 
-def test_closing_twice_ends_the_core_once_and_leaves_no_zombie_and_no_descriptor(folder: Path) -> None:
+def test_only_this_user_may_enter_the_sockets_folder_and_closing_twice_leaves_no_folder_zombie_or_descriptor(
+    folder: Path,
+) -> None:
     before = set(os.listdir("/proc/self/fd"))
     client = SyncClient.launch(config())
     (core,) = cores_of()
+    (own,) = folder.iterdir()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert [entry.name for entry in own.iterdir()] == ["core.sock"]
     started = time.monotonic()
     client.close()
     client.close()
@@ -161,12 +169,6 @@ def test_closing_twice_ends_the_core_once_and_leaves_no_zombie_and_no_descriptor
     del client
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
-
-
-def test_only_this_user_may_enter_the_folder_of_the_socket(client: SyncClient, folder: Path) -> None:
-    (own,) = folder.iterdir()
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert [entry.name for entry in own.iterdir()] == ["core.sock"]
 
 
 # ---------------------------------------------------------------------- the core ends
@@ -265,9 +267,4 @@ def test_what_is_wrong_with_one_request_or_call_leaves_the_core_serving(client: 
 
 def test_a_cache_too_small_for_one_request_is_an_error_that_says_what_to_change(folder: Path) -> None:
     with pytest.raises(MemoryError, match="set a smaller max_model_len or a larger kv_cache_memory_bytes"):
-        SyncClient.launch(
-            EngineConfig(
-                model_config=ModelConfig(model=MODEL, max_model_len=4096),
-                cache_config=CacheConfig(num_gpu_blocks_override=3),
-            )
-        )
+        SyncClient.launch(config(num_gpu_blocks_override=3))

@@ -196,7 +196,9 @@ def test_without_chunked_prefill_two_frontends_whose_prompts_exceed_half_a_budge
 
 
 def test_without_chunked_prefill_a_prompt_of_the_whole_budget_is_not_passed_for_ever_by_small_ones() -> None:
-    engine = Engine(max_num_batched_tokens=64, enable_chunked_prefill=False, weights=(1, 1))
+    engine = Engine(
+        max_num_batched_tokens=64, max_num_seqs=64, num_blocks=600, enable_chunked_prefill=False, weights=(1, 1)
+    )
     engine.add(tokens(2), 30, frontend=0)
     engine.step()
     large = engine.add(tokens(63), 1, frontend=1)
@@ -300,7 +302,7 @@ def test_a_windowed_group_gives_back_the_blocks_behind_its_window() -> None:
     while engine.scheduler.has_work:
         engine.step()
         most = max(most, engine.kv.pool.num_in_use)
-    assert most <= blocks_for((8,), 4, 256, 8) == 5
+    assert most == 4  # 8 new tokens and the 7 before them
     engine.check_outputs()
 
 
