@@ -64,8 +64,8 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
-        if not isinstance(priority, int):
-            raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int")
+        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int of 64 bits")
         params = params.clone()
         params.validate()
         parsed = parse_prompt(prompt)

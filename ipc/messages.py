@@ -121,7 +121,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
     handle: int
     reason: FinishReason
-    stop_token: int | None = None  # the stop token that ended it, unless it was the end of sequence
+    stop_token: int | None = None  # the stop token that ended it
     num_preemptions: int = 0
     error: str = ""  # name of the error type, for reason "error"
     error_text: str = ""

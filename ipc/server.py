@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -112,6 +113,13 @@ class CoreServer:
     # ------------------------------------------------------------------ the I/O thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:  # without this thread the core would be deaf; whoever waits for it sees it end
+            logger.critical("the I/O thread failed", exc_info=True)
+            os._exit(1)
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._waker.fd, zmq.POLLIN)
         if self._parent and self._parent.fd is not None:

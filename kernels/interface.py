@@ -37,7 +37,11 @@ class AttentionSpec(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's views into the block pool."""
+    """One layer's views into the block pool.
+
+    The last dimension is contiguous, the other strides are the pool's own. A backend that gathers reads blocks holding
+    one head after the other (``[kv_heads, block_size, dim]``, seen transposed) faster than token after token.
+    """
 
     keys: torch.Tensor  # [blocks, block_size, kv_heads, key_dim], strided over blocks
     values: torch.Tensor  # [blocks, block_size, kv_heads, value_dim]

@@ -26,15 +26,15 @@ def mask_top_k_top_p_min_p(
 
     Args:
         scores: fp32 ``[rows, vocab]``, after the temperature; not changed.
-        top_k: int64 ``[rows]``. The k largest stay, and all that equal the last of them; 0: off.
+        top_k: int64 ``[rows]``. The k largest stay, and all that equal the last of them; 0 or less: off.
         top_p: fp32 ``[rows]``. The fewest largest that hold this much probability stay; 1: off.
         min_p: fp32 ``[rows]``. What is at least min_p times as likely as the likeliest stays; 0: off.
 
     Returns:
         fp32 ``[rows, vocab]``; `scores` itself where nothing is on.
     """
-    if len(rows := (top_k > 0).nonzero().flatten()):
-        limits = top_k[rows].clamp(max=scores.shape[1])
+    if len(rows := ((top_k > 0) & (top_k < scores.shape[1])).nonzero().flatten()):
+        limits = top_k[rows]
         on, last = rows.to(scores.device), (limits - 1).to(scores.device)
         largest = scores[on].topk(int(limits.max()), dim=-1).values
         scores = _drop_below(scores, on, largest.gather(1, last.unsqueeze(1)))

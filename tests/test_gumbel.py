@@ -195,7 +195,7 @@ def limits(*rows: tuple[int, float, float]) -> tuple[torch.Tensor, torch.Tensor,
 
 def as_transformers_does(row: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     scores = row.unsqueeze(0)
-    if top_k:
+    if top_k > 0:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
@@ -205,7 +205,7 @@ def as_transformers_does(row: torch.Tensor, top_k: int, top_p: float, min_p: flo
 
 
 COMBINATIONS = [
-    *itertools.product((0, 1, 5, 50, 10**6), (1.0, 0.9, 0.5, 0.05), (0.0, 0.02, 0.3)),
+    *itertools.product((-1, 0, 1, 5, 50, 10**6), (1.0, 0.9, 0.5, 0.05), (0.0, 0.02, 0.3)),
     (0, 0.999, 0.0),
     (0, 0.0, 0.0),
     (0, 1.0, 1.0),

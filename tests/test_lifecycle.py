@@ -117,6 +117,7 @@ def test_however_a_frontend_ends_no_process_and_no_socket_is_left(
     with frontend(then) as process:
         assert process.stdout is not None
         core = int(process.stdout.readline())
+        assert os.getpgid(core) == core, "what the terminal sends is the frontend's to handle"
         if sent is signal.SIGINT:
             os.killpg(process.pid, sent)  # as a terminal does: to the whole group
         elif sent is not None:

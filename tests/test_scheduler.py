@@ -199,7 +199,8 @@ def test_without_chunked_prefill_a_prompt_of_the_whole_budget_is_not_passed_for_
     engine = Engine(
         max_num_batched_tokens=64, max_num_seqs=64, num_blocks=600, enable_chunked_prefill=False, weights=(1, 1)
     )
-    engine.add(tokens(2), 30, frontend=0)
+    for i in range(3):
+        engine.add(tokens(2, i), 30, frontend=0)
     engine.step()
     large = engine.add(tokens(63), 1, frontend=1)
     for i in range(40):
