@@ -61,6 +61,7 @@ class ModelRunner:
         for call, spec in enumerate(model.layers):
             self._plans.setdefault((group_of[layout.layer_of_call[call]], spec), []).append(call)
 
+    @torch.inference_mode()
     def execute(self, step: Step) -> Launched:
         """Launch the forward of `step`, up to the logits of the rows that sample."""
         for request in step.admitted:
@@ -87,11 +88,11 @@ class ModelRunner:
         )
         return Launched(logits[: len(last_rows)], slots[step.samples], ends[step.samples])
 
+    @torch.inference_mode()
     def sample(self, launched: Launched) -> torch.Tensor:
         """Choose the tokens of a launched step: int64 ``[sampling rows]``, on the device."""
-        with torch.inference_mode():
-            tokens = self._sampler.choose(launched.logits, launched.slots, launched.positions)
-            self._last_tokens[self._put(launched.slots)] = tokens
+        tokens = self._sampler.choose(launched.logits, launched.slots, launched.positions)
+        self._last_tokens[self._put(launched.slots)] = tokens
         return tokens
 
     def _admit(self, request: Request) -> None:
