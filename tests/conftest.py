@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -13,6 +14,9 @@ from hypothesis import settings
 # Tests run side by side, and many models in them are tiny: OpenMP's threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of it need it heard.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("mainspring", deadline=None, print_blob=True)
 settings.load_profile("mainspring")
