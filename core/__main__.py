@@ -22,18 +22,19 @@ logger = logging.getLogger("mainspring.core")
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend decides what Ctrl-C means
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     logging.basicConfig(
         level=os.environ.get("MAINSPRING_LOG_LEVEL", "WARNING").upper(),
         format="%(asctime)s core %(levelname)s %(name)s: %(message)s",
     )
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoreLaunch)
+    # Whoever ends this process may end its parent in the same instant, so the folder is not left to the parent alone.
+    signal.signal(signal.SIGTERM, lambda *_: _leave(launch))
     parent = ProcessWatch(launch.parent_pid, lambda: os.getppid() != launch.parent_pid)
     if os.getppid() != launch.parent_pid:
-        _parent_ended(launch)
+        _leave(launch)
     try:
         server = CoreServer(
-            launch.address, launch.instance_id, launch.epoch, launch.token, parent, lambda: _parent_ended(launch)
+            launch.address, launch.instance_id, launch.epoch, launch.token, parent, lambda: _leave(launch)
         )
         from .engine_core import EngineCore  # torch and transformers: only now, so that the watch runs beside it
 
@@ -93,7 +94,7 @@ def _report(launch: CoreLaunch, report: StartReport) -> None:
     os.close(launch.report_fd)
 
 
-def _parent_ended(launch: CoreLaunch) -> NoReturn:
+def _leave(launch: CoreLaunch) -> NoReturn:
     remove_runtime_dir(launch.runtime_dir)
     os._exit(0)
 

@@ -143,6 +143,17 @@ def test_a_frontend_killed_while_its_core_loads_leaves_nothing_either(folder: Pa
     assert eventually(lambda: not list(folder.iterdir()))
 
 
+def test_a_frontend_and_its_core_terminated_together_leave_nothing(folder: Path) -> None:
+    process = frontend(GO_ON)
+    assert process.stdout is not None
+    core = int(process.stdout.readline())
+    for pid in (core, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    process.wait(PROMPTLY)
+    assert eventually(lambda: is_gone(core) and not list(folder.iterdir()))
+    process.communicate()
+
+
 def test_a_client_that_nobody_holds_any_more_takes_its_core_with_it(folder: Path) -> None:
     client = SyncClient.launch(config())
     (core,) = cores_of()
