@@ -49,7 +49,12 @@ class EngineCore:
                 f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
                 "prompt must fit in one step"
             )
-        self.scheduler = Scheduler(config.scheduler_config, kv, self.executor.max_model_len)
+        self.scheduler = Scheduler(
+            config.scheduler_config,
+            kv,
+            self.executor.max_model_len,
+            log_stats=not config.observability_config.disable_log_stats,
+        )
         self._depth = 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._methods: dict[str, Callable[..., Any]] = {

@@ -38,6 +38,7 @@ class Scheduler:
         kv: KVCacheManager,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
+        log_stats: bool = True,
     ) -> None:
         self.kv = kv
         self.fair = FairShare(by_priority=config.scheduling_policy == "priority")
@@ -45,6 +46,7 @@ class Scheduler:
         self._chunked = config.enable_chunked_prefill
         self._chunk = (config.long_prefill_token_threshold if self._chunked else 0) or self._budget
         self._clock = clock
+        self._log_stats = log_stats  # whether outputs carry them
         slots = config.max_num_seqs
         self._free_slots = list(range(slots - 1, -1, -1))
         self._freed_slots: list[tuple[int, int]] = []  # (step to wait for, slot)
@@ -366,7 +368,7 @@ class Scheduler:
     def _outputs(
         self, handles: np.ndarray, owners: np.ndarray, tokens: np.ndarray, started: Sequence[tuple[int, Started]]
     ) -> dict[int, Outputs]:
-        stats = self.stats()
+        stats = self.stats() if self._log_stats else None
         notices, self._notices = self._notices, {}
         outputs = {}
         for frontend in {*np.unique(owners).tolist(), *notices}:

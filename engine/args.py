@@ -52,7 +52,6 @@ class EngineArgs:
     override_generation_config: dict[str, Any] = dataclasses.field(
         default_factory=lambda: dict(FIELDS["override_generation_config"].default)
     )
-    served_model_name: str | None = _default("served_model_name")
     load_format: Literal["auto", "safetensors", "dummy"] = _default("load_format")
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")

@@ -47,7 +47,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str, Doc("Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder.")
     ] = "auto"
     override_generation_config: Annotated[dict[str, Any], Doc("Fields to replace in the generation config.")] = {}
-    served_model_name: Annotated[str | None, Doc("The name reports show; none: `model` as given.")] = None
 
 
 class LoadConfig(Section, frozen=True, kw_only=True):
@@ -108,7 +107,7 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
 class ObservabilityConfig(Section, frozen=True, kw_only=True):
     """What the engine tells about itself."""
 
-    disable_log_stats: Annotated[bool, Doc("Collect no statistics.")] = False
+    disable_log_stats: Annotated[bool, Doc("Send no statistics with the outputs.")] = False
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

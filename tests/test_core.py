@@ -103,6 +103,16 @@ def test_salted_requests_share_no_cached_prefix_with_others(engine: LLMEngine) -
     assert hits == [0, 32, 0, 32, 0]
 
 
+@pytest.mark.parametrize("disabled", [False, True])
+def test_outputs_carry_statistics_unless_disabled(disabled: bool, tmp_path: Path) -> None:
+    args = EngineArgs(model=str(tiny.make("llama", tmp_path)), skip_tokenizer_init=True, disable_log_stats=disabled)
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
+        engine.add_request("x", PROMPT, params())
+        outputs = engine.engine_core.get_outputs()
+    assert outputs is not None
+    assert (outputs.stats is None) == disabled
+
+
 def test_dummy_weights_serve(tmp_path: Path) -> None:
     path = tiny.make("gpt2", tmp_path)
     with LLMEngine.from_engine_args(
