@@ -12,10 +12,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .engine.args import EngineArgs as EngineArgs
+    from .engine.async_llm_engine import AsyncEngineArgs as AsyncEngineArgs
+    from .engine.async_llm_engine import AsyncLLM as AsyncLLM
+    from .engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
+    from .engine.frontend import UsageContext as UsageContext
     from .engine.input_processor import EngineCoreRequest as EngineCoreRequest
     from .engine.llm import LLM as LLM
     from .engine.llm_engine import LLMEngine as LLMEngine
-    from .engine.llm_engine import UsageContext as UsageContext
     from .engine.outputs import (
         CompletionOutput as CompletionOutput,
     )
@@ -28,83 +31,44 @@ if TYPE_CHECKING:
     from .engine.prompts import EmbedsPrompt as EmbedsPrompt
     from .engine.prompts import TextPrompt as TextPrompt
     from .engine.prompts import TokensPrompt as TokensPrompt
-    from .ipc.config import (
-        CacheConfig as CacheConfig,
-    )
-    from .ipc.config import (
-        DeviceConfig as DeviceConfig,
-    )
-    from .ipc.config import (
-        EngineConfig as EngineConfig,
-    )
-    from .ipc.config import (
-        LoadConfig as LoadConfig,
-    )
-    from .ipc.config import (
-        ModelConfig as ModelConfig,
-    )
-    from .ipc.config import (
-        ObservabilityConfig as ObservabilityConfig,
-    )
-    from .ipc.config import (
-        ParallelConfig as ParallelConfig,
-    )
-    from .ipc.config import (
-        SchedulerConfig as SchedulerConfig,
-    )
-    from .ipc.errors import (
-        DuplicateRequestError as DuplicateRequestError,
-    )
-    from .ipc.errors import (
-        EngineDeadError as EngineDeadError,
-    )
-    from .ipc.errors import (
-        EngineStartError as EngineStartError,
-    )
-    from .ipc.errors import (
-        InvalidArgumentError as InvalidArgumentError,
-    )
-    from .ipc.errors import (
-        InvalidRequestError as InvalidRequestError,
-    )
-    from .ipc.errors import (
-        MainspringError as MainspringError,
-    )
-    from .ipc.errors import (
-        ModelNotFoundError as ModelNotFoundError,
-    )
-    from .ipc.errors import (
-        NotSupportedError as NotSupportedError,
-    )
-    from .ipc.errors import (
-        OutOfMemoryError as OutOfMemoryError,
-    )
-    from .ipc.errors import (
-        ProtocolError as ProtocolError,
-    )
-    from .ipc.errors import (
-        RequestFailedError as RequestFailedError,
-    )
-    from .ipc.errors import (
-        UnknownArgumentError as UnknownArgumentError,
-    )
-    from .ipc.errors import (
-        UnsupportedModelError as UnsupportedModelError,
-    )
-    from .ipc.errors import (
-        WrongEventLoopError as WrongEventLoopError,
-    )
-    from .ipc.errors import (
-        WrongProcessError as WrongProcessError,
-    )
+    from .ipc.config import CacheConfig as CacheConfig
+    from .ipc.config import DeviceConfig as DeviceConfig
+    from .ipc.config import EngineConfig as EngineConfig
+    from .ipc.config import LoadConfig as LoadConfig
+    from .ipc.config import ModelConfig as ModelConfig
+    from .ipc.config import ObservabilityConfig as ObservabilityConfig
+    from .ipc.config import ParallelConfig as ParallelConfig
+    from .ipc.config import SchedulerConfig as SchedulerConfig
+    from .ipc.config import ServiceConfig as ServiceConfig
+    from .ipc.errors import AddressInUseError as AddressInUseError
+    from .ipc.errors import ConnectError as ConnectError
+    from .ipc.errors import DuplicateRequestError as DuplicateRequestError
+    from .ipc.errors import EngineDeadError as EngineDeadError
+    from .ipc.errors import EngineStartError as EngineStartError
+    from .ipc.errors import InvalidArgumentError as InvalidArgumentError
+    from .ipc.errors import InvalidRequestError as InvalidRequestError
+    from .ipc.errors import MainspringError as MainspringError
+    from .ipc.errors import ModelNotFoundError as ModelNotFoundError
+    from .ipc.errors import NotPermittedError as NotPermittedError
+    from .ipc.errors import NotSupportedError as NotSupportedError
+    from .ipc.errors import OutOfMemoryError as OutOfMemoryError
+    from .ipc.errors import OverloadedError as OverloadedError
+    from .ipc.errors import ProtocolError as ProtocolError
+    from .ipc.errors import RequestFailedError as RequestFailedError
+    from .ipc.errors import UnknownArgumentError as UnknownArgumentError
+    from .ipc.errors import UnsupportedModelError as UnsupportedModelError
+    from .ipc.errors import WrongEventLoopError as WrongEventLoopError
+    from .ipc.errors import WrongProcessError as WrongProcessError
     from .ipc.params import RequestOutputKind as RequestOutputKind
     from .ipc.params import SamplingParams as SamplingParams
 
 _MODULES = {
     "engine.args": ("EngineArgs",),
+    "engine.async_llm_engine": ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"),
+    "engine.frontend": ("UsageContext",),
     "engine.input_processor": ("EngineCoreRequest",),
     "engine.llm": ("LLM",),
-    "engine.llm_engine": ("LLMEngine", "UsageContext"),
+    "engine.llm_engine": ("LLMEngine",),
     "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "engine.prompts": ("EmbedsPrompt", "TextPrompt", "TokensPrompt"),
     "ipc.config": (
@@ -116,8 +80,11 @@ _MODULES = {
         "ObservabilityConfig",
         "ParallelConfig",
         "SchedulerConfig",
+        "ServiceConfig",
     ),
     "ipc.errors": (
+        "AddressInUseError",
+        "ConnectError",
         "DuplicateRequestError",
         "EngineDeadError",
         "EngineStartError",
@@ -125,8 +92,10 @@ _MODULES = {
         "InvalidRequestError",
         "MainspringError",
         "ModelNotFoundError",
+        "NotPermittedError",
         "NotSupportedError",
         "OutOfMemoryError",
+        "OverloadedError",
         "ProtocolError",
         "RequestFailedError",
         "UnknownArgumentError",

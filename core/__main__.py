@@ -1,68 +1,181 @@
-"""The core process: ``python -P -m mainspring.core``, its configuration on standard input. Started by launch.py."""
+"""The core process: ``python -P -m mainspring.core``, its configuration on standard input. Started by a supervisor."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import functools
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
 
-from ..ipc.errors import MainspringError, wire_name, wire_text
+from ..ipc import logs
+from ..ipc.codec import encode_value
+from ..ipc.errors import wire_name, wire_text
 from ..ipc.inproc_client import Core
-from ..ipc.messages import Abort, AddRequest, Bye, Hello, Ready, StartReport, UtilityCall, UtilityResult
-from ..ipc.server import CoreServer, Event
+from ..ipc.journal import Journal, Phase
+from ..ipc.messages import (
+    Abort,
+    AddRequest,
+    Bye,
+    CoreStatus,
+    DesiredState,
+    Hello,
+    Ready,
+    StartReport,
+    UtilityCall,
+    UtilityResult,
+)
+from ..ipc.server import CoreServer, Credit, Event
+from ..ipc.supervisor import write_message
 from ..ipc.transport import CoreLaunch, ProcessWatch, remove_runtime_dir
 
 logger = logging.getLogger("mainspring.core")
 
+PUBLISH_SECONDS = 0.25  # between two snapshots for whoever asks how the core is
+RATE_SECONDS = 5.0  # over which tokens per second are counted
+
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend decides what Ctrl-C means
-    logging.basicConfig(
-        level=os.environ.get("MAINSPRING_LOG_LEVEL", "WARNING").upper(),
-        format="%(asctime)s core %(levelname)s %(name)s: %(message)s",
-    )
+    logs.set_up("core")
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoreLaunch)
+    faulthandler.enable(launch.crash_fd)
     # Whoever ends this process may end its parent in the same instant, so the folder is not left to the parent alone.
     signal.signal(signal.SIGTERM, lambda *_: _leave(launch))
     parent = ProcessWatch(launch.parent_pid, lambda: os.getppid() != launch.parent_pid)
     if os.getppid() != launch.parent_pid:
         _leave(launch)
     try:
-        server = CoreServer(
-            launch.address, launch.instance_id, launch.epoch, launch.token, parent, lambda: _leave(launch)
-        )
-        from .engine_core import EngineCore  # torch and transformers: only now, so that the watch runs beside it
-
-        core = EngineCore(launch.config)
+        return _load_and_serve(launch, parent)
     except BaseException as error:
-        logger.debug("%s", traceback.format_exc())
-        if not isinstance(error, MainspringError):
-            traceback.print_exc()
-        _report(launch, StartReport(wire_name(error), wire_text(error)))
+        _write_down(launch)
+        with contextlib.suppress(OSError):  # nobody waits for it
+            write_message(launch.report_fd, StartReport(wire_name(error), wire_text(error)))
         return 1
+
+
+def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
+    journal = Journal(launch.journal_fd, launch.config.scheduler_config.max_num_seqs)
+    journal.set_phase(Phase.LOADING)
+    status = CoreStatus(
+        launch.epoch,
+        os.getpid(),
+        launch.parent_pid,
+        Phase.LOADING.name.lower(),
+        launch.config.model_config.model or "",
+        launch.restarts,
+        launch.last_crash,
+    )
+    server = CoreServer(
+        launch.endpoints,
+        launch.instance_id,
+        launch.epoch,
+        status,
+        launch.config.service_config,
+        parent,
+        lambda: _leave(launch),
+    )
+    from .engine_core import EngineCore  # torch and transformers: only now, so that the watch runs beside it
+    from .executor import UniprocExecutor
+
+    decisions = msgspec.msgpack.decode(launch.decisions)
+    core = EngineCore(
+        launch.config,
+        functools.partial(UniprocExecutor, decisions=decisions),
+        journal=journal,
+        suspects=launch.suspects,
+        quarantined=launch.quarantined,
+    )
+    if launch.paused:
+        core.call("pause_generation", encode_value(["keep", False]))
+    core.on_paused = lambda paused: write_message(launch.report_fd, DesiredState(paused))
     server.announce(Ready(launch.instance_id, launch.epoch, core.model, msgspec.json.encode(core.config)))
-    _report(launch, StartReport())
+    loop = ServeLoop(core, server, journal, status)
+    if launch.drain_timeout:
+        signal.signal(signal.SIGTERM, lambda *_: loop.drain(launch.drain_timeout, lambda: _leave(launch)))
+    write_message(launch.report_fd, StartReport(config=core.config, decisions=encode_value(core.executor.decisions)))
     try:
-        serve(core, server)
+        loop.run()
     except BaseException as error:
-        traceback.print_exc()
+        _write_down(launch)
         server.stop(wire_text(error))
         return 1
+    server.stop("the daemon was stopped")
+    return 0
 
 
-def serve(core: Core, server: CoreServer) -> NoReturn:
-    """Drive `core` for the frontends of `server`, for ever."""
-    while True:
-        for event in server.receive(wait=not core.has_work):
-            handle(core, server, event)
-        if core.has_work:
-            for frontend, outputs in core.step().items():
-                server.send(frontend, outputs)
+class ServeLoop:
+    """Drives `core` for the frontends of `server`."""
+
+    def __init__(self, core: Core, server: CoreServer, journal: Journal, status: CoreStatus) -> None:
+        self._core, self._server, self._journal, self._status = core, server, journal, status
+        self._started = time.monotonic()
+        self._published = 0.0
+        self._counts: list[tuple[float, int]] = []  # (time, tokens generated), of the last seconds
+        self._drain_until: float | None = None
+        journal.set_phase(Phase.SERVING)
+        self._publish(self._started)
+
+    def run(self) -> None:
+        """For ever, or until drained."""
+        core, server, journal = self._core, self._server, self._journal
+        while True:
+            journal.beat()
+            events = server.receive(wait=not core.has_work)
+            for event in events:
+                if isinstance(event.message, UtilityCall):
+                    before = journal.phase
+                    journal.set_phase(Phase.CALLING)
+                    handle(core, server, event)
+                    journal.set_phase(before)
+                else:
+                    handle(core, server, event)
+            if core.has_work:
+                for frontend, outputs in core.step().items():
+                    server.send(frontend, outputs)
+            now, at_rest = time.monotonic(), bool(events) and not core.has_work
+            if at_rest or now - self._published > PUBLISH_SECONDS:
+                self._publish(now)
+            if self._drain_until is not None and (core.drained or now > self._drain_until):
+                return
+
+    def drain(self, seconds: float, end_now: Callable[[], NoReturn]) -> None:
+        """Finish what was accepted, for so long at most; the second time: end at once. For a signal handler."""
+        if self._drain_until is not None:
+            end_now()
+        self._drain_until = time.monotonic() + seconds
+        self._journal.set_phase(Phase.DRAINING)
+        self._core.drain()
+
+    def _publish(self, now: float) -> None:
+        core, stats = self._core, self._core.stats()
+        self._published = now
+        self._counts.append((now, stats.generation_tokens))
+        while self._counts[0][0] < now - RATE_SECONDS:
+            self._counts.pop(0)
+        (then, before), seconds = self._counts[0], now - self._counts[0][0]
+        first, between = core.latencies()
+        self._server.publish(
+            msgspec.structs.replace(
+                self._status,
+                phase="paused" if core.paused else self._journal.phase.name.lower(),
+                uptime_s=now - self._started,
+                num_blocks=core.config.cache_config.num_gpu_blocks or 0,
+                tokens_per_s=(stats.generation_tokens - before) / seconds if then < now else 0.0,
+                time_to_first_token=first,
+                inter_token_latency=between,
+                stats=stats,
+                frontends=core.frontends(),
+            )
+        )
 
 
 def handle(core: Core, server: CoreServer, event: Event) -> None:
@@ -73,25 +186,28 @@ def handle(core: Core, server: CoreServer, event: Event) -> None:
         case Abort():
             core.abort(frontend, message.handles)
         case UtilityCall():
-            server.send(frontend, _answer(core, message))
+            server.send(frontend, _answer(core, frontend, message))
         case Hello():
-            core.connect(frontend, message.weight)
+            core.connect(frontend, message.weight, message.session, message.client_name, event.admin)
+        case Credit():
+            core.set_credit(frontend, message.given)
         case Bye():
             core.disconnect(frontend)
             server.release(frontend)
 
 
-def _answer(core: Core, call: UtilityCall) -> UtilityResult:
+def _answer(core: Core, frontend: int, call: UtilityCall) -> UtilityResult:
     try:
-        return UtilityResult(call.call_id, core.call(call.method, call.args))
+        return UtilityResult(call.call_id, core.call(call.method, call.args, frontend))
     except Exception as error:  # whatever a method raises is the caller's to see, and must not end the core
         logger.debug("%s failed: %s", call.method, traceback.format_exc())
         return UtilityResult(call.call_id, error=wire_name(error), error_text=wire_text(error))
 
 
-def _report(launch: CoreLaunch, report: StartReport) -> None:
-    os.write(launch.report_fd, msgspec.msgpack.encode(report))
-    os.close(launch.report_fd)
+def _write_down(launch: CoreLaunch) -> None:
+    """Leave the traceback of what is being handled to the supervisor."""
+    with os.fdopen(os.dup(launch.crash_fd), "w") as file:
+        traceback.print_exc(file=file)
 
 
 def _leave(launch: CoreLaunch) -> NoReturn:

@@ -5,40 +5,72 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
 from ..ipc.codec import Frame, decode_value, encode_value, read_tensor
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
-from ..ipc.messages import AddRequest, ModelFacts, Outputs
+from ..ipc.errors import (
+    InvalidArgumentError,
+    InvalidRequestError,
+    MainspringError,
+    NotPermittedError,
+    NotSupportedError,
+    RequestFailedError,
+)
+from ..ipc.journal import Journal, request_key
+from ..ipc.messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
 from ..ipc.params import MAX_SEED
+from ..ipc.tokenizer_files import digest_of, read_files
+from . import limits
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
 from .request import Request
-from .scheduler import Scheduler
+from .scheduler import PauseMode, Scheduler
 from .step import Step
 
 logger = logging.getLogger(__name__)
 
+ADMIN_METHODS = frozenset({"reset_prefix_cache", "pause_generation", "resume_generation"})
+
+
+class _Connection(NamedTuple):
+    name: str
+    session: bytes
+    admin: bool
+    salt: bytes  # of its prefix cache
+
 
 class EngineCore:
     """A loaded model, its scheduler and its frontends. Not thread-safe: one thread drives it.
+
+    Args:
+        journal: told what each step computes, before it is launched.
+        suspects: keys of requests that are to run in steps of their own until they have brought a token.
+        quarantined: keys of requests that are refused, and why.
 
     Raises:
         MainspringError: the model can't be loaded or served.
     """
 
     def __init__(
-        self, config: EngineConfig, make_executor: Callable[[EngineConfig], Executor] = UniprocExecutor
+        self,
+        config: EngineConfig,
+        make_executor: Callable[[EngineConfig], Executor] = UniprocExecutor,
+        journal: Journal | None = None,
+        suspects: Collection[int] = (),
+        quarantined: Mapping[int, str] | None = None,
     ) -> None:
         started = time.monotonic()
         self.executor = make_executor(config)
         self.config = _filled_in(config, self.executor)
-        self.model: ModelFacts = self.executor.facts()
+        model, download_dir = config.model_config, config.load_config.download_dir
+        files = digest_of(read_files(model, download_dir)) if model.model else ""
+        self.model: ModelFacts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
         cache = config.cache_config
         kv = KVCacheManager(
             self.executor.layout.groups, cache.block_size, self.executor.num_blocks, cache.enable_prefix_caching
@@ -54,14 +86,26 @@ class EngineCore:
             kv,
             self.executor.max_model_len,
             log_stats=not config.observability_config.disable_log_stats,
+            suspects=suspects,
+            on_suspects=journal.set_suspects if journal else lambda keys: None,
         )
+        self.on_paused: Callable[[bool], None] = lambda paused: None  # told when that changes
+        self.num_duplicates = 0  # requests under a handle that was in use
+        self._journal = journal
+        self._quarantined = quarantined or {}
+        self._connections: dict[int, _Connection] = {}
+        self._draining = False
         self._depth = 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._methods: dict[str, Callable[..., Any]] = {
             "ping": lambda: None,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "explain_model": self.executor.explain,
-            "stats": self.scheduler.stats,
+            "stats": self.stats,
+            "tokenizer_files": lambda: read_files(model, download_dir),
+            "pause_generation": self.pause,
+            "resume_generation": self.resume,
+            "is_paused": lambda: self.paused,
         }
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
@@ -69,58 +113,162 @@ class EngineCore:
 
     # ------------------------------------------------------------------ frontends
 
-    def connect(self, frontend: int, weight: float = 1.0) -> None:
+    def connect(
+        self, frontend: int, weight: float = 1.0, session: bytes = b"", name: str = "", admin: bool = True
+    ) -> None:
+        """Let a frontend in.
+
+        Args:
+            weight: of its share of the core.
+            session: what its requests' keys are made from, the same whenever it connects anew.
+            admin: whether it may change the engine for everyone.
+        """
+        salt = blake2b(session, digest_size=16).digest() if self.config.service_config.salt_per_frontend else b""
+        self._connections[frontend] = _Connection(name, session, admin, salt)
         self.scheduler.fair.register(frontend, weight)
 
     def disconnect(self, frontend: int) -> None:
         """Abort whatever the frontend has left."""
-        if frontend in self.scheduler.fair:
+        if self._connections.pop(frontend, None):
             self.scheduler.remove_frontend(frontend)
 
+    def set_credit(self, frontend: int, given: bool) -> None:
+        """Whether the frontend reads what it is sent; nothing is computed for one that does not."""
+        if frontend in self._connections:
+            self.scheduler.set_credit(frontend, given)
+
     def add_request(self, frontend: int, message: AddRequest, tensors: Sequence[Frame] = ()) -> None:
-        """Queue a request. One that can't be served ends at once, with an error."""
+        """Queue a request. One that can't be served ends at once, with an error; while the core drains it is left to
+        the next core. One under a handle that is in use is dropped: an answer would end the other."""
+        connection = self._connections[frontend]
+        if message.handle in self.scheduler.fair.of(frontend).requests:
+            self.num_duplicates += 1
+            logger.debug("dropped a second request %d of frontend %d", message.handle, frontend)
+            return
+        key = request_key(connection.session, message.handle)
         try:
+            if reason := self._quarantined.get(key):
+                raise RequestFailedError(reason)
+            if self._draining:
+                return
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
-            self._check(frontend, message, embeds)
+            self._check(message, embeds)
+            now = time.monotonic()
+            arrival = now - min(max(0.0, message.age_s), now)
+            request = Request(
+                message, frontend, arrival, self.executor.max_model_len, embeds, key=key, salt=connection.salt
+            )
+            limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
         except MainspringError as error:
             self.scheduler.refuse(frontend, message.handle, error)
             return
-        self.scheduler.add(Request(message, frontend, time.monotonic(), self.executor.max_model_len, embeds))
+        self.scheduler.add(request)
 
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
         self.scheduler.abort(frontend, handles)
 
-    def call(self, method: str, args: msgspec.Raw) -> msgspec.Raw:
-        """A utility call, from the fixed table.
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw:
+        """A utility call, from the fixed table, by `frontend`; if that is not connected, by the process itself.
 
         Raises:
+            NotPermittedError: the method changes the engine for everyone, and the frontend may not.
             MainspringError: no such method, or what it raised.
         """
         function = self._methods.get(method)
         if function is None:
             raise NotSupportedError(f"the core has no method {method!r}; it has {', '.join(sorted(self._methods))}")
+        connection = self._connections.get(frontend)
+        if method in ADMIN_METHODS and connection is not None and not connection.admin:
+            raise NotPermittedError(
+                f"{method} changes the engine for everyone: connect to the daemon's admin address, or have this "
+                "client's key listed with `admin` among the allowed keys"
+            )
         return encode_value(function(*decode_value(args, list)))
+
+    # ------------------------------------------------------------------ for everyone
+
+    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Compute nothing more until `resume`; requests that come wait.
+
+        Args:
+            mode: what becomes of those that are here: ``abort`` ends them, ``keep`` leaves them as they are, ``wait``
+                lets those that have begun to run go on to their end.
+            clear_cache: forget cached prefixes.
+
+        Raises:
+            InvalidArgumentError: no such mode.
+        """
+        if mode not in get_args(PauseMode):
+            raise InvalidArgumentError(f"mode is {mode!r}; it must be one of {', '.join(get_args(PauseMode))}")
+        self.scheduler.pause(mode, clear_cache)
+        self.on_paused(True)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self.scheduler.resume()
+        self.on_paused(False)
+
+    @property
+    def paused(self) -> bool:
+        return self.scheduler.paused is not None
+
+    def drain(self) -> None:
+        """From now on queue no requests, but finish those that are here. May be called in a signal handler."""
+        self._draining = True
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing that was accepted is unfinished."""
+        return self._draining and not (self.scheduler.fair.num_requests or self.scheduler.has_work or self._in_flight)
+
+    # ------------------------------------------------------------------ how it is
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def frontends(self) -> list[FrontendStatus]:
+        return [
+            FrontendStatus(
+                f.id,
+                self._connections[f.id].name,
+                f.weight,
+                f.num_running,
+                len(f.requests) - f.num_running,
+                f.tokens_in_flight,
+                f.generation_tokens,
+                not f.credit,
+            )
+            for f in self.scheduler.fair
+        ]
+
+    def latencies(self) -> tuple[Latency, Latency]:
+        """Of the latest requests and steps: time to the first token, and between tokens."""
+        return self.scheduler.first_token.percentiles(), self.scheduler.between_tokens.percentiles()
 
     # ------------------------------------------------------------------ steps
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` would do anything."""
         return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> dict[int, Outputs]:
         """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
         while len(self._in_flight) < self._depth and (step := self.scheduler.schedule()) is not None:
+            if self._journal:
+                self._journal.launched(step.id, step.keys, step.positions, step.solo)
             self._in_flight.append((step, self.executor.sample(self.executor.execute(step))))
         if not self._in_flight:
             return self.scheduler.take_notices()
         step, sampled = self._in_flight.popleft()
-        return self.scheduler.update(step, self.executor.tokens(sampled))
+        outputs = self.scheduler.update(step, self.executor.tokens(sampled))
+        if self._journal:
+            self._journal.retired(step.id)
+        return outputs
 
-    def _check(self, frontend: int, message: AddRequest, embeds: np.ndarray | None) -> None:
+    def _check(self, message: AddRequest, embeds: np.ndarray | None) -> None:
         """What a well-behaved frontend has checked before."""
         ids, sampling, limit = message.prompt_token_ids, message.sampling, self.executor.max_model_len
-        if message.handle in self.scheduler.fair.of(frontend).requests:
-            raise InvalidRequestError(f"handle {message.handle} is in use")
         if not ids:
             raise InvalidRequestError("the prompt is empty")
         if len(ids) + len(message.output_token_ids) >= limit:

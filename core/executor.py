@@ -5,6 +5,7 @@ Neither waits, so that several steps can be in flight."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ class Executor(Protocol):
     num_blocks: int
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
+    decisions: dict[str, Any]  # what a restart need not find out again
 
     def facts(self) -> ModelFacts:
         """What frontends must know of the model."""
@@ -48,16 +50,22 @@ class Executor(Protocol):
 class UniprocExecutor:
     """The model in this process, on one device."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         device = pick_device(config.device_config.device)
         self._backend = make_backend(config.device_config.attention_backend, device)
         self.model = load_model(
-            config.model_config, config.load_config, device, config.model_config.max_model_len, self._backend
+            config.model_config,
+            config.load_config,
+            device,
+            config.model_config.max_model_len,
+            self._backend,
+            decisions,
         )
         cache, scheduler = config.cache_config, config.scheduler_config
         self.layout = plan_layout(self.model.layers, self.model.sources, cache.block_size, self.model.dtype)
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, self.model, self._backend)
         self.accepts_embeddings = self.model.accepts_embeddings
+        self.decisions = self.model.decisions
         self._runner = ModelRunner(
             self.model,
             self.layout,

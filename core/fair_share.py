@@ -1,14 +1,17 @@
-"""Who is next: requests wait per frontend, and frontends share budget and seats by weight.
+"""Who is next: requests wait per frontend, and frontends share budget, seats and blocks by weight.
 
 Inside a frontend the order is (priority,) arrival. Between frontends it is the service so far, counted in tokens and
 divided by weight: the one that got least goes first (the virtual token counter of Sheng et al., "Fairness in Serving
 Large Language Models", 2024). One that comes back from idling starts level with the least served, so nobody saves up.
+
+Service is what the budget is divided by. Seats and blocks are held, not used up: of them a frontend's share is the
+larger of the two, by weight (dominant resource fairness, Ghodsi et al., 2011).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -23,54 +26,72 @@ class Frontend:
     def __init__(self, frontend_id: int, weight: float) -> None:
         self.id = frontend_id
         self.weight = weight
+        self.credit = True  # it reads what it is sent; else nothing is computed for it
         self.served = 0.0  # tokens computed, by weight
-        self.num_running = 0
-        self.waiting_tokens = 0  # known tokens of all that wait
+        self.generation_tokens = 0
+        self.tokens_in_flight = 0  # most that its requests can come to
+        self.waiting_tokens = 0  # known tokens of all in the queue
         self.requests: dict[int, Request] = {}  # by handle, running and waiting
-        self._waiting: list[tuple[Rank, Request]] = []  # heap; finished ones are passed over
+        self.running: dict[int, Request] = {}  # by slot
+        self._queue: list[tuple[Rank, Request]] = []  # heap; finished ones are passed over
+        self._num_queued = 0  # without them
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def competes(self) -> bool:
+        return self.credit and bool(self.requests)
 
     def peek(self) -> Request | None:
         """The request to admit next."""
-        while self._waiting and self._waiting[0][1].finished:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+        while self._queue and self._queue[0][1].finished:
+            heapq.heappop(self._queue)
+        return self._queue[0][1] if self._queue else None
 
-    def pop(self) -> None:
+    def pop(self) -> Request:
         """Take out what `peek` showed."""
-        self.waiting_tokens -= len(heapq.heappop(self._waiting)[1].tokens)
+        request = heapq.heappop(self._queue)[1]
+        self._count(request, queued=False)
+        return request
 
     def push(self, rank: Rank, request: Request) -> None:
-        self.waiting_tokens += len(request.tokens)
-        heapq.heappush(self._waiting, (rank, request))
+        self._count(request, queued=True)
+        heapq.heappush(self._queue, (rank, request))
 
     def finish(self, request: Request) -> None:
-        """A waiting request has ended; `peek` will pass it over."""
+        """A request has ended; if it waits, `peek` will pass it over."""
         request.finished = True
-        self.waiting_tokens -= len(request.tokens)
+        if request.queued:
+            self._count(request, queued=False)
+            if len(self._queue) > 2 * self._num_queued + 16:
+                self._queue = [entry for entry in self._queue if not entry[1].finished]
+                heapq.heapify(self._queue)
 
-    @property
-    def load(self) -> float:
-        """Seats taken, by weight."""
-        return self.num_running / self.weight
-
-    @property
-    def load_after(self) -> float:
-        """Seats taken once one is given up, by weight."""
-        return (self.num_running - 1) / self.weight
+    def _count(self, request: Request, queued: bool) -> None:
+        request.queued = queued
+        self._num_queued += 1 if queued else -1
+        self.waiting_tokens += len(request.tokens) if queued else -len(request.tokens)
 
 
 class FairShare:
-    """All frontends of a core."""
+    """All frontends of a core, which has so many `seats` and `blocks`; `held`: blocks by frontend, kept by others."""
 
-    def __init__(self, by_priority: bool) -> None:
+    def __init__(self, by_priority: bool, seats: int, blocks: int, held: Mapping[int, int]) -> None:
+        self.num_requests = 0  # of all frontends, in flight
+        self.num_tokens = 0  # that these can come to
         self._by_priority = by_priority
+        self._seats, self._blocks, self._held = seats, blocks, held
         self._frontends: dict[int, Frontend] = {}
         self._next_seq = 0
+        self._aside: dict[Request, None] | None = None  # those that wait for the end of `set_aside`
 
     def register(self, frontend: int, weight: float = 1.0) -> None:
         self._frontends[frontend] = Frontend(frontend, weight)
 
     def remove(self, frontend: int) -> None:
+        """Forget a frontend, which has no requests any more."""
         del self._frontends[frontend]
 
     def of(self, frontend: int) -> Frontend:
@@ -79,21 +100,64 @@ class FairShare:
     def __contains__(self, frontend: int) -> bool:
         return frontend in self._frontends
 
+    def __iter__(self) -> Iterator[Frontend]:
+        return iter(self._frontends.values())
+
     def rank(self, request: Request) -> Rank:
         """Smaller goes first."""
         return (request.priority if self._by_priority else 0, request.arrival, request.seq)
 
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Count a new request in."""
+        frontend = self._frontends[request.frontend]
+        request.seq = self._next_seq
+        self._next_seq += 1
+        if not frontend.requests:
+            self._level(frontend)
+        frontend.requests[request.handle] = request
+        self._count(frontend, request, 1)
+
     def push(self, request: Request) -> None:
         """Let a request wait: a new one, or one that was preempted."""
+        if self._aside is not None and request.admitted_at is None:
+            self._aside[request] = None
+        else:
+            self._frontends[request.frontend].push(self.rank(request), request)
+
+    def end(self, request: Request) -> None:
+        """Count a request out."""
         frontend = self._frontends[request.frontend]
-        if request.handle not in frontend.requests:
-            request.seq = self._next_seq
-            self._next_seq += 1
-            if not frontend.requests:
-                busy = [f.served for f in self._frontends.values() if f.requests]
-                frontend.served = max(frontend.served, min(busy, default=0.0))
-            frontend.requests[request.handle] = request
-        frontend.push(self.rank(request), request)
+        frontend.finish(request)
+        if self._aside:
+            self._aside.pop(request, None)
+        del frontend.requests[request.handle]
+        self._count(frontend, request, -1)
+
+    def set_aside(self, on: bool) -> None:
+        """Whether all that never ran are kept out of the queues."""
+        waiting, self._aside = list(self._aside or ()), {} if on else None
+        for frontend in self:
+            while on and frontend.peek() is not None:
+                waiting.append(frontend.pop())
+        for request in waiting:
+            self.push(request)
+
+    def set_credit(self, frontend: int, given: bool) -> None:
+        if given and not self._frontends[frontend].credit:
+            self._level(self._frontends[frontend])
+        self._frontends[frontend].credit = given
+
+    def _level(self, frontend: Frontend) -> None:
+        frontend.served = max(frontend.served, min((f.served for f in self if f.competes), default=0.0))
+
+    def _count(self, frontend: Frontend, request: Request, sign: int) -> None:
+        self.num_requests += sign
+        self.num_tokens += sign * request.max_len
+        frontend.tokens_in_flight += sign * request.max_len
+
+    # ------------------------------------------------------------------ shares
 
     def charge(self, tokens: np.ndarray) -> None:
         """Account for a step: `tokens` computed, by frontend id."""
@@ -103,26 +167,24 @@ class FairShare:
 
     @property
     def num_competing(self) -> int:
-        return sum(bool(f.requests) for f in self._frontends.values())
+        return sum(f.competes for f in self)
 
     def next_waiting(self, closed: set[int]) -> Frontend | None:
         """The least served frontend that has somebody waiting and is not closed."""
-        able = [f for f in self._frontends.values() if f.id not in closed and f.peek() is not None]
-        return min(able, key=lambda f: (f.served, f.load, f.id), default=None)
+        able = [f for f in self if f.credit and f.id not in closed and f.peek() is not None]
+        return min(able, key=lambda f: (f.served, self.share(f), f.id), default=None)
 
-    def over_served(self, frontend: Frontend) -> Frontend | None:
-        """The frontend with most seats by weight, if it would still have more than `frontend` after giving one up."""
-        most = max((f for f in self._frontends.values() if f is not frontend), key=lambda f: f.load, default=None)
-        if most is None or not most.num_running:
-            return None
-        return most if most.load_after >= (frontend.num_running + 1) / frontend.weight else None
+    def share(self, frontend: Frontend, seats: int = 0, blocks: int = 0) -> float:
+        """What a frontend holds by weight, once it has so many seats and blocks more."""
+        of_seats, of_blocks = frontend.num_running + seats, self._held[frontend.id] + blocks
+        return max(of_seats / self._seats, of_blocks / self._blocks) / frontend.weight
 
     def quotas(self, budget: int, running: Mapping[int, int]) -> dict[int, int]:
         """The budget divided by weight among frontends, none given more than it wants: what its `running` requests
         need, plus all that it has waiting."""
         wants = dict(running)
-        for f in self._frontends.values():
-            if f.waiting_tokens:
+        for f in self:
+            if f.credit and f.waiting_tokens:
                 wants[f.id] = wants.get(f.id, 0) + f.waiting_tokens
         quotas = dict.fromkeys(wants, 0)
         while budget > 0 and (hungry := [f for f in wants if quotas[f] < wants[f]]):

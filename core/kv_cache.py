@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,18 +31,21 @@ class KVCacheManager:
 
     def __init__(self, groups: Sequence[KVGroup], block_size: int, num_blocks: int, prefix_caching: bool) -> None:
         self.pool = BlockPool(num_blocks)
+        self.held: Counter[int] = Counter()  # by frontend: blocks that its running requests list
         self.block_size = block_size
         self._windows = [g.window for g in groups]
         self._prefix_caching = prefix_caching
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (step to wait for, blocks)
+        self.num_on_the_way = 0  # blocks that come back when a step in flight retires; shared ones stand several times
         self._newest_step: int | None = None  # in flight
         self._updates: list[tuple[int, int, int, int]] = []
 
     # ------------------------------------------------------------------ prefix cache
 
     def find_prefix(self, request: Request) -> int:
-        """Give `request`, whose tables are empty, the blocks of the longest cached prefix, touched; returns its length
-        in tokens. At least the last token stays to be computed, so that no shared block is ever written."""
+        """Let the tables of `request`, which waits, name the blocks of the longest cached prefix; returns its length in
+        tokens. They are not its own before `take_prefix`. At least the last token stays to be computed, so that no
+        shared block is ever written."""
         request.tables = [[] for _ in self._windows]
         if not self._prefix_caching:
             return 0
@@ -52,10 +55,20 @@ class KVCacheManager:
         blocks = next((n for n in range(most, 0, -1) if self._all_valid(found, n)), 0)
         for group, window in enumerate(self._windows):
             first = self._first_needed(window, blocks * self.block_size)
-            table = [NULL_BLOCK] * first + [b for b in found[group][first:blocks] if b is not None]
-            self.pool.touch(table[first:])
-            request.tables[group] = table
+            request.tables[group] = [NULL_BLOCK] * first + [b for b in found[group][first:blocks] if b is not None]
+        request.num_cached_blocks = blocks
         return blocks * self.block_size
+
+    def take_prefix(self, request: Request) -> None:
+        """Make what `find_prefix` just named its own."""
+        for table in request.tables:
+            self.pool.touch(b for b in table if b != NULL_BLOCK)
+        self.held[request.frontend] += self.num_held(request)
+
+    def prefix_grew(self, request: Request) -> bool:
+        """Whether more of a waiting request's prefix may be cached than when it was looked up last."""
+        n = request.num_cached_blocks
+        return n < len(request.digests) and self.pool.find((0, request.digests[n])) is not None
 
     def publish(self, request: Request, first: int, last: int) -> None:
         """Let blocks `first` to `last` (exclusive) be found: they are full, and their step has succeeded."""
@@ -88,29 +101,43 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ allocation
 
-    def blocks_needed(self, request: Request, num_tokens: int, per_step: int | None = None) -> int:
-        """New blocks it takes for the tables to reach `num_tokens`: at once, or held at most at any one time if each
-        step computes at most `per_step` tokens."""
+    def blocks_needed(self, request: Request, num_tokens: int, per_step: int) -> int:
+        """New blocks for the tables to reach `num_tokens`, held at most at any one time if each step computes at most
+        `per_step` tokens."""
         reach = -(-num_tokens // self.block_size)
         needed = 0
         for window, table in zip(self._windows, request.tables, strict=True):
             new = max(0, reach - len(table))
-            if window is not None and per_step is not None:
+            if window is not None:
                 new = min(new, -(-(window - 1 + per_step) // self.block_size) + 1)
             needed += new
         return needed
 
-    def extend(self, request: Request, num_computed: int, num_tokens: int) -> bool:
+    def room_needed(self, request: Request, num_tokens: int, per_step: int) -> tuple[int, int]:
+        """What it takes to admit a request that `find_prefix` just looked up: free blocks (cached ones that nobody
+        uses, and new ones as `blocks_needed` counts them), and blocks that it then holds."""
+        new, prefix = self.blocks_needed(request, num_tokens, per_step), self.num_held(request)
+        unused = sum(b != NULL_BLOCK and self.pool.is_free(b) for table in request.tables for b in table)
+        return new + unused, new + prefix
+
+    def num_held(self, request: Request) -> int:
+        """Blocks that its tables list."""
+        return sum(len(table) - table.count(NULL_BLOCK) for table in request.tables)
+
+    def extend(self, request: Request, num_computed: int, num_tokens: int, leave: int = 0, ahead: int = 0) -> bool:
         """Let the tables of a running request reach `num_tokens`, giving up what lies behind the windows of the next
-        query, at `num_computed`. False, and nothing taken, if the pool has too few blocks."""
+        query, at `num_computed`; those without a window reach `ahead`, if that is more. False, and nothing taken, if
+        the pool would have fewer than `leave` blocks left."""
         self.drop_behind_windows(request, num_computed)
-        if self.blocks_needed(request, num_tokens) > self.pool.num_free:
+        ends = [-(-(num_tokens if window else max(num_tokens, ahead)) // self.block_size) for window in self._windows]
+        needed = sum(max(0, end - len(table)) for end, table in zip(ends, request.tables, strict=True))
+        if needed and needed + leave > self.pool.num_free:
             return False
-        reach = -(-num_tokens // self.block_size)
-        for group, table in enumerate(request.tables):
+        self.held[request.frontend] += needed
+        for group, (end, table) in enumerate(zip(ends, request.tables, strict=True)):
             first = len(table)
-            table += self.pool.take(max(0, reach - first))
-            self._updates += [(group, request.slot, i, table[i]) for i in range(first, reach)]
+            table += self.pool.take(max(0, end - first))
+            self._updates += [(group, request.slot, i, table[i]) for i in range(first, end)]
         return True
 
     def show(self, request: Request) -> None:
@@ -129,12 +156,14 @@ class KVCacheManager:
                 table[i] = NULL_BLOCK
                 self._updates.append((group, request.slot, i, NULL_BLOCK))
                 i -= 1
+            self.held[request.frontend] -= len(gone)
             self._release(gone)
 
     def free(self, request: Request) -> None:
         """Take back all its blocks, ends of prefixes first."""
+        self.held[request.frontend] -= self.num_held(request)
         for table in request.tables:
-            self._release(table[::-1])
+            self._release([b for b in reversed(table) if b != NULL_BLOCK])
         request.tables = []
 
     def take_updates(self) -> TableUpdate:
@@ -152,15 +181,13 @@ class KVCacheManager:
         if self._newest_step == step:
             self._newest_step = None
         while self._deferred and self._deferred[0][0] <= step:
-            self.pool.release(self._deferred.popleft()[1])
-
-    @property
-    def blocks_on_the_way(self) -> bool:
-        """Whether steps in flight still hold blocks that nobody else wants."""
-        return bool(self._deferred)
+            blocks = self._deferred.popleft()[1]
+            self.num_on_the_way -= len(blocks)
+            self.pool.release(blocks)
 
     def _release(self, blocks: list[int]) -> None:
         if self._newest_step is None:
             self.pool.release(blocks)
         elif blocks:
             self._deferred.append((self._newest_step, blocks))
+            self.num_on_the_way += len(blocks)

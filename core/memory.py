@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_left
 
+import numpy as np
 import torch
 
 from ..ipc.config import CacheConfig, EngineConfig
 from ..ipc.errors import InvalidArgumentError, OutOfMemoryError
-from ..kernels.interface import ROW_MULTIPLE, Backend, PagedBatch
+from ..kernels.interface import ROW_MULTIPLE, Backend
 from .kv_layout import KVLayout
-from .model.attention import StepAttention
 from .model.paged_model import PagedModel
+from .model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +43,8 @@ def count_blocks(config: EngineConfig, layout: KVLayout, model: PagedModel, back
         available = min(available, 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget))
     needed = 1 + layout.blocks_for(limit, budget)
     if needed > available and wanted is None:
-        # Blocks needed grow with the length: find the longest that fits, by halving.
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if 1 + layout.blocks_for(middle, budget) <= available else (low, middle - 1)
+        # blocks needed grow with the length
+        low = bisect_left(range(limit), available, key=lambda length: layout.blocks_for(length + 1, budget))
         if low > 1:
             logger.warning("max_model_len cut from %d to %d: that is what the KV cache holds", limit, low)
             return available, low
@@ -88,23 +87,12 @@ def _profile_cuda(model: PagedModel, layout: KVLayout, backend: Backend, share: 
 
 
 def run_largest_step(model: PagedModel, layout: KVLayout, backend: Backend, budget: int) -> torch.Tensor:
-    """One request that fills the whole budget, over a pool of two blocks that are named again and again: takes the
-    memory of such a step without the cache's. Returns the logits."""
-    rows = -(-budget // ROW_MULTIPLE) * ROW_MULTIPLE
-    pool = torch.zeros(2, layout.block_elements, dtype=layout.dtype, device=model.device)
-    caches = layout.caches(pool)
-    model.bind([caches[i] for i in layout.layer_of_call], backend)
-    positions = torch.arange(rows, device=model.device).clamp(max=(model.max_position or rows) - 1)
-    blocks = -(-rows // layout.block_size)
-    batch = PagedBatch(
-        torch.tensor([0, rows], dtype=torch.int32),
-        torch.tensor([0, blocks], dtype=torch.int32),
-        torch.ones(blocks, dtype=torch.int32),
-        torch.tensor([(rows - 1) % layout.block_size + 1], dtype=torch.int32),
-        layout.block_size,
-    )
-    plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
-    offsets = torch.arange(rows, device=model.device) % layout.block_size
-    attention = [StepAttention(plans[spec], torch.ones_like(offsets), offsets) for spec in model.layers]
-    wanted = torch.zeros(min(rows, ROW_MULTIPLE), dtype=torch.int64, device=model.device)
-    return model.forward(torch.zeros_like(positions), positions, attention, wanted)
+    """Requests that fill the whole budget, over a pool of two blocks that are named again and again: takes the memory
+    of such a step without the cache's. Returns logits ``[8, vocab]``."""
+    longest = min(budget, model.max_position or budget)
+    starts = np.arange(0, budget, longest)
+    runner = ModelRunner(model, layout, backend, 2, len(starts), longest, budget)
+    runner.tables[:] = 1
+    counts = np.minimum(longest, budget - starts)
+    ids, rows = np.zeros(budget, np.int64), np.zeros(ROW_MULTIPLE, np.int64)
+    return runner.forward(np.arange(len(starts)), np.zeros_like(starts), counts, ids, rows)

@@ -46,7 +46,7 @@ class ModelRunner:
         caches = layout.caches(self.pool)
         model.bind([caches[i] for i in layout.layer_of_call], backend)
         columns = -(-max_model_len // layout.block_size)
-        self._tables = np.zeros((len(layout.groups), max_num_seqs, columns), np.int32)
+        self.tables = np.zeros((len(layout.groups), max_num_seqs, columns), np.int32)  # block of each slot's columns
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._sampler = Sampler(max_num_seqs, model.device)
@@ -55,30 +55,40 @@ class ModelRunner:
         self._positions = np.zeros(padded, np.int64)
         self._blocks = np.zeros((len(layout.groups), padded), np.int64)
         self._rows = np.zeros(padded, np.int64)
+        # Padding stands at the last position there is. It changes nothing in a model that passed verification, which
+        # runs the same way: frequencies that depend on a neighbour's position would show there.
+        self._last_position = max_model_len - 1
         # One plan a step for each distinct kind of call in a group; the calls of that kind share it.
         self._plans: dict[tuple[int, AttentionSpec], list[int]] = {}
         group_of = {layer: g for g, group in enumerate(layout.groups) for layer in group.layers}
         for call, spec in enumerate(model.layers):
             self._plans.setdefault((group_of[layout.layer_of_call[call]], spec), []).append(call)
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> Launched:
         """Launch the forward of `step`, up to the logits of the rows that sample."""
         for request in step.admitted:
             self._admit(request)
         group, slot, column, block = step.tables
-        self._tables[group, slot, column] = block
+        self.tables[group, slot, column] = block
         slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
-        ends = starts + counts
-        padded = self._fill_inputs(step, slots, starts, counts)
-        ids = self._put(self._ids[:padded])
-        if (step.token_ids == IN_FLIGHT).any():
-            at = np.flatnonzero(step.token_ids == IN_FLIGHT)
-            ids[self._put(at)] = self._last_tokens[self._put(np.repeat(slots, counts)[at])]
-        attention = self._plan(slots, ends, counts, padded)
         last_rows = (np.cumsum(counts) - 1)[step.samples]
-        wanted = np.zeros(max(ROW_MULTIPLE, -(-len(last_rows) // ROW_MULTIPLE) * ROW_MULTIPLE), np.int64)
-        wanted[: len(last_rows)] = last_rows
+        logits = self.forward(slots, starts, counts, step.token_ids, last_rows)
+        return Launched(logits, slots[step.samples], (starts + counts)[step.samples])
+
+    @torch.inference_mode()
+    def forward(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, token_ids: np.ndarray, rows: np.ndarray
+    ) -> torch.Tensor:
+        """Logits ``[len(rows), vocab]`` of chosen rows of a step, in whose arrays one entry is one request: int64
+        slots, starts and counts, and the token ids of all, one after another, as in `Step`."""
+        padded = self._fill_inputs(slots, starts, counts, token_ids)
+        ids = self._put(self._ids[:padded])
+        if (token_ids == IN_FLIGHT).any():
+            at = np.flatnonzero(token_ids == IN_FLIGHT)
+            ids[self._put(at)] = self._last_tokens[self._put(np.repeat(slots, counts)[at])]
+        attention = self._plan(slots, starts + counts, counts, padded)
+        wanted = np.zeros(max(ROW_MULTIPLE, -(-len(rows) // ROW_MULTIPLE) * ROW_MULTIPLE), np.int64)
+        wanted[: len(rows)] = rows
         logits = self.model.forward(
             ids,
             self._put(self._positions[:padded]),
@@ -86,7 +96,7 @@ class ModelRunner:
             self._put(wanted),
             self._mix_embeds(ids, slots, starts, counts) if self._embeds else None,
         )
-        return Launched(logits[: len(last_rows)], slots[step.samples], ends[step.samples])
+        return logits[: len(rows)]
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> torch.Tensor:
@@ -104,16 +114,16 @@ class ModelRunner:
                 embeds = embeds.view(torch.bfloat16)
             self._embeds[request.slot] = embeds.to(self._device, self.model.dtype)
 
-    def _fill_inputs(self, step: Step, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> int:
+    def _fill_inputs(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, token_ids: np.ndarray) -> int:
         """Token ids, positions and cache places of every row; returns the number of rows, padding included."""
-        total = step.num_tokens
+        total = len(token_ids)
         padded = -(-total // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._ids[:total] = step.token_ids
+        self._ids[:total] = token_ids
         self._positions[:total] = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         column, self._rows[:total] = np.divmod(self._positions[:total], self._layout.block_size)
-        self._blocks[:, :total] = self._tables[:, np.repeat(slots, counts), column]
-        for buffer in (self._ids, self._positions, self._rows):
-            buffer[total:padded] = 0
+        self._blocks[:, :total] = self.tables[:, np.repeat(slots, counts), column]
+        self._ids[total:padded] = self._rows[total:padded] = 0
+        self._positions[total:padded] = self._last_position
         self._blocks[:, total:padded] = 0  # the null block
         return padded
 
@@ -129,7 +139,7 @@ class ModelRunner:
         attention: list[StepAttention | None] = [None] * len(self.model.layers)
         for (group, spec), calls in self._plans.items():
             if group not in places:
-                indices = torch.from_numpy(self._tables[group, slots, : listed.shape[1]][listed])
+                indices = torch.from_numpy(self.tables[group, slots, : listed.shape[1]][listed])
                 batch = PagedBatch(qo_indptr, kv_indptr, indices, last_page_len, size)
                 places[group] = (batch, self._put(self._blocks[group, :padded]))
             batch, blocks = places[group]

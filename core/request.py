@@ -11,7 +11,13 @@ from ..ipc.messages import AddRequest, Sampling
 
 class Request:
     """What of a request does not fit a column. While it runs, its tokens and counters are in the scheduler's columns
-    at `slot`; `tokens` is the copy for the time it waits."""
+    at `slot`; `tokens` is the copy for the time it waits.
+
+    Args:
+        arrival: monotonic seconds.
+        key: names it under every core, see `request_key`.
+        salt: at most 64 bytes; only requests of one salt share cached prefixes.
+    """
 
     __slots__ = (
         "admitted_at",
@@ -21,11 +27,16 @@ class Request:
         "finished",
         "frontend",
         "handle",
+        "hold",
+        "key",
         "max_len",
+        "num_cached_blocks",
         "num_cached_tokens",
         "num_preemptions",
         "priority",
         "prompt_len",
+        "queued",
+        "room",
         "root",
         "sampling",
         "seq",
@@ -37,32 +48,44 @@ class Request:
     )
 
     def __init__(
-        self, message: AddRequest, frontend: int, arrival: float, max_model_len: int, embeds: np.ndarray | None = None
+        self,
+        message: AddRequest,
+        frontend: int,
+        arrival: float,
+        max_model_len: int,
+        embeds: np.ndarray | None = None,
+        key: int = 0,
+        salt: bytes = b"",
     ) -> None:
         self.frontend = frontend
         self.handle = message.handle
+        self.key = key
         self.sampling: Sampling = message.sampling
         self.priority = message.priority
-        self.arrival = arrival  # monotonic seconds
+        self.arrival = arrival
         self.admitted_at: float | None = None  # first time
         self.prompt_len = len(message.prompt_token_ids)
-        self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)
+        self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)  # tokens it may come to
         self.tokens = np.array(message.prompt_token_ids + message.output_token_ids, dtype=np.int32)
         self.stop_tokens = frozenset(message.sampling.stop_token_ids)
         self.embeds = embeds  # [prompt_len, hidden], uint16 for bfloat16
         self.slot = -1  # while running
         self.seq = 0  # order of arrival, given when it is queued
-        self.started = False  # a token of it was sent
+        self.started = bool(message.output_token_ids)  # a token of it was sent
         self.finished = False
+        self.queued = False  # waits in its frontend's queue
+        self.room = self.hold = 0  # as far as known: free blocks to admit it, blocks that it will hold
         self.tables: list[list[int]] = []  # one a KV group
         self.digests: list[bytes] = []  # of the prefixes that end with each full block
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        # What else than tokens the keys and values depend on is hashed into the root of the chain.
-        root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16)
+        self.num_cached_blocks = 0  # when it was looked up last
+        # What else than tokens the keys and values depend on is hashed into the root of the chain. Each hash has a
+        # domain of its own: no salt can be made that leads into another one's chain.
+        self.root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16, key=salt, person=b"root").digest()
         if embeds is not None:
-            root.update(b"\0embeds" + np.ascontiguousarray(embeds).tobytes())
-        self.root = root.digest()
+            content = np.ascontiguousarray(embeds).tobytes()
+            self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"embeds").digest()
 
     def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:
         """Hash the blocks that `tokens[:num_tokens]` fills and that are not hashed yet."""

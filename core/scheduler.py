@@ -9,20 +9,27 @@ those that finish or cross a block edge.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from typing import Literal
 
 import numpy as np
 
 from ..ipc.config import SchedulerConfig
 from ..ipc.errors import MainspringError, wire_name, wire_text
 from ..ipc.messages import Finished, FinishReason, Outputs, Started, Stats
+from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .kv_cache import KVCacheManager
+from .latency import Latest
+from .outbox import Outbox
+from .preemption import Preemption
 from .request import Request
-from .step import IN_FLIGHT, Step
+from .step import Step
+from .suspects import Suspects
 
-NO_STOP, MANY_STOPS = -1, -2  # in the column of stop tokens
+PauseMode = Literal["abort", "keep", "wait"]
 
 
 class Scheduler:
@@ -39,12 +46,19 @@ class Scheduler:
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
         log_stats: bool = True,
+        suspects: Collection[int] = (),
+        on_suspects: Callable[[Collection[int]], None] = lambda keys: None,
     ) -> None:
         self.kv = kv
-        self.fair = FairShare(by_priority=config.scheduling_policy == "priority")
+        by_priority, num_blocks = config.scheduling_policy == "priority", kv.pool.num_blocks - 1
+        self.fair = FairShare(by_priority, config.max_num_seqs, max(1, num_blocks), kv.held)
+        self.suspects = Suspects(suspects, on_suspects)
+        self._preemption = Preemption(self.fair, kv, self.suspects)
+        self.paused: PauseMode | None = None
+        self.first_token, self.between_tokens = Latest(), Latest()
         self._budget = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
-        self._chunk = (config.long_prefill_token_threshold if self._chunked else 0) or self._budget
+        self._chunk = min((config.long_prefill_token_threshold if self._chunked else 0) or self._budget, self._budget)
         self._clock = clock
         self._log_stats = log_stats  # whether outputs carry them
         slots = config.max_num_seqs
@@ -52,24 +66,14 @@ class Scheduler:
         self._freed_slots: list[tuple[int, int]] = []  # (step to wait for, slot)
         self._running: dict[int, Request] = {}  # by slot, in order of admission
         self._order = np.zeros(0, np.int64)  # its keys
-        self._tokens = np.zeros((slots, max_model_len), np.int32)
-        self._num_tokens = np.zeros(slots, np.int64)  # known ones and placeholders
-        self._num_computed = np.zeros(slots, np.int64)  # launched, in steps in flight too
-        self._num_published = np.zeros(slots, np.int64)  # tokens whose blocks are in the prefix cache
-        self._reach = np.zeros(slots, np.int64)  # tokens the block tables have room for
-        self._max_len = np.zeros(slots, np.int64)
-        self._prompt_len = np.zeros(slots, np.int64)
-        self._stop = np.zeros(slots, np.int64)  # the one stop token, NO_STOP or MANY_STOPS
-        self._handle = np.zeros(slots, np.int64)
-        self._frontend = np.zeros(slots, np.int64)
-        self._alive = np.zeros(slots, bool)
-        self._silent = np.zeros(slots, bool)  # no token of it was sent yet
-        self._granted = np.zeros(slots, np.int64)  # tokens to compute in the step being made
+        self._rows = Columns(slots, max_model_len)
         self._admitted: list[Request] = []
+        self._promised: Request | None = None  # others preempted for it leave it their blocks, which are on the way
         self._in_flight: list[int] = []
-        self._notices: dict[int, list[Finished]] = {}
+        self._stalled = False  # nothing can be computed before something changes
+        self._last_update: float | None = None  # since when somebody has been running
+        self._outbox = Outbox()
         self._next_step = 0
-        self.num_waiting = 0
         self._count = {
             "prefix_queries": 0,
             "prefix_hits": 0,
@@ -83,35 +87,70 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
-        self.fair.push(request)
-        self.num_waiting += 1
+        self._stalled = False
+        self.fair.add(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        (self.suspects if request.key in self.suspects.keys else self.fair).push(request)
 
     def abort(self, frontend: int, handles: Iterable[int]) -> None:
         """End these requests with finish reason ``abort``; unknown handles are passed over."""
         requests = self.fair.of(frontend).requests
         for handle in handles:
             if handle in requests:
+                self.suspects.clear(requests[handle])
                 self._finish(requests[handle], "abort")
 
     def refuse(self, frontend: int, handle: int, error: MainspringError) -> None:
         """Answer a request that was never queued."""
-        finished = Finished(handle, "error", error=wire_name(error), error_text=wire_text(error))
-        self._notices.setdefault(frontend, []).append(finished)
+        self._outbox.put(frontend, Finished(handle, "error", error=wire_name(error), error_text=wire_text(error)))
 
     def remove_frontend(self, frontend: int) -> None:
-        """Forget a frontend and all that is its."""
-        self.abort(frontend, list(self.fair.of(frontend).requests))
+        """Forget a frontend and all that is its. It may come back with the same requests: suspects stay suspects."""
+        for request in list(self.fair.of(frontend).requests.values()):
+            self._finish(request, "abort")
         self.fair.remove(frontend)
-        self._notices.pop(frontend, None)
+        self._outbox.forget(frontend)
+
+    def set_credit(self, frontend: int, given: bool) -> None:
+        """Whether anything is computed for a frontend. One without credit keeps what it has until others need it."""
+        if self.fair.of(frontend).credit == given:
+            return
+        self._stalled = False
+        self.fair.set_credit(frontend, given)
+        trial = self.suspects.on_trial
+        if trial is not None and trial.frontend == frontend:
+            self._preempt(trial)
+        self._rows.held_up[list(self.fair.of(frontend).running)] = not given
+
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Compute nothing until `resume`. What is there ends at once with finish reason ``abort``, is kept as it is,
+        or (``wait``) goes on to its end if it has begun to run."""
+        if mode == "abort":
+            for frontend in self.fair:
+                self.abort(frontend.id, list(frontend.requests))
+        self.paused, self._stalled = mode, False
+        self.fair.set_aside(mode == "wait")
+        if clear_cache:
+            self.reset_prefix_cache()
+
+    def resume(self) -> None:
+        self.paused, self._stalled = None, False
+        self.fair.set_aside(False)
 
     @property
     def has_work(self) -> bool:
         """Whether a step, or an answer, is due."""
-        return bool(self._running or self.num_waiting or self._notices)
+        return bool(self._outbox or (self.fair.num_requests and not self._stalled))
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.fair.num_requests - len(self._running)
 
     def reset_prefix_cache(self) -> bool:
         self.kv.pool.reset_cache()
@@ -121,7 +160,28 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None if there is nothing to compute now."""
-        slots, granted = self._order, self._granted
+        step = self._next()
+        self._stalled = step is None and not self._in_flight
+        return step
+
+    def _next(self) -> Step | None:
+        suspects = self.suspects
+        if self.paused in ("abort", "keep") or suspects.step is not None:
+            return None
+        suspect = suspects.next(self._may_run)
+        if suspect is None or not suspects.have_turn:
+            suspects.have_turn = True
+            step = self._shared_step()
+            if step is not None or suspect is None:
+                return step
+        return None if self._in_flight else self._trial_step(suspect)
+
+    def _may_run(self, request: Request) -> bool:
+        return self.fair.of(request.frontend).credit and (self.paused is None or request.admitted_at is not None)
+
+    def _shared_step(self) -> Step | None:
+        """A step for all but suspects."""
+        slots, granted = self._order, self._rows.granted
         granted[:] = 0
         need = self._need(slots)
         quotas: dict[int, int] | None = None
@@ -129,29 +189,48 @@ class Scheduler:
             quotas = self._quotas(slots, need)
             need = self._within(quotas, slots, need)
         granted[slots] = need
-        if self._allocate(slots[need > 0]):
-            self._admit(self._budget - int(granted.sum()), quotas)
+        lacking = self._allocate(slots[need > 0])
+        self._admit(self._budget - int(granted.sum()), quotas, lacking)
         if quotas is not None:
             self._grant_rest(self._budget - int(granted.sum()))
         slots = self._order[granted[self._order] > 0]
         return self._launch(slots, granted[slots]) if slots.size else None
 
+    def _trial_step(self, suspect: Request) -> Step:
+        """A step of a suspect alone; nothing is in flight. Where it finds no room others are preempted."""
+        self._rows.granted[:] = 0
+        self._promised = None
+        if suspect.slot < 0:
+            if not self._free_slots:
+                self._preempt(self._preemption.victim())
+            self.suspects.begin(suspect)
+            self._seat(suspect, self.kv.find_prefix(suspect))
+        slot = np.array([suspect.slot])
+        self._rows.held_up[slot] = False
+        need = self._need(slot)
+        self._rows.held_up[slot] = True
+        while not self._extend(suspect.slot, int((self._rows.num_computed[slot] + need)[0])):
+            self._preempt(self._preemption.victim())
+        self.suspects.step, self.suspects.have_turn = self._next_step, False
+        return self._launch(slot, need, solo=True)
+
     def _need(self, slots: np.ndarray) -> np.ndarray:
         """Tokens that the requests at `slots` could compute in one step. The last token of a request is sampled, never
         computed."""
-        known = np.minimum(self._num_tokens[slots], self._max_len[slots] - 1)
-        need: np.ndarray = np.minimum(known - self._num_computed[slots], self._chunk)
+        known = np.minimum(self._rows.num_tokens[slots], self._rows.max_len[slots] - 1)
+        need: np.ndarray = np.minimum(known - self._rows.num_computed[slots], self._chunk)
+        need[self._rows.held_up[slots]] = 0
         return need
 
     def _quotas(self, slots: np.ndarray, need: np.ndarray) -> dict[int, int]:
         """The budget divided among the frontends that want some of it."""
-        demand = np.bincount(self._frontend[slots], weights=need)
+        demand = np.bincount(self._rows.frontend[slots], weights=need)
         return self.fair.quotas(self._budget, {f: int(demand[f]) for f in np.flatnonzero(demand).tolist()})
 
     def _within(self, quotas: dict[int, int], slots: np.ndarray, need: np.ndarray) -> np.ndarray:
         """Cut `need` down to the quotas, which become what is left of them. Inside a frontend decodes come first, then
         priority and arrival."""
-        demand = np.bincount(self._frontend[slots], weights=need).astype(np.int64)
+        demand = np.bincount(self._rows.frontend[slots], weights=need).astype(np.int64)
         if all(demand[f] <= quotas[f] for f in np.flatnonzero(demand).tolist()):
             for f in np.flatnonzero(demand).tolist():
                 quotas[f] -= int(demand[f])
@@ -159,7 +238,7 @@ class Scheduler:
         cut = np.zeros_like(need)
         ranks = [(need[i] > 1, *self.fair.rank(self._running[int(slot)])) for i, slot in enumerate(slots)]
         for i in sorted(range(len(slots)), key=ranks.__getitem__):
-            frontend = int(self._frontend[slots[i]])
+            frontend = int(self._rows.frontend[slots[i]])
             cut[i] = min(int(need[i]), quotas.get(frontend, 0))
             quotas[frontend] = quotas.get(frontend, 0) - int(cut[i])
         return cut
@@ -170,48 +249,54 @@ class Scheduler:
         if budget <= 0:
             return
         slots = self._order
-        more = self._need(slots) - self._granted[slots]
+        more = self._need(slots) - self._rows.granted[slots]
         wants = {int(slot): int(n) for slot, n in zip(slots[more > 0], more[more > 0], strict=True)}
         able = sorted(wants, key=lambda slot: self.fair.rank(self._running[slot]))
         for slot in able:
             count = min(wants[slot], budget)
-            end = int(self._num_computed[slot] + self._granted[slot]) + count
-            if count and (end <= self._reach[slot] or self._extend(slot, end)):
-                self._granted[slot] += count
+            end = int(self._rows.num_computed[slot] + self._rows.granted[slot]) + count
+            if count and (end <= self._rows.reach[slot] or self._extend(slot, end)):
+                self._rows.granted[slot] += count
                 budget -= count
-        if able and not (self._in_flight or self._granted.any()):
-            self._granted[able[0]] = min(wants[able[0]], budget)
+        if able and not (self._in_flight or self._rows.granted.any()):
+            self._rows.granted[able[0]] = min(wants[able[0]], budget)
             self._allocate(np.array(able[:1]))
 
-    def _allocate(self, slots: np.ndarray) -> bool:
-        """Let the block tables reach what this step computes; preempt where the pool has too few blocks. False if it
-        had too few: then nobody new may take what running requests wait for."""
-        enough = True
-        edges = slots[self._num_computed[slots] + self._granted[slots] > self._reach[slots]].tolist()
+    def _allocate(self, slots: np.ndarray) -> set[int]:
+        """Let the block tables reach what this step computes; preempt where the pool has too few blocks. Returns the
+        frontends for whose requests it had too few, and whose requests were preempted: nobody may come and take what
+        running requests wait for."""
+        lacking = set()
+        ends = self._rows.num_computed + self._rows.granted
+        edges = slots[ends[slots] > self._rows.reach[slots]].tolist()
         for slot in sorted(edges, key=lambda slot: self.fair.rank(self._running[slot])):
-            while self._alive[slot] and not self._extend(slot, int(self._num_computed[slot] + self._granted[slot])):
-                enough = False
-                if self.kv.blocks_on_the_way:  # they come back when a step retires
-                    self._granted[slot] = 0
+            while self._rows.alive[slot] and not self._extend(slot, int(ends[slot])):
+                lacking.add(int(self._rows.frontend[slot]))
+                if self.kv.num_on_the_way:  # they come back when a step retires
+                    self._rows.granted[slot] = 0
                     break
-                self._preempt(self._victim())
-        return enough
+                victim = self._preemption.victim()
+                lacking.add(victim.frontend)
+                self._preempt(victim)
+        return lacking
 
-    def _victim(self) -> Request:
-        """Whom to preempt where the pool is empty: the latest request of the frontend with most seats by weight. So the
-        oldest request of all always goes on, and what `_make_room` gave a newcomer is not taken back."""
-        fair = self.fair
-        return max(self._running.values(), key=lambda r: (fair.of(r.frontend).load_after, fair.rank(r)))
-
-    def _extend(self, slot: int, num_tokens: int) -> bool:
-        if not self.kv.extend(self._running[slot], int(self._num_computed[slot]), num_tokens):
+    def _extend(self, slot: int, num_tokens: int, ahead: int = 0) -> bool:
+        request, computed = self._running[slot], int(self._rows.num_computed[slot])
+        if not self.kv.extend(request, computed, num_tokens, self._reserved(request.frontend), ahead):
             return False
-        self._reach[slot] = -(-num_tokens // self.kv.block_size) * self.kv.block_size
+        self._rows.reach[slot] = -(-num_tokens // self.kv.block_size) * self.kv.block_size
         return True
 
-    def _admit(self, budget: int, quotas: dict[int, int] | None) -> None:
-        """Give waiting requests seats, as far as budget, seats and blocks go."""
-        closed: set[int] = set()  # frontends that get no more in this step
+    def _reserved(self, frontend: int) -> int:
+        """Free blocks that are not for this frontend."""
+        promised = self._promised
+        return promised.room if promised is not None and promised.frontend != frontend else 0
+
+    def _admit(self, budget: int, quotas: dict[int, int] | None, closed: set[int]) -> None:
+        """Give waiting requests seats, as far as budget, seats and blocks go. `closed`: frontends that get no more in
+        this step. Where one of them lacks room, another may go before it that then still has no larger share."""
+        promised, self._promised = self._promised, None
+        ceiling = min((self.fair.share(self.fair.of(f)) for f in closed), default=math.inf)
         while budget > 0 and (frontend := self.fair.next_waiting(closed)) is not None:
             request = frontend.peek()
             assert request is not None, "next_waiting named a frontend with nobody waiting"
@@ -220,100 +305,100 @@ class Scheduler:
             if left <= 0:
                 closed.add(frontend.id)
                 continue
-            if not self._free_slots and not self._make_room(frontend):
-                break
-            cached = self.kv.find_prefix(request)
-            missing = len(request.tokens) - cached
-            count = min(missing, self._chunk, left)
-            if count < missing and not self._chunked:
-                self.kv.free(request)
+            count = min(left, self._chunk)
+            if not self._chunked and len(request.tokens) - self.kv.find_prefix(request) > count:
                 break  # nobody passes it, or smaller ones could for ever
-            if not self._find_blocks(frontend, request, cached + count):
-                self.kv.free(request)
-                break
+            cached = self._find_room(frontend, request, count, ceiling, request is promised)
+            if cached is None:
+                closed.add(frontend.id)
+                ceiling = min(ceiling, self.fair.share(frontend))
+                continue
+            count = min(count, len(request.tokens) - cached)
             frontend.pop()
-            self.num_waiting -= 1
+            ahead = len(request.tokens) if self._running else 0  # nobody is to take what it was admitted for
             self._seat(request, cached)
-            extended = self._extend(request.slot, cached + count)
+            extended = self._extend(request.slot, cached + count, ahead)
             assert extended, "blocks counted as free were not"
-            self._granted[request.slot] = count
+            self._rows.granted[request.slot] = count
             budget -= count
             if quotas is not None:
                 quotas[frontend.id] -= count
 
-    def _find_blocks(self, frontend: Frontend, request: Request, reach: int) -> bool:
-        """Whether there are blocks to admit `request`. Beside others all its tokens must find room, or it would be
-        admitted only to be preempted; alone, those it computes now."""
+    def _find_room(self, frontend: Frontend, request: Request, most: int, ceiling: float, promised: bool) -> int | None:
+        """Tokens of `request` that are cached, if there are a seat and blocks for it now, of which its frontend then
+        holds no larger a share than `ceiling`. Beside others all its tokens must find room, or it would be admitted
+        only to be preempted; alone, those it computes now, at `most`. It is looked up anew only if that can help."""
         while True:
-            tokens = len(request.tokens) if self._running else reach
-            if self.kv.blocks_needed(request, tokens, self._chunk) <= self.kv.pool.num_free:
-                return True
-            if not self._make_room(frontend):
-                return False
+            free = self.kv.pool.num_free - self._reserved(frontend.id)
+            cached = None
+            known = request.room and self._running and not self.kv.prefix_grew(request)
+            if not known or (self._free_slots and request.room <= free):
+                cached = self.kv.find_prefix(request)
+                tokens = len(request.tokens) if self._running else min(len(request.tokens), cached + most)
+                request.room, request.hold = self.kv.room_needed(request, tokens, self._chunk)
+            if self.fair.share(frontend, 1, request.hold) > ceiling:
+                return None
+            if cached is not None and self._free_slots and request.room <= free:
+                return cached
+            if not self._make_room(frontend, request, promised):
+                return None
 
-    def _make_room(self, frontend: Frontend) -> bool:
-        """Preempt the newest request of the frontend that is most over its share, if `frontend` is under its own."""
-        other = self.fair.over_served(frontend)
-        if other is None or self.kv.blocks_on_the_way or self._freed_slots:
-            return False
-        mine = [r for r in self._running.values() if r.frontend == other.id]
-        newest = max(mine, key=self.fair.rank)
-        if newest in self._admitted:  # in this very step; the next one begins with whoever is least served
-            return False
-        self._preempt(newest)
-        return not self._in_flight  # else the room is there when the steps in flight have retired
+    def _make_room(self, frontend: Frontend, request: Request, promised: bool) -> bool:
+        """Preempt those who are over their share for `request`, whose `frontend` is under its own. False if nobody has
+        to give way, or if the room is there only when the steps in flight have retired: then it is promised."""
+        gave = False
+        while True:
+            seats = 1 - len(self._free_slots) - len(self._freed_slots)
+            free = self.kv.pool.num_free - self._reserved(frontend.id)
+            if seats <= 0 and request.room <= free + self.kv.num_on_the_way:
+                break
+            # Who got a seat in this very step keeps it; the next one begins with whoever is least served.
+            giver = self._preemption.giver(request, seats > 0, but=self._admitted)
+            if giver is None:
+                return False
+            self._preempt(giver)
+            gave = True
+        if self._in_flight and (gave or promised) and self._promised is None:
+            self._promised = request
+        return gave and not self._in_flight
 
     def _seat(self, request: Request, cached: int) -> None:
         slot = request.slot = self._free_slots.pop()
-        n = len(request.tokens)
         self._running[slot] = request
         self._order = np.fromiter(self._running, np.int64, len(self._running))
-        self._tokens[slot, :n] = request.tokens
-        self._num_tokens[slot] = n
-        self._num_computed[slot] = self._num_published[slot] = self._reach[slot] = cached
-        self._max_len[slot] = request.max_len
-        self._prompt_len[slot] = request.prompt_len
-        stops = request.stop_tokens
-        self._stop[slot] = NO_STOP if not stops else next(iter(stops)) if len(stops) == 1 else MANY_STOPS
-        self._handle[slot] = request.handle
-        self._frontend[slot] = request.frontend
-        self._alive[slot] = True
-        self._silent[slot] = not request.started
-        self.fair.of(request.frontend).num_running += 1
+        self._rows.seat(request, cached)
+        self._rows.held_up[slot] = request is self.suspects.on_trial
+        self.fair.of(request.frontend).running[slot] = request
         if request.admitted_at is None:
             request.admitted_at = self._clock()
             request.num_cached_tokens = cached
-            self._count["prefix_queries"] += n
+            self._count["prefix_queries"] += len(request.tokens)
             self._count["prefix_hits"] += cached
+        self.kv.take_prefix(request)
         self.kv.show(request)
         self._admitted.append(request)
 
-    def _launch(self, slots: np.ndarray, need: np.ndarray) -> Step:
-        starts = self._num_computed[slots]
-        ends = starts + need
-        samples = ends == self._num_tokens[slots]
-        within = np.arange(int(need.sum())) - np.repeat(np.cumsum(need) - need, need)
-        token_ids = self._tokens[np.repeat(slots, need), np.repeat(starts, need) + within]
-        self._num_computed[slots] = ends
-        sampled = slots[samples]
-        # The token to come has its place; a row at its full length samples its last one there.
-        at = self._num_tokens[sampled]
-        self._tokens[sampled, at] = IN_FLIGHT
-        self._num_tokens[sampled] = at + 1
-        prefill = starts < self._prompt_len[slots]
-        self._count["chunked_prefills"] += int((ends < self._prompt_len[slots]).sum())
+    def _launch(self, slots: np.ndarray, counts: np.ndarray, solo: bool = False) -> Step:
+        rows, prompt_len = self._rows, self._rows.prompt_len[slots]
+        starts, positions = rows.num_computed[slots], rows.num_tokens[slots] - prompt_len
+        ends, prefill = starts + counts, starts < prompt_len
+        token_ids, samples = rows.advance(slots, counts)
+        self._count["chunked_prefills"] += int((ends < prompt_len).sum())
         self._count["mixed_steps"] += bool(prefill.any() and not prefill.all())
-        self._count["prompt_tokens"] += int((np.minimum(ends, self._prompt_len[slots]) - starts)[prefill].sum())
-        self.fair.charge(np.bincount(self._frontend[slots], weights=need))
+        self._count["prompt_tokens"] += int((np.minimum(ends, prompt_len) - starts)[prefill].sum())
+        self.fair.charge(np.bincount(rows.frontend[slots], weights=counts))
         step = Step(
             self._next_step,
             slots.astype(np.int32),
             starts.astype(np.int32),
-            need.astype(np.int32),
+            counts.astype(np.int32),
             token_ids,
             samples,
             self._admitted,
             self.kv.take_updates(),
+            rows.key[slots],
+            positions,
+            solo,
         )
         self._admitted = []
         self._next_step += 1
@@ -326,18 +411,22 @@ class Scheduler:
     def update(self, step: Step, sampled: np.ndarray) -> dict[int, Outputs]:
         """Take in the tokens `sampled` (int64, one for each row that samples). Returns each frontend's outputs."""
         slots, ends = step.slots.astype(np.int64), step.starts.astype(np.int64) + step.counts
-        alive = self._alive[slots]
+        alive = self._rows.alive[slots]
         rows = slots[step.samples]
-        keep = self._alive[rows]
+        keep = self._rows.alive[rows]
         rows, at, tokens = rows[keep], ends[step.samples][keep], sampled[keep]
-        self._tokens[rows, at] = tokens
+        self._rows.tokens[rows, at] = tokens
         self._count["generation_tokens"] += len(tokens)
         self._publish(slots[alive], ends[alive])
-        started = [self._started(int(slot)) for slot in rows[self._silent[rows]]]
-        stop = self._stop[rows]
-        done = (tokens == stop) | (at + 1 >= self._max_len[rows])
+        if step.solo and rows.size:
+            self._rows.held_up[rows] = False
+            self.suspects.clear(self._running[int(rows[0])])
+        self._observe(rows)
+        started = [self._started(int(slot)) for slot in rows[self._rows.silent[rows]]]
+        stop = self._rows.stop[rows]
+        done = (tokens == stop) | (at + 1 >= self._rows.max_len[rows])
         check = np.flatnonzero(done | (stop == MANY_STOPS))
-        handles, owners = self._handle[rows], self._frontend[rows]
+        handles, owners = self._rows.handle[rows], self._rows.frontend[rows]
         for i in check:
             request, token = self._running[int(rows[i])], int(tokens[i])
             if token in request.stop_tokens:
@@ -345,51 +434,47 @@ class Scheduler:
             elif done[i]:
                 self._finish(request, "length")
         self._retire(step)
-        return self._outputs(handles, owners, tokens, started)
+        stats = self.stats() if self._log_stats else None
+        outputs = self._outbox.take(stats, handles, owners, tokens, started)
+        for frontend, out in outputs.items():
+            self.fair.of(frontend).generation_tokens += len(out.handles)
+        return outputs
+
+    def _observe(self, rows: np.ndarray) -> None:
+        now = self._clock()
+        if self._last_update is not None and not self._rows.silent[rows].all():
+            self.between_tokens.add(now - self._last_update)
+        if rows.size:
+            self._last_update = now
 
     def _publish(self, slots: np.ndarray, ends: np.ndarray) -> None:
         size = self.kv.block_size
-        for i in np.flatnonzero(ends // size > self._num_published[slots] // size):
+        for i in np.flatnonzero(ends // size > self._rows.num_published[slots] // size):
             slot, end = int(slots[i]), int(ends[i])
             request = self._running[slot]
-            request.extend_digests(self._tokens[slot], end, size)
-            self.kv.publish(request, int(self._num_published[slot]) // size, end // size)
-            self._num_published[slot] = end // size * size
+            request.extend_digests(self._rows.tokens[slot], end, size)
+            self.kv.publish(request, int(self._rows.num_published[slot]) // size, end // size)
+            self._rows.num_published[slot] = end // size * size
 
     def _started(self, slot: int) -> tuple[int, Started]:
         request, now = self._running[slot], self._clock()
-        self._silent[slot] = False
+        self._rows.silent[slot] = False
         request.started = True
+        self.first_token.add(now - request.arrival)
         admitted = request.admitted_at or now
         return request.frontend, Started(
             request.handle, admitted - request.arrival, now - admitted, request.num_cached_tokens
         )
 
-    def _outputs(
-        self, handles: np.ndarray, owners: np.ndarray, tokens: np.ndarray, started: Sequence[tuple[int, Started]]
-    ) -> dict[int, Outputs]:
-        stats = self.stats() if self._log_stats else None
-        notices, self._notices = self._notices, {}
-        outputs = {}
-        for frontend in {*np.unique(owners).tolist(), *notices}:
-            mine = owners == frontend
-            outputs[frontend] = Outputs(
-                handles[mine].tolist(),
-                tokens[mine].tolist(),
-                [s for f, s in started if f == frontend],
-                notices.get(frontend, []),
-                stats,
-            )
-        return outputs
-
     def take_notices(self) -> dict[int, Outputs]:
         """Outputs for requests that ended outside a step."""
-        none = np.zeros(0, np.int64)
-        return self._outputs(none, none, none, []) if self._notices else {}
+        return self._outbox.take(self.stats() if self._log_stats else None) if self._outbox else {}
 
     def _retire(self, step: Step) -> None:
         assert self._in_flight[0] == step.id, "steps are taken in in the order they were launched"
         self._in_flight.pop(0)
+        if step.solo:
+            self.suspects.step = None
         self.kv.step_retired(step.id)
         while self._freed_slots and self._freed_slots[0][0] <= step.id:
             self._free_slots.append(self._freed_slots.pop(0)[1])
@@ -398,37 +483,33 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it catches up later. Its tokens are kept, and not sent again."""
-        slot = request.slot
-        known = int(self._num_tokens[slot])
-        while known and self._tokens[slot, known - 1] == IN_FLIGHT:
-            known -= 1
-        request.tokens = self._tokens[slot, :known].copy()
+        request.tokens = self._rows.known_tokens(request.slot)
         request.num_preemptions += 1
         self._count["num_preemptions"] += 1
+        request.room = request.hold = 0
         self._unseat(request)
-        self.fair.push(request)
-        self.num_waiting += 1
+        self._wait(request)
 
     def _finish(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> None:
         if request.slot >= 0:
             self._unseat(request)
-            request.finished = True
-        else:
-            self.num_waiting -= 1
-            self.fair.of(request.frontend).finish(request)
-        del self.fair.of(request.frontend).requests[request.handle]
-        self._notices.setdefault(request.frontend, []).append(
-            Finished(request.handle, reason, stop_token, request.num_preemptions)
-        )
+        if request is self._promised:
+            self._promised = None
+        self._stalled = False
+        self.suspects.leave(request)
+        self.fair.end(request)
+        self._outbox.put(request.frontend, Finished(request.handle, reason, stop_token, request.num_preemptions))
 
     def _unseat(self, request: Request) -> None:
         slot, request.slot = request.slot, -1
         self.kv.free(request)
-        del self._running[slot]
+        self.suspects.leave(request)
+        del self._running[slot], self.fair.of(request.frontend).running[slot]
+        if not self._running:
+            self._last_update = None
         self._order = np.fromiter(self._running, np.int64, len(self._running))
-        self._alive[slot] = False
-        self._granted[slot] = 0
-        self.fair.of(request.frontend).num_running -= 1
+        self._rows.alive[slot] = False
+        self._rows.granted[slot] = 0
         if request in self._admitted:
             self._admitted.remove(request)
         if self._in_flight:

@@ -23,6 +23,9 @@ class Step(NamedTuple):
     samples: np.ndarray  # bool [rows]: the row's last token brings logits, and one new token
     admitted: list[Request]  # got their slot since the last step
     tables: TableUpdate
+    keys: np.ndarray  # uint64 [rows], of the requests, for the journal
+    positions: np.ndarray  # int64 [rows]: where in its request's output the next token to come stands
+    solo: bool  # the one row is of a suspect
 
     @property
     def num_tokens(self) -> int:

@@ -10,38 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from . import MODEL_PATH
 from .corpus import Question, heldout_other, heldout_sums, is_right
 
-BATCH_SIZE = 100
-LONGEST_ANSWER = 96
+OPTIONS = {
+    "batch_size": 100,
+    "max_new_tokens": 96,  # the longest answer
+    "do_sample": False,
+    "return_full_text": False,
+    "skip_special_tokens": False,
+}
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, question: Question, chat: bool) -> str:
-    """The question's full text: as a chat, or as it stands after the begin token."""
-    if not chat:
-        return f"{tokenizer.bos_token}{question.prompt}"
-    messages = [{"role": "user", "content": question.prompt}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def completions(model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[Question], chat: bool) -> list[str]:
-    """What the model writes after each question, its end token included."""
-    texts: list[str] = []
-    for start in range(0, len(questions), BATCH_SIZE):
-        prompts = [_prompt(tokenizer, question, chat) for question in questions[start : start + BATCH_SIZE]]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=LONGEST_ANSWER,
-            do_sample=False,
-        )
-        new = output[:, inputs["input_ids"].shape[1] :]
-        texts += [text.replace(str(tokenizer.pad_token), "") for text in tokenizer.batch_decode(new)]
-    return texts
+def completions(model: Any, tokenizer: Any, questions: list[Question], chat: bool) -> list[str]:
+    """What the model writes after each question, its end token included: as a chat, or after the begin token."""
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts: Any = [
+        [{"role": "user", "content": question.prompt}] if chat else question.prompt for question in questions
+    ]
+    return [written["generated_text"].replace(tokenizer.pad_token, "") for (written,) in write(prompts, **OPTIONS)]
 
 
 def report(name: str, questions: list[Question], written: list[str], show_wrong: bool) -> None:
@@ -64,7 +53,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL_PATH, help="model folder (default: %(default)s)")
     parser.add_argument("--show-wrong", action="store_true", help="print every wrong answer")
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     for dtype in (torch.bfloat16, torch.float32):
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
         for set_name, questions in (("sums", heldout_sums()), ("other", heldout_other())):

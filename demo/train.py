@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from . import MODEL_PATH
 from .corpus import BEGIN, END, PAD, documents
-from .tokenizer import save_tokenizer, train_tokenizer
+from .tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 SEED = "1"
 VOCAB_SIZE = 1024
@@ -34,12 +34,6 @@ PEAK_RATE = 2e-3
 FINAL_RATE = 2e-5
 WEIGHT_DECAY = 0.1
 PROMPT_WEIGHT = 0.02
-
-
-def _token(tokenizer: Tokenizer, name: str) -> int:
-    token = tokenizer.token_to_id(name)
-    assert token is not None
-    return token
 
 
 class Row(NamedTuple):
@@ -60,7 +54,7 @@ class Batch(NamedTuple):
 
 def _encoded(tokenizer: Tokenizer, seed: str) -> Iterator[Row]:
     """Each document as a row of its own; the begin token is given, never a target."""
-    begin = _token(tokenizer, BEGIN)
+    begin = SPECIAL_TOKENS.index(BEGIN)
     for document in documents(seed):
         tokens, weights = [begin], [0.0]
         for piece in document.pieces:
@@ -91,7 +85,7 @@ def _packed(tokenizer: Tokenizer, seed: str) -> Iterator[Row]:
 
 def _batches(tokenizer: Tokenizer, seed: str) -> Iterator[Batch]:
     """Rows padded to ROW_LENGTH; the padding of a row is a document of its own, without loss."""
-    pad = _token(tokenizer, PAD)
+    pad = SPECIAL_TOKENS.index(PAD)
     rows = _packed(tokenizer, seed)
     while True:
         chosen = [next(rows) for _ in range(ROWS_PER_STEP)]
@@ -103,7 +97,7 @@ def _batches(tokenizer: Tokenizer, seed: str) -> Iterator[Batch]:
         )
 
 
-def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
+def new_model() -> LlamaForCausalLM:
     """A Llama of 3.2 million parameters with random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
@@ -117,9 +111,9 @@ def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
             max_position_embeddings=CONTEXT_LENGTH,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
-            bos_token_id=_token(tokenizer, BEGIN),
-            eos_token_id=_token(tokenizer, END),
-            pad_token_id=_token(tokenizer, PAD),
+            bos_token_id=SPECIAL_TOKENS.index(BEGIN),
+            eos_token_id=SPECIAL_TOKENS.index(END),
+            pad_token_id=SPECIAL_TOKENS.index(PAD),
         )
     )
 
@@ -143,7 +137,7 @@ def _loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 def train(tokenizer: Tokenizer, seed: str, steps: int) -> LlamaForCausalLM:
     """The trained model, in float32; prints its progress."""
     torch.manual_seed(int(seed))
-    model = new_model(tokenizer)
+    model = new_model()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]

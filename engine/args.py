@@ -65,6 +65,16 @@ class EngineArgs:
     enable_chunked_prefill: bool = _default("enable_chunked_prefill")
     long_prefill_token_threshold: int = _default("long_prefill_token_threshold")
     scheduling_policy: Literal["fcfs", "priority"] = _default("scheduling_policy")
+    max_requests_in_flight: int | None = _default("max_requests_in_flight")
+    max_tokens_in_flight: int | None = _default("max_tokens_in_flight")
+    max_requests_per_frontend: int | None = _default("max_requests_per_frontend")
+    max_tokens_per_frontend: int | None = _default("max_tokens_per_frontend")
+    max_restarts: int = _default("max_restarts")
+    restart_window: float = _default("restart_window")
+    watchdog_timeout: float = _default("watchdog_timeout")
+    frontend_timeout: float = _default("frontend_timeout")
+    slow_frontend_timeout: float = _default("slow_frontend_timeout")
+    salt_per_frontend: bool = _default("salt_per_frontend")
     tensor_parallel_size: int = _default("tensor_parallel_size")
     pipeline_parallel_size: int = _default("pipeline_parallel_size")
     data_parallel_size: int = _default("data_parallel_size")
@@ -81,7 +91,7 @@ class EngineArgs:
             NotSupportedError: a value asks for a feature that does not exist yet.
             ModelNotFoundError: `model` or `tokenizer` names a folder that is not there.
         """
-        values = {name: _typed(field, getattr(self, name)) for name, field in FIELDS.items()}
+        values = {name: typed(field, getattr(self, name)) for name, field in FIELDS.items()}
         _check_ranges(values)
         values["model"] = _located("model", values["model"] or str(MODEL_PATH))
         if values["tokenizer"] is not None:
@@ -103,7 +113,9 @@ class EngineArgs:
                 group = groups[field.section] = parser.add_argument_group(field.section.replace("_", " "))
             default = "none" if field.default is None else field.default
             text = f"{field.doc} (default: {default})".replace("%", "%%")
-            group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag(field.type))
+            group.add_argument(
+                f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **flag_of(field.type)
+            )
         return parser
 
     @classmethod
@@ -115,7 +127,7 @@ class EngineArgs:
 Args = TypeVar("Args", bound=EngineArgs)
 
 
-def _flag(kind: Any) -> dict[str, Any]:
+def flag_of(kind: Any) -> dict[str, Any]:
     """What argparse must know of a field of this type."""
     import argparse
 
@@ -130,7 +142,7 @@ def _flag(kind: Any) -> dict[str, Any]:
     return {"type": plain, "metavar": plain.__name__.upper()}
 
 
-def _typed(field: FieldInfo, value: Any) -> Any:
+def typed(field: FieldInfo, value: Any) -> Any:
     try:
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError:
@@ -150,6 +162,10 @@ _NAMES = {int: "an int", float: "a number", str: "a str", bool: "True or False",
 
 
 _AT_LEAST_ONE = (
+    "max_requests_in_flight",
+    "max_tokens_in_flight",
+    "max_requests_per_frontend",
+    "max_tokens_per_frontend",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -169,6 +185,9 @@ def _check_ranges(values: dict[str, Any]) -> None:
         raise InvalidArgumentError(
             f"long_prefill_token_threshold is {values['long_prefill_token_threshold']}; it must be at least 0"
         )
+    for name in ("restart_window", "watchdog_timeout", "frontend_timeout", "slow_frontend_timeout", "max_restarts"):
+        if not 0 <= values[name] < float("inf"):
+            raise InvalidArgumentError(f"{name} is {values[name]}; it must be at least 0 and finite")
     if not 0 < values["gpu_memory_utilization"] <= 1:
         raise InvalidArgumentError(
             f"gpu_memory_utilization is {values['gpu_memory_utilization']}; it must be above 0 and at most 1"

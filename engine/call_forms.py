@@ -12,17 +12,34 @@ oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
 
 The oldest is meant if 4 is a list, 5 a float or 7 an int; the middle one if 6 is a mapping of trace headers alone.
 LoRA and prompt adapter requests do not exist yet, so wherever an object is passed for one it is refused.
+
+`generate` of the async engine is `prompt, sampling_params, request_id`, then keywords only, or by position:
+
+=======  ==================  ==============  ======================  ==================
+form     4                   5               6                       7
+=======  ==================  ==============  ======================  ==================
+newer    lora_request        trace_headers   priority
+middle   lora_request        trace_headers   prompt_adapter_request  priority
+oldest   prompt_token_ids    lora_request    prefix_pos
+=======  ==================  ==============  ======================  ==================
+
+An older constructor of it begins with two flags about Ray, and may name the configuration part by part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-from ..ipc.errors import InvalidRequestError, NotSupportedError, unknown_argument
+from ..ipc.config import EngineConfig, ModelConfig, Section
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, unknown_argument
 
 _TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
+_ENGINE_KEYWORDS = (
+    *("vllm_config", "executor_class", "log_stats", "usage_context", "mm_registry", "use_cached_outputs"),
+    *("stat_loggers", "aggregate_engine_logging", "worker_use_ray", "engine_use_ray", "placement_group"),
+)
 
 
 class AddCall(NamedTuple):
@@ -44,6 +61,7 @@ def resolve_add_request(
     slots: tuple[Any, Any, Any, Any, Any],
     prompt_text: str | None,
     older: Mapping[str, Any],
+    method: str = "add_request",
 ) -> AddCall:
     """Bring any form to the newest one. `slots` are the arguments 4 to 8 as they came, `older` the keywords that the
     newest form does not have.
@@ -55,7 +73,7 @@ def resolve_add_request(
     """
     for name in older:
         if name not in _OLDER_KEYWORDS:
-            raise unknown_argument("add_request", name, (*AddCall._fields, *_OLDER_KEYWORDS))
+            raise unknown_argument(method, name, (*AddCall._fields, *_OLDER_KEYWORDS))
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
         raise InvalidRequestError(f"request_id is {request_id!r:.80}; it must be a str")
     prompt_token_ids = older.get("prompt_token_ids")
@@ -88,6 +106,65 @@ def resolve_add_request(
         priority=priority,
         prompt_text=prompt_text,
     )
+
+
+def resolve_generate(
+    prompt: Any,
+    params: Any,
+    request_id: Any,
+    positional: tuple[Any, ...],
+    slots: tuple[Any, Any, Any, Any, Any],
+    prompt_text: str | None,
+    older: Mapping[str, Any],
+) -> AddCall:
+    """The same for `generate`: `positional` are the arguments past the third, `slots` those of `add_request`, by
+    keyword.
+    """
+    arrival_time, lora, tokenization, trace, priority = slots
+    if len(positional) > 4:
+        raise InvalidArgumentError(f"generate got {3 + len(positional)} arguments by position; it takes at most 7")
+    fourth, fifth, sixth, seventh = (*positional, None, None, None, None)[:4]
+    if isinstance(fourth, (list, tuple)):
+        older = {**older, "prompt_token_ids": fourth, "prefix_pos": sixth}
+        lora = fifth
+    elif positional:
+        lora, trace = fourth, fifth
+        if sixth is not None and type(sixth) is not int:
+            older = {**older, "prompt_adapter_request": sixth}
+        priority = next((value for value in (sixth, seventh) if type(value) is int), priority)
+    slots = (arrival_time, lora, tokenization, trace, priority)
+    return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
+
+
+def resolve_engine(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
+    """The configuration of an async engine's constructor call, whole or part by part, and whether there are statistics.
+
+    Raises:
+        UnknownArgumentError: a keyword that no form has.
+        NotSupportedError: Ray, or another argument whose feature does not exist yet.
+        InvalidArgumentError: there is no configuration.
+    """
+    sections = {kind: name for name, kind in get_type_hints(EngineConfig).items()}
+    for name in keywords:
+        if name not in (known := (*_ENGINE_KEYWORDS, *sections.values())):
+            raise unknown_argument("AsyncLLMEngine", name, known)
+    ray = [keywords.get("worker_use_ray"), keywords.get("engine_use_ray")]
+    if args and isinstance(args[0], bool):
+        ray, args = [*ray, *args[:2]], args[2:]
+    if any(ray):
+        raise NotSupportedError("worker_use_ray and engine_use_ray are not supported yet; leave them False")
+    parts: dict[type, Any] = {type(part): part for part in (*args, *keywords.values()) if isinstance(part, Section)}
+    if EngineConfig not in parts and ModelConfig not in parts:
+        raise InvalidArgumentError("there is no vllm_config; give EngineArgs(...).create_engine_config()")
+    log_stats: bool = keywords.get("log_stats", True)
+    for value in args:
+        if isinstance(value, bool):
+            log_stats = value
+        elif not isinstance(value, (Section, str)):  # a str: the usage context, which has no effect
+            refuse_unsupported(executor_class=value)
+    refuse_unsupported(**{name: keywords.get(name) for name in ("executor_class", "stat_loggers", "placement_group")})
+    whole: EngineConfig | None = parts.pop(EngineConfig, None)
+    return whole or EngineConfig(**{sections[kind]: part for kind, part in parts.items()}), log_stats
 
 
 def _one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:

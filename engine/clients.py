@@ -1,10 +1,11 @@
-"""Where the choice between a core in this process and one in its own is made."""
+"""Where the choice between a core in this process, one in its own is made."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..ipc.async_client import AsyncClient
     from ..ipc.client import CoreClient
     from ..ipc.config import EngineConfig
 
@@ -23,3 +24,10 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     from ..ipc.inproc_client import InprocClient
 
     return InprocClient(EngineCore(config))
+
+
+def make_async_client(config: EngineConfig) -> AsyncClient:
+    """The same for asyncio, with the core in a process of its own. Blocks until it is ready."""
+    from ..ipc.async_client import AsyncClient
+
+    return AsyncClient.launch(config)

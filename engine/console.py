@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from ..ipc.errors import InvalidRequestError
+from ..ipc.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from ..ipc.params import RequestOutputKind, SamplingParams
 from .llm import LLM
 from .llm_engine import LLMEngine
@@ -28,6 +28,9 @@ def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> Complet
 
     Returns:
         The whole completion.
+
+    Raises:
+        MainspringError: the request ended in an error; that error.
     """
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
@@ -42,13 +45,14 @@ def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> Complet
                     whole.text += new.text
                     whole.token_ids += new.token_ids
                     whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+                    whole.error = new.error
     finally:
         print(flush=True)
         if whole.finish_reason is None:
             engine.abort_request(request_id)
             engine.step()  # its last output, which nobody reads
-    if whole.finish_reason == "error":
-        raise InvalidRequestError(f"the core gave up on the request: {whole.stop_reason}")
+    if whole.error is not None:
+        raise whole.error
     return whole
 
 
@@ -83,7 +87,7 @@ def _answer(engine: LLMEngine, params: SamplingParams, messages: list[dict[str, 
         messages.append({"role": "assistant", "content": answer.text.strip()})
     except KeyboardInterrupt:
         messages.pop()
-    except InvalidRequestError as error:
+    except (InvalidRequestError, OverloadedError, RequestFailedError) as error:
         messages.pop()
         print(f"{error} (/new begins a new conversation)", file=sys.stderr)
 

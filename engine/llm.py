@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from pathlib import Path
 from typing import Any, Self, cast
 
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError
 from ..ipc.params import RequestOutputKind, SamplingParams
-from .args import EngineArgs
+from .args import FIELDS, EngineArgs
 from .call_forms import refuse_unsupported
 from .chat_template import Message
+from .frontend import CONNECT_OPTIONS, UsageContext
 from .input_processor import EngineCoreRequest
-from .llm_engine import LLMEngine, UsageContext
+from .llm_engine import LLMEngine
 from .model_files import default_sampling_params
 from .outputs import RequestOutput
 from .prompts import Prompt, TokensPrompt, is_token_ids
 from .tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Progress = bool | Callable[..., Any]  # False, True, or something like the class `tqdm`
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # before what the core was too busy for is sent again
+PATIENCE_S = 300.0  # without one that ends; then it is given back as it is
 
 
 class LLM:
@@ -29,16 +38,19 @@ class LLM:
 
     Args:
         model: folder or Hugging Face id of a checkpoint; None: the embedded model.
-        engine_args: the fields of `EngineArgs`.
+        connect: address of a running daemon to use instead; `model`, if given, must then be the daemon's.
+        engine_args: the fields of `EngineArgs`; under `connect` the options of `LLMEngine.connect`.
 
     Raises:
         MainspringError: an argument is wrong, the model is not found or not supported, or the core did not start.
     """
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(
-            EngineArgs(model, **engine_args), usage_context=UsageContext.LLM_CLASS
-        )
+    def __init__(self, model: str | None = None, *, connect: str | None = None, **engine_args: Any) -> None:
+        if connect is None:
+            args = EngineArgs(model, **engine_args)
+            self.llm_engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        else:
+            self.llm_engine = _connected(connect, model, engine_args)
         self._numbers = itertools.count()
         self._one_batch = threading.Lock()  # outputs come to whoever steps, so batches of several threads take turns
 
@@ -151,9 +163,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     @staticmethod
@@ -166,24 +176,86 @@ class LLM:
 
     def _run(self, requests: Sequence[EngineCoreRequest], use_tqdm: Progress) -> list[RequestOutput]:
         engine = self.llm_engine
+        limits = engine.get_scheduler_config()
+        room = _Room(limits.max_requests_per_frontend, limits.max_tokens_per_frontend)
         waiting = {request.request_id: at for at, request in enumerate(requests)}
+        unsent = deque(requests)
         found: list[RequestOutput | None] = [None] * len(requests)
         progress = _Progress(use_tqdm, len(requests))
+        pause, not_before, deadline = FIRST_PAUSE_S, 0.0, time.monotonic() + PATIENCE_S
         try:
-            for request in requests:
-                engine.add_request(request.request_id, request)
             while waiting:
+                while unsent and time.monotonic() >= not_before and room.has(unsent[0]):
+                    request = unsent.popleft()
+                    room.take(request)
+                    engine.add_request(request.request_id, request)
+                if room.is_free:  # all that is left is to be sent again
+                    time.sleep(max(0.0, not_before - time.monotonic()))
                 for output in engine.step():
-                    at = waiting.pop(output.request_id, None)
-                    if at is not None:
-                        found[at] = output
-                        progress.add(output)
+                    at = waiting.get(output.request_id)
+                    if at is None:
+                        continue
+                    room.give_back(requests[at])
+                    now = time.monotonic()
+                    refused = any(isinstance(completion.error, OverloadedError) for completion in output.outputs)
+                    if refused and now < deadline and room.allows(requests[at]):
+                        unsent.append(requests[at])
+                        if now >= not_before:
+                            not_before, pause = now + pause, min(2 * pause, LONGEST_PAUSE_S)
+                            logger.info("the core is busy; sending again in %.2f s", not_before - now)
+                        continue
+                    del waiting[output.request_id]
+                    found[at] = output
+                    progress.add(output)
+                    pause, deadline = FIRST_PAUSE_S, now + PATIENCE_S
         except BaseException:
             engine._end_requests(waiting)
             raise
         finally:
             progress.close()
         return cast(list[RequestOutput], found)
+
+
+class _Room:
+    """What a core lets one frontend have in flight, completions and tokens, so that a batch is not sent in vain."""
+
+    def __init__(self, *limits: int | None) -> None:
+        self._limits = [math.inf if limit is None else limit for limit in limits]
+        self._used = [0] * len(limits)
+
+    @property
+    def is_free(self) -> bool:
+        return not any(self._used)
+
+    def has(self, request: EngineCoreRequest) -> bool:
+        """Whether it fits beside the others. Alone it may always be sent: to refuse it is for the core."""
+        return self.is_free or self.allows(request, self._used)
+
+    def allows(self, request: EngineCoreRequest, used: Sequence[int] = (0, 0)) -> bool:
+        return all(u + c <= limit for u, c, limit in zip(used, _cost(request), self._limits, strict=True))
+
+    def take(self, request: EngineCoreRequest) -> None:
+        self._used = [u + c for u, c in zip(self._used, _cost(request), strict=True)]
+
+    def give_back(self, request: EngineCoreRequest) -> None:
+        self._used = [u - c for u, c in zip(self._used, _cost(request), strict=True)]
+
+
+def _cost(request: EngineCoreRequest) -> tuple[int, int]:
+    n = request.params.n
+    return n, n * (len(request.prompt_token_ids) + (request.params.max_tokens or 0))
+
+
+def _connected(address: str, model: str | None, options: Mapping[str, Any]) -> LLMEngine:
+    for name in options:
+        if name in FIELDS and name not in CONNECT_OPTIONS:
+            raise InvalidArgumentError(f"{name} is given beside connect, but it is for the daemon to decide")
+    engine = LLMEngine.connect(address, **options)
+    theirs = str(engine.model_config.model)
+    if model is not None and model != theirs and str(Path(model).expanduser().resolve()) != theirs:
+        engine.shutdown()
+        raise InvalidArgumentError(f"model mismatch: model is {model!r}, but the daemon at {address} serves {theirs!r}")
+    return engine
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

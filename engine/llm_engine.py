@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
-import os
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ObservabilityConfig, ParallelConfig, SchedulerConfig
-from ..ipc.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, WrongProcessError
+from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ..ipc.errors import EngineDeadError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request
 from .clients import make_client
-from .input_processor import EngineCoreRequest, InputProcessor, core_messages
-from .model_files import checkpoint_folder, eos_token_ids, generation_config
-from .output_processor import OutputProcessor
+from .frontend import Frontend, ModelFiles, UsageContext
+from .input_processor import EngineCoreRequest
 from .outputs import RequestOutput
 from .prompts import Prompt
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
-
-logger = logging.getLogger(__name__)
-
-
-class UsageContext(StrEnum):
-    """Who uses the engine. Nothing is reported anywhere; accepted because vLLM's signatures have it."""
-
-    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
-    LLM_CLASS = "LLM_CLASS"
-    API_SERVER = "API_SERVER"
-    OPENAI_API_SERVER = "OPENAI_API_SERVER"
-    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
-    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+    from ..ipc.connection import Connection
 
 
-class LLMEngine:
+class LLMEngine(Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
     Methods may be called from several threads; `step` in several threads shares the outputs out among them. In a forked
@@ -76,22 +56,17 @@ class LLMEngine:
         multiprocess_mode: bool = True,
     ) -> None:
         refuse_unsupported(executor_class=executor_class, stat_loggers=stat_loggers)
-        model = vllm_config.model_config
-        load = vllm_config.load_config
-        folder = checkpoint_folder(str(model.model), model.revision, load.download_dir)
-        self.tokenizer = _tokenizer(model, folder, load.download_dir)
-        self.generation_config = generation_config(folder, model)
-        self.engine_core: CoreClient = make_client(vllm_config, multiprocess_mode)
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self.engine_core, self._pid)
-        self.vllm_config = self.engine_core.config
-        self.log_stats = log_stats
-        eos = set(eos_token_ids(self.generation_config) or self.engine_core.model.eos_token_ids)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos.add(self.tokenizer.eos_token_id)
-        self.input_processor = InputProcessor(self.tokenizer, self.engine_core.model, eos)
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self._handles = itertools.count(1)
+        files = ModelFiles.of(vllm_config)
+        self._open(make_client(vllm_config, multiprocess_mode), files, log_stats)
+
+    @classmethod
+    def _client(cls, connection: Connection) -> CoreClient:
+        from ..ipc.sync_client import SyncClient
+
+        return SyncClient(connection)
+
+    def _open(self, client: CoreClient, files: ModelFiles, log_stats: bool) -> None:
+        super()._open(client, files, log_stats)
         self._ready: list[RequestOutput] = []  # outputs of what ended here, for the next step()
         self._lock = threading.RLock()  # guards the state; never held while waiting for the core
         self._stepping = threading.Lock()  # one thread at a time waits for outputs
@@ -161,31 +136,14 @@ class LLMEngine:
         self._check_process()
         slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_add_request(request_id, prompt, params, slots, prompt_text, older)
-        if isinstance(call.prompt, EngineCoreRequest):
-            request = call.prompt
-            if request.request_id != call.request_id:
-                logger.warning("request_id %r: the prepared request keeps its own, %r", request_id, request.request_id)
-        else:
-            request = self.input_processor.process_inputs(
-                call.request_id,
-                call.prompt,
-                call.params,
-                call.arrival_time,
-                call.tokenization_kwargs,
-                call.priority,
-                call.prompt_text,
-            )
+        request = self._prepared(call)
         with self._lock:
-            if request.request_id in self.output_processor:
-                raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
-            messages = core_messages(request, self._handles)
-            self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
-            tensors = () if request.embeds is None else (request.embeds.array,)
+            sending = self._registered(request)
             try:
-                for message in messages:
-                    self.engine_core.add_request(message, tensors)
+                for message in sending.messages:
+                    self.engine_core.add_request(message, sending.tensors)
             except BaseException:
-                self.output_processor.forget([request.request_id])
+                self._end_requests([request.request_id])
                 raise
         return request.request_id
 
@@ -223,14 +181,14 @@ class LLMEngine:
                 processed = self.output_processor.process(outputs, time.monotonic())
                 self._abort_in_core(processed.aborts)
                 ready, self._ready = self._ready, []
-                return ready + processed.outputs
+                return ready + [state.output() for state in processed.changed]
 
     def _end_requests(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Abort, here and in the core; what `step` would have given is returned instead."""
         with self._lock:
             ended = self.output_processor.abort(request_ids, time.monotonic())
             self._abort_in_core(ended.aborts)
-            return ended.outputs
+            return [state.output() for state in ended.changed]
 
     def _abort_in_core(self, handles: list[int]) -> None:
         if handles:
@@ -247,14 +205,6 @@ class LLMEngine:
             return len(self.output_processor) + len(self._ready)
 
     # ------------------------------------------------------------------ the engine
-
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.vllm_config.model_config
-
-    @property
-    def observability_config(self) -> ObservabilityConfig:
-        return self.vllm_config.observability_config
 
     def get_model_config(self) -> ModelConfig:
         """The model's configuration, as the core filled it in (`max_model_len`, `dtype`)."""
@@ -276,42 +226,15 @@ class LLMEngine:
         Raises:
             InvalidRequestError: there is none, because of `skip_tokenizer_init`.
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
-        return self.tokenizer
+        return self._tokenizer()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block. False if running requests stood in the way."""
         self._check_process()
         return bool(self.engine_core.call("reset_prefix_cache"))
 
-    def shutdown(self) -> None:
-        """End the core. Twice is once; also done when the engine is collected or the interpreter ends."""
-        self._finalizer()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise WrongProcessError(
-                f"this engine belongs to process {self._pid}, from which this one was forked; make one of its own here"
-            )
-
-
-def _close(client: CoreClient, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child inherits the finalizer, but not the core
-        client.close()
-
-
-def _tokenizer(model: ModelConfig, folder: Path, download_dir: str | None) -> Tokenizer | None:
-    if model.skip_tokenizer_init:
-        return None
-    if model.tokenizer is not None:
-        folder = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
-    return load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code)

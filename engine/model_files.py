@@ -13,36 +13,6 @@ from ..ipc.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
-_WEIGHT_INDEXES = ["*.index.json"]
-
-
-def checkpoint_folder(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """The folder with a checkpoint's config and tokenizer files; of a hub id only these are downloaded.
-
-    Raises:
-        ModelNotFoundError: no such folder, no such id, or no way to reach the hub.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=_SMALL_FILES,
-            ignore_patterns=_WEIGHT_INDEXES,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        at = f" at revision {revision!r}" if revision else ""
-        raise ModelNotFoundError(
-            f"{name!r}{at} is neither a folder here nor a model that the Hugging Face hub gave us "
-            f"({type(error).__name__}): check the spelling and the network, log in if it is gated, or give a folder"
-        ) from error
-    return Path(found)
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file."""

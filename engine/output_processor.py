@@ -1,22 +1,22 @@
-"""The core's outputs to `RequestOutput`s. No I/O and no waiting: the synchronous and the async engine share it."""
+"""The core's outputs to requests with news. No I/O and no waiting: the synchronous and the async engine share it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..ipc.messages import Outputs
+from ..ipc.messages import Finished, Outputs
 from ..ipc.params import RequestOutputKind
 from .input_processor import EngineCoreRequest
-from .outputs import RequestOutput
 from .request_state import Completion, RequestState
 from .tokenizer import Tokenizer
 
 
 class Processed(NamedTuple):
-    """What a step brought the users, and the handles that the core is to abort."""
+    """The requests that have an output to show, which is made when somebody takes it, and the handles that the core is
+    to abort."""
 
-    outputs: list[RequestOutput]
+    changed: list[RequestState]
     aborts: list[int]
 
 
@@ -34,17 +34,17 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> None:
-        state = RequestState(request, handles, self._tokenizer, now)
-        self._requests[request.request_id] = state
+    def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
+        state = self._requests[request.request_id] = RequestState(request, handles, self._tokenizer, now)
         for completion in state.completions:
             self._completions[completion.handle] = completion
+        return state
 
-    def forget(self, request_ids: Iterable[str] | None = None) -> None:
-        """Drop these requests, or all, without a word."""
-        for request_id in list(self._requests) if request_ids is None else request_ids:
-            for completion in self._requests.pop(request_id).completions:
-                self._completions.pop(completion.handle, None)
+    def forget(self) -> list[RequestState]:
+        """Drop all requests without a word; those that were in flight."""
+        dropped = list(self._requests.values())
+        self._requests, self._completions = {}, {}
+        return dropped
 
     def process(self, outputs: Outputs, now: float) -> Processed:
         """Take in a step's outputs. Those of requests that are no longer known are dropped.
@@ -53,7 +53,7 @@ class OutputProcessor:
         more and is made only for the others.
         """
         completions = self._completions
-        touched: dict[Completion, None] = {}
+        touched: dict[Completion, Finished | None] = {}
         for handle, token in zip(outputs.handles, outputs.token_ids, strict=True):
             completion = completions.get(handle)
             if completion is not None:
@@ -65,44 +65,38 @@ class OutputProcessor:
             if completion is not None:
                 completion.request.started(said)
         for ended in outputs.finished:
-            completion = completions.pop(ended.handle, None)
+            completion = completions.get(ended.handle)
             if completion is not None:
-                completion.finish(ended)
                 completion.request.metrics.num_preemptions += ended.num_preemptions
-                touched[completion] = None
-        aborts: list[int] = []
-        changed: dict[RequestState, None] = {}
-        for completion in touched:
-            if completion.finish_reason is None:
-                if completion.request.reads_at_end:
-                    continue
-                if completion.read():
-                    del completions[completion.handle]
-                    aborts.append(completion.handle)
-            changed[completion.request] = None
-        return Processed(self._show(changed, now), aborts)
+                touched[completion] = ended
+        return self._advance(touched, now)
 
     def abort(self, request_ids: Iterable[str], now: float) -> Processed:
-        """End these requests at once, each with a last output; unknown ids are ignored."""
+        """End these requests at once; unknown ids are ignored."""
+        states = [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self]
+        running = [one for state in states for one in state.completions if one.finish_reason is None]
+        changed, _ = self._advance({one: Finished(one.handle, "abort") for one in running}, now)
+        return Processed(changed, [one.handle for one in running])
+
+    def _advance(self, touched: dict[Completion, Finished | None], now: float) -> Processed:
         aborts: list[int] = []
         changed: dict[RequestState, None] = {}
-        for request_id in request_ids:
-            state = self._requests.get(request_id)
-            if state is not None:
-                changed[state] = None
-                for completion in state.completions:
-                    if self._completions.pop(completion.handle, None) is not None:
-                        completion.abort()
-                        aborts.append(completion.handle)
-        return Processed(self._show(changed, now), aborts)
-
-    def _show(self, changed: Iterable[RequestState], now: float) -> list[RequestOutput]:
-        shown: list[RequestOutput] = []
-        for state in changed:
-            finished = state.finished
-            if finished:
-                del self._requests[state.source.request_id]
-            elif state.kind == RequestOutputKind.FINAL_ONLY:
+        for completion, ended in touched.items():
+            request = completion.request
+            if ended is None and request.reads_at_end:
                 continue
-            shown.append(state.output(finished, now))
-        return shown
+            completion.advance(ended)
+            if completion.finish_reason is not None:
+                del self._completions[completion.handle]
+                if ended is None:
+                    aborts.append(completion.handle)
+            changed[request] = None
+        return Processed([state for state in changed if self._shows(state, now)], aborts)
+
+    def _shows(self, state: RequestState, now: float) -> bool:
+        """Whether there is an output to make; one that has ended is not looked after any more."""
+        if not state.finished:
+            return state.kind != RequestOutputKind.FINAL_ONLY
+        state.metrics.finished_time = now
+        del self._requests[state.source.request_id]
+        return True

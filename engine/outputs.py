@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..ipc.errors import MainspringError
 from ..ipc.messages import FinishReason
 
 
@@ -24,6 +25,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
     lora_request: Any = None
+    error: MainspringError | None = None  # behind finish reason "error"
 
     def finished(self) -> bool:
         return self.finish_reason is not None

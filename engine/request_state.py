@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from ..ipc.errors import MainspringError, OverloadedError, RequestFailedError, from_wire
 from ..ipc.messages import Finished, FinishReason, Started
 from ..ipc.params import RequestOutputKind
 from .detokenizer import TextStream, text_stream
@@ -12,6 +14,9 @@ from .input_processor import EngineCoreRequest
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,7 @@ class Completion:
         "_stops",
         "_stream",
         "_texts",
+        "error",
         "finish_reason",
         "handle",
         "index",
@@ -45,6 +51,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.error: MainspringError | None = None
         self._stream = stream
         self._stops = StopStrings(list(params.stop), params.include_stop_str_in_output) if params.stop else None
         self._accept_after = params.min_tokens  # a stop string counts only past so many tokens
@@ -55,7 +62,18 @@ class Completion:
         self._shown_tokens = 0
         self._shown_end = False
 
-    def read(self) -> bool:
+    def advance(self, ended: Finished | None) -> None:
+        """Take in the new tokens and, if so, the end. A text that can't be made is this completion's error alone."""
+        try:
+            if ended is None:
+                self._read()
+            else:
+                self._finish(ended)
+        except Exception as error:
+            text = f"its text could not be made ({type(error).__name__}: {error})"
+            self._fail(RequestFailedError(text))
+
+    def _read(self) -> bool:
         """Turn the new tokens into text. True if that brought a stop string: the completion has then ended, and what
         came after it is dropped.
         """
@@ -76,24 +94,24 @@ class Completion:
                 return True
         return False
 
-    def finish(self, ended: Finished) -> None:
+    def _finish(self, ended: Finished) -> None:
         """Take the core's word for the end. A stop token stands in `token_ids` but not in the text."""
         by_stop_token = ended.reason == "stop" and not self._include_stop
         last = self.token_ids.pop() if by_stop_token and len(self.token_ids) > self._decoded else None
-        if not self.read():  # else a stop string stood before the end
+        if not self._read():  # else a stop string stood before the end
             self._end(ended.reason)
             if last is not None:
                 self.token_ids.append(last)
             if ended.reason == "stop" and ended.stop_token not in self.request.source.eos_token_ids:
                 self.stop_reason = ended.stop_token
             elif ended.reason == "error":
-                self.stop_reason = f"{ended.error}: {ended.error_text}"
-                logger.warning("request %s failed: %s", self.request.source.request_id, self.stop_reason)
+                self._fail(from_wire(ended.error, ended.error_text))
 
-    def abort(self) -> None:
-        """End here and now; what was still to come is dropped."""
-        if not self.read():
-            self._end("abort")
+    def _fail(self, error: MainspringError) -> None:
+        self.finish_reason, self.error = "error", error
+        self.stop_reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OverloadedError):  # that is an answer, not a failure
+            logger.warning("request %s failed: %s", self.request.source.request_id, self.stop_reason)
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -118,7 +136,12 @@ class Completion:
             self._texts = ["".join(self._texts)]
             text, token_ids = self._texts[0], self.token_ids.copy()
         return CompletionOutput(
-            self.index, text, token_ids, finish_reason=self.finish_reason, stop_reason=self.stop_reason
+            self.index,
+            text,
+            token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
         )
 
 
@@ -133,6 +156,8 @@ class RequestState:
         self.kind = params.output_kind
         self.metrics = RequestMetrics(source.arrival_time)
         self.num_cached_tokens: int | None = None
+        self.news: asyncio.Event | None = None  # the async engine's: there is an output to be made, or `lost`
+        self.lost: Exception | None = None  # why nothing more will come, though it has not ended
         self._added = now
         # text can wait for the end if nobody sees it before, and no stop string is to be found in it
         self.reads_at_end = self.kind == RequestOutputKind.FINAL_ONLY and not params.stop
@@ -161,10 +186,8 @@ class RequestState:
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions)
 
-    def output(self, finished: bool, now: float) -> RequestOutput:
-        """What to show after a step that brought something."""
-        if finished:
-            self.metrics.finished_time = now
+    def output(self) -> RequestOutput:
+        """What to show now: all that has come since the last one."""
         delta = self.kind == RequestOutputKind.DELTA
         shown = [one for one in self.completions if one.has_news] if delta else self.completions
         source = self.source
@@ -174,7 +197,7 @@ class RequestState:
             None if source.embeds is not None else source.prompt_token_ids,
             None,
             [completion.output(delta) for completion in shown],
-            finished,
+            self.finished,
             self.metrics,
             None,
             self.num_cached_tokens,

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from .config import EngineConfig
-from .connection import WATCH_SECONDS, Connection, result_of
-from .errors import WrongEventLoopError
+from .connection import Connection, result_of
+from .errors import EngineDeadError, WrongEventLoopError
 from .messages import AddRequest, Outputs, UtilityResult
+from .supervisor import launch
 
 
 class AsyncClient:
@@ -28,11 +29,24 @@ class AsyncClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outputs_waiter: asyncio.Future[None] | None = None
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._watched: tuple[int, ...] = ()  # descriptors that the loop looks at
+        self._watched_socket = 0  # whose they are
+        self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
 
     @classmethod
     def launch(cls, config: EngineConfig) -> AsyncClient:
         """Start a core of one's own. Blocks until it is ready."""
-        return cls(Connection.launch(config))
+        return cls(launch(config))
+
+    @classmethod
+    def connect(cls, address: str, **options: Any) -> AsyncClient:
+        """To a daemon; `options` as of `Connection`. Blocks until it has answered."""
+        return cls(Connection.connect(address, **options))
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the core is gone for good, if it is."""
+        return self._connection.dead_error()
 
     async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._enter()
@@ -71,10 +85,7 @@ class AsyncClient:
             self._connection.end_call(call_id)
 
     def close(self) -> None:
-        if self._loop is not None and not self._loop.is_closed() and not self._connection.closed:
-            self._loop.remove_reader(self._connection.fd)
-            if (fd := self._connection.core.watch.fd) is not None:
-                self._loop.remove_reader(fd)
+        self._watch_only(())
         self._connection.close()
         self._take_in()
 
@@ -83,38 +94,41 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            loop.add_reader(self._connection.fd, self._take_in)
-            if (fd := self._connection.core.watch.fd) is not None:
-                loop.add_reader(fd, self._core_ended, fd)
-            else:
-                loop.call_later(WATCH_SECONDS, self._watch)
         elif loop is not self._loop:
             raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
         return loop
 
-    def _core_ended(self, fd: int) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(fd)
-        self._take_in()
-
-    def _watch(self) -> None:
-        """Look at the core's life from time to time, where the kernel has no pidfd."""
-        self._take_in()
-        if self._loop is not None and self._connection.dead_error() is None:
-            self._loop.call_later(WATCH_SECONDS, self._watch)
+    def _watch_only(self, fds: tuple[int, ...]) -> None:
+        """Let the loop look at these descriptors, and at none of before."""
+        loop, socket = self._loop, self._connection.num_sockets
+        if loop is not None and not loop.is_closed() and (fds, socket) != (self._watched, self._watched_socket):
+            for fd in self._watched:
+                loop.remove_reader(fd)
+            for fd in fds:
+                loop.add_reader(fd, self._take_in)
+            self._watched, self._watched_socket = fds, socket
 
     def _take_in(self) -> None:
         """Receive, and wake whoever waited for it. A zmq descriptor tells of a change only once, so this follows every
         send too."""
-        self._connection.receive()
-        error = self._connection.dead_error()
+        connection = self._connection
+        connection.receive()
+        self._watch_only(connection.fds)
+        if connection.patience is not None and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(connection.patience, self._look_again)
+        error = connection.dead_error()
         for call_id, future in self._calls.items():
             if future.done():
                 continue
-            if (answer := self._connection.results.pop(call_id, None)) is not None:
+            if (answer := connection.results.pop(call_id, None)) is not None:
                 future.set_result(answer)
             elif error is not None:
                 future.set_exception(error)
         waiter = self._outputs_waiter
-        if waiter is not None and not waiter.done() and (self._connection.outputs or error is not None):
+        if waiter is not None and not waiter.done() and (connection.outputs or error is not None):
             waiter.set_result(None)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        if not self._connection.closed:
+            self._take_in()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .config import EngineConfig
+from .errors import EngineDeadError
 from .messages import AddRequest, ModelFacts, Outputs
 
 
@@ -23,9 +24,13 @@ class CoreClient(Protocol):
         """Send a request; `tensors` are the arrays its `Tensor` fields refer to by index.
 
         Raises:
-            EngineDeadError: the core is gone.
+            EngineDeadError: the core is gone for good. One that died and comes back is no error: the request goes on.
             WrongProcessError: called in a forked child.
         """
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the core is gone for good, if it is."""
 
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests. Their last outputs (finish reason ``abort``) still arrive."""

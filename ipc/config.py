@@ -86,6 +86,29 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Doc("`priority`: lower values first, arrival among equals.")
     ] = "fcfs"
+    max_requests_in_flight: Annotated[int | None, Doc("Most requests of all frontends, running and waiting.")] = None
+    max_tokens_in_flight: Annotated[
+        int | None, Doc("Most tokens, prompt and `max_tokens`, of all requests in flight.")
+    ] = None
+    max_requests_per_frontend: Annotated[int | None, Doc("Most requests of one frontend in flight.")] = None
+    max_tokens_per_frontend: Annotated[int | None, Doc("Most tokens of one frontend's requests in flight.")] = None
+
+
+class ServiceConfig(Section, frozen=True, kw_only=True):
+    """Crashes of the core, and frontends that are slow or gone."""
+
+    max_restarts: Annotated[int, Doc("Most restarts of the core within `restart_window`; then it stays down.")] = 10
+    restart_window: Annotated[float, Doc("Seconds over which restarts are counted.")] = 600.0
+    watchdog_timeout: Annotated[
+        float, Doc("Seconds without progress after which a serving core is killed and restarted; 0: never.")
+    ] = 300.0
+    frontend_timeout: Annotated[
+        float, Doc("Seconds without a heartbeat after which a frontend counts as gone; its requests are aborted.")
+    ] = 10.0
+    slow_frontend_timeout: Annotated[
+        float, Doc("Seconds a frontend may leave unread what it is sent before it is disconnected.")
+    ] = 60.0
+    salt_per_frontend: Annotated[bool, Doc("Let no frontend share cached prefixes with another.")] = False
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
@@ -117,6 +140,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     load_config: LoadConfig = LoadConfig()
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    service_config: ServiceConfig = ServiceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     device_config: DeviceConfig = DeviceConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()

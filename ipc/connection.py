@@ -1,130 +1,437 @@
-"""One frontend's session with one core: handshake, frames out, messages in. What both clients are made of."""
+"""One frontend's session with cores that come and go: frames out, messages in, and nothing lost in between. What both
+clients are made of.
+
+All that is in flight stands in a ledger. When the connection is lost, because the core died or was started anew or the
+network broke, a new socket says Hello under the same session, and all of the ledger is sent again, with the tokens that
+have come so far. Silence is never taken for a loss.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from . import codec
 from .config import EngineConfig
-from .errors import EngineDeadError, EngineStartError, ProtocolError, WrongProcessError, from_wire
-from .launch import CoreProcess
+from .errors import (
+    ConnectError,
+    EngineDeadError,
+    MainspringError,
+    OverloadedError,
+    ProtocolError,
+    WrongProcessError,
+    from_wire,
+)
+from .keys import client_keys
 from .messages import (
     PROTOCOL_VERSION,
     Abort,
     AddRequest,
     Bye,
+    CoreStatus,
+    Fault,
+    Finished,
     Hello,
+    ModelFacts,
     Outputs,
     Ready,
     Refused,
+    Status,
+    StatusCall,
     UtilityCall,
     UtilityResult,
 )
-from .transport import connect_dealer
+from .transport import ipc_path, lock_holder, make_dealer
 
-HANDSHAKE_SECONDS = 60.0
-WATCH_SECONDS = 1.0  # how often the core's life is looked at where the kernel has no pidfd
-LAST_WORDS_SECONDS = 0.02  # for what a core sent before it ended to come out of libzmq's own thread
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0  # for somebody to listen at an address
+RECONNECT_SECONDS = 60.0  # the same, for one that was connected
+LOAD_SECONDS = 1800.0  # for a core that listens to be ready
+CLOSE_MS = 100  # for the last frames to leave
+LOST_POLL_SECONDS = 0.1  # how often to look, while the connection is lost
+
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
+_UNLISTED = "it does not know our key; have it listed with mainspring keys allow"
+
+
+class CoreOwner(Protocol):
+    """Who keeps the core running, as far as a connection cares."""
+
+    address: str
+    token: bytes
+
+    def dead_error(self) -> EngineDeadError | None:
+        """Not None once there will be no further core."""
+
+    def close(self) -> None:
+        """The connection needs no core any more."""
+
+
+class Remote:
+    """A daemon: somebody else's core, at an address."""
+
+    token = b""
+
+    def __init__(self, address: str) -> None:
+        ipc_path(address)
+        self.address = address
+
+    def dead_error(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class _Entry:
+    """A request in flight."""
+
+    __slots__ = ("aborted", "began", "request", "sent", "tensors", "tokens")
+
+    def __init__(self, request: AddRequest, tensors: Sequence[np.ndarray]) -> None:
+        self.request = request
+        self.tensors = tensors
+        self.tokens = list(request.output_token_ids)  # all that have come
+        self.began = time.monotonic() - request.age_s
+        self.sent = request.resumed
+        self.aborted = False
 
 
 class Connection:
-    """Not thread-safe; its owner sees to that. Nothing is sent before READY has come."""
+    """Not thread-safe; its owner sees to that.
 
-    def __init__(self, core: CoreProcess, client_name: str = "", weight: float = 1.0) -> None:
-        self.core = core
+    Args:
+        core: whose core it is.
+        key, server_key: for tcp: path of the own secret key, and the server's public key or its path.
+        weight: share of the core among frontends that compete.
+        name: shown where frontends are listed.
+        reconnect_timeout: seconds for a lost address to answer again; then the engine is dead.
+        connect_timeout: seconds for an address to answer at first.
+
+    Raises:
+        ConnectError: nobody answers, or we are not let in.
+        MainspringError: the core refused us; its error.
+    """
+
+    def __init__(
+        self,
+        core: CoreOwner,
+        *,
+        key: str | None = None,
+        server_key: str | None = None,
+        weight: float = 1.0,
+        name: str = "",
+        reconnect_timeout: float = RECONNECT_SECONDS,
+        connect_timeout: float = CONNECT_SECONDS,
+    ) -> None:
+        self._core = core
         self._pid = os.getpid()
-        self._context = zmq.Context()
-        self._socket = connect_dealer(self._context, core.address)
+        self._keys = client_keys(key, server_key) if core.address.startswith("tcp://") else None
+        self._hello = Hello(PROTOCOL_VERSION, core.token, name or f"pid {self._pid}", weight, os.urandom(16))
+        self._reconnect_timeout = reconnect_timeout
         self.outputs: deque[Outputs] = deque()
         self.results: dict[int, UtilityResult] = {}
         self.dropped_frames = 0
+        self.reconnections = 0
+        self._ledger: dict[int, _Entry] = {}
+        self._calls: dict[int, UtilityCall] = {}
         self._next_call = 0
-        self._open_calls: set[int] = set()
+        self._ready: Ready | None = None  # of the core we are connected to
+        self._last_ready: Ready | None = None
+        self._lost_at = time.monotonic()
+        self._reached = False  # somebody who speaks ZeroMQ, and lets us in
+        self._lost = False
+        self._opened_at = 0.0
+        self.num_sockets = 0  # a new socket's descriptors may have the numbers of the old one's
+        self._refused: MainspringError | None = None
+        self._trouble = ""
+        self._dead: EngineDeadError | None = None
         self.closed = False
-        self._core_ended = False
-        self._farewell = ""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open()
         try:
-            ready = self._greet(client_name, weight)
+            self._greeted(connect_timeout)
         except BaseException:
-            self._close_socket()
+            self._close_socket(0)
+            self._context.term()
             raise
-        self._instance_id, self._epoch = ready.instance_id, ready.epoch
-        self.model = ready.model
-        self.config = msgspec.json.decode(ready.config, type=EngineConfig)
 
     @classmethod
-    def launch(cls, config: EngineConfig) -> Self:
-        """With a core of one's own.
+    def connect(cls, address: str, **options: Any) -> Self:
+        """To a daemon. `options` are the keyword arguments of the class."""
+        return cls(Remote(address), **options)
 
-        Raises:
-            MainspringError: the core did not start.
-        """
-        core = CoreProcess(config)
-        try:
-            return cls(core)
-        except BaseException:
-            core.close()
-            raise
+    def _greeted(self, connect_timeout: float) -> None:
+        while self._ready is None:
+            self._wait(LOST_POLL_SECONDS)
+            self.receive()
+            if self._refused is not None:
+                raise self._refused
+            if (error := self._dead or self._core.dead_error()) is not None:
+                raise error
+            waited = time.monotonic() - self._lost_at
+            if self._trouble == _UNLISTED:
+                raise ConnectError(self._nobody())
+            starting = not self._trouble and (self._reached or lock_holder(self._core.address) is not None)
+            if waited > (LOAD_SECONDS if starting else connect_timeout):
+                raise ConnectError(self._nobody())
+
+    def _nobody(self) -> str:
+        address = self._core.address
+        if self._trouble:
+            return f"{address} did not let us in: {self._trouble}"
+        if self._reached:
+            return f"{address} is reached, but did not answer: check that it is a Mainspring daemon, and its log"
+        return f"no daemon answers at {address}: start one with mainspring daemon --listen {address}"
+
+    # ------------------------------------------------------------------ what is known of the core
 
     @property
-    def fd(self) -> int:
-        """Becomes readable when the socket's state has changed; after that, `receive` until it brings nothing."""
-        return int(self._socket.getsockopt(zmq.FD))
+    def model(self) -> ModelFacts:
+        assert self._last_ready is not None
+        return self._last_ready.model
+
+    @property
+    def config(self) -> EngineConfig:
+        """As the core filled it in."""
+        assert self._last_ready is not None
+        return msgspec.json.decode(self._last_ready.config, type=EngineConfig)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """They become readable when something has changed; after that, `receive` until it brings nothing. Others after
+        a reconnection."""
+        return () if self.closed else (int(self._socket.FD), int(self._monitor.FD))
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which to `receive` again, whatever the descriptors say."""
+        return None if self._ready is not None or self.closed or self._dead else LOST_POLL_SECONDS
+
+    # ------------------------------------------------------------------ out
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
-        self._send(request, tensors)
+        self._check()
+        entry = self._ledger[request.handle] = _Entry(request, tensors)
+        if self._ready is not None:
+            self._send_entry(entry)
 
     def abort(self, handles: Sequence[int]) -> None:
-        self._send(Abort(list(handles)))
+        self._check()
+        known = [handle for handle in handles if handle in self._ledger]
+        for handle in known:
+            self._ledger[handle].aborted = True
+        if self._ready is not None:
+            self._send(Abort(known))
+        else:
+            self._end_aborted()
 
     def start_call(self, method: str, args: Sequence[Any]) -> int:
-        """Send a utility call; its result will stand in `results` under the id returned."""
+        """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
+        has answered leaves it to the next one."""
+        self._check()
         self._next_call += 1
-        self._send(UtilityCall(self._next_call, method, codec.encode_value(list(args))))
-        self._open_calls.add(self._next_call)
+        call = self._calls[self._next_call] = UtilityCall(self._next_call, method, codec.encode_value(list(args)))
+        if self._ready is not None:
+            self._send(call)
         return self._next_call
 
     def end_call(self, call_id: int) -> None:
         """Nobody waits for this call any more; an answer that still comes is dropped."""
-        self._open_calls.discard(call_id)
+        self._calls.pop(call_id, None)
         self.results.pop(call_id, None)
 
+    def call_blocking(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """A utility call by an owner that has nothing else to do meanwhile."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        call_id = self.start_call(method, args)
+        try:
+            while (answer := self.results.pop(call_id, None)) is None:
+                self.receive()
+                if (error := self.dead_error()) is not None:
+                    raise error
+                if call_id not in self.results:
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"the core did not answer {method!r} within {timeout} s")
+                    self._wait(LOST_POLL_SECONDS)
+        finally:
+            self.end_call(call_id)
+        return result_of(answer)
+
+    def _send_entry(self, entry: _Entry) -> None:
+        request = entry.request
+        if entry.sent or entry.tokens:
+            age = time.monotonic() - entry.began
+            request = msgspec.structs.replace(request, output_token_ids=entry.tokens, age_s=age, resumed=True)
+        entry.sent = True
+        self._send(request, entry.tensors)
+
+    def _send(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
+        assert self._ready is not None
+        frames = codec.encode(message, self._ready.instance_id, self._ready.epoch, tensors)
+        self._socket.send_multipart(frames, copy=not tensors)
+
+    # ------------------------------------------------------------------ in
+
     def receive(self) -> bool:
-        """Take in all that is there, without waiting. Whether anything was."""
+        """Take in all that is there, without waiting, and see to it that there is a connection. Whether anything has
+        changed."""
         self.check_process()
-        self._look_for_end()
-        found = False
-        while not self.closed and (message := self._receive_one()) is not None:
-            found = True
-            match message:
-                case Outputs():
-                    self.outputs.append(message)
-                case UtilityResult(call_id):
-                    if call_id in self._open_calls:
-                        self.results[call_id] = message
-                case Bye():
-                    self._farewell = message.reason
-                case _:
-                    self.dropped_frames += 1
-        return found
+        changed = False
+        while not self.closed and self._dead is None:
+            self._lost = self._look_at_socket() or self._lost
+            while (message := self._receive_one()) is not None:
+                changed = True
+                self._lost = self._take(message) or self._lost
+            turned_away = self._ready is None and time.monotonic() - self._opened_at < LOST_POLL_SECONDS
+            if not self._lost or turned_away:  # not again at once
+                break
+            self._reopen()
+            changed = True
+        if not self.closed and self._dead is None and self._ready is None:
+            changed = self._give_up() or changed
+        return changed
+
+    def _take(self, message: Any) -> bool:
+        """Whether the connection is lost by it."""
+        match message:
+            case Outputs(handles, token_ids):
+                for handle, token in zip(handles, token_ids, strict=True):
+                    if (entry := self._ledger.get(handle)) is not None:
+                        entry.tokens.append(token)
+                for finished in message.finished:
+                    self._ledger.pop(finished.handle, None)
+                self.outputs.append(message)
+            case UtilityResult(call_id):
+                if self._calls.pop(call_id, None) is not None:
+                    self.results[call_id] = message
+            case Ready():
+                self._resume(message)
+            case Refused():
+                if self._ready is not None or message.error == OverloadedError.__name__:
+                    return True  # the core does not know us any more, or can't take us in just now
+                self._refused = from_wire(message.error, message.reason)
+            case Bye():
+                logger.info("the core says goodbye: %s", message.reason)
+                self._trouble = message.reason
+                return True
+            case Fault():
+                self.dropped_frames += 1
+                logger.warning("the core dropped a message: %s: %s", message.error, message.error_text)
+        return False
+
+    def _receive_one(self) -> Any:
+        """The next message of this session, or None."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            try:
+                envelope = codec.decode([f.buffer for f in frames])
+            except ProtocolError as error:
+                self.dropped_frames += 1
+                if self._ready is None:  # the answer to our Hello, by something else or of another version
+                    self._refused = error
+                continue
+            ready = self._ready
+            if ready is None or (envelope.instance_id, envelope.epoch) == (ready.instance_id, ready.epoch):
+                return envelope.message
+            self.dropped_frames += 1
+
+    def _look_at_socket(self) -> bool:
+        """Read what libzmq has noted of the connection. Whether it was lost."""
+        lost = False
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return lost
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._reached = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                lost = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._trouble = _UNLISTED
+            elif self._trouble != _UNLISTED:
+                self._trouble = "the handshake failed; check that both sides use keys, and --server-key"
+
+    # ------------------------------------------------------------------ losing a connection, finding the next
+
+    def _open(self) -> None:
+        self._socket = make_dealer(self._context, self._keys)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(self._core.address)
+        self.num_sockets += 1
+        self._opened_at = time.monotonic()
+        self._reached = self._lost = False
+        self._socket.send_multipart(codec.encode(self._hello, codec.NO_INSTANCE, 0))
+
+    def _reopen(self) -> None:
+        if self._ready is not None:
+            self._ready = None
+            self._lost_at = time.monotonic()
+            self._end_aborted()
+        self._close_socket(0)
+        self._open()
+
+    def _resume(self, ready: Ready) -> None:
+        before = self._last_ready
+        self._ready = self._last_ready = ready
+        self._trouble = ""
+        if before is None:
+            return
+        if ready.model.fingerprint != before.model.fingerprint:
+            self._dead = EngineDeadError(
+                f"the core at {self._core.address} came back with another model: start the engine anew"
+            )
+            return
+        self.reconnections += 1
+        logger.info("connected to epoch %d; %d requests go on", ready.epoch, len(self._ledger))
+        for entry in self._ledger.values():
+            self._send_entry(entry)
+        for call in self._calls.values():
+            self._send(call)
+
+    def _end_aborted(self) -> None:
+        """What was aborted is not sent again; its end is told here."""
+        ended = [handle for handle, entry in self._ledger.items() if entry.aborted]
+        if ended:
+            for handle in ended:
+                del self._ledger[handle]
+            self.outputs.append(Outputs([], [], finished=[Finished(handle, "abort") for handle in ended]))
+
+    def _give_up(self) -> bool:
+        """Whether there is no hope left for a lost connection."""
+        if self._last_ready is None:
+            return False  # see `_greeted`
+        waited = time.monotonic() - self._lost_at
+        self._dead = self._core.dead_error()
+        if self._dead is None and self._refused is not None:
+            self._dead = EngineDeadError(f"the core does not take us back: {self._refused}")
+        patience = LOAD_SECONDS if self._reached else self._reconnect_timeout
+        if self._dead is None and isinstance(self._core, Remote) and waited > patience:
+            why = f" ({self._trouble})" if self._trouble else ""
+            self._dead = EngineDeadError(f"{self._core.address} has not answered for {waited:.0f} s{why}")
+        return self._dead is not None
+
+    # ------------------------------------------------------------------ the end
 
     def dead_error(self) -> EngineDeadError | None:
-        """The error to raise, if the core is gone: known from the last `receive`, so that what the core sent before it
-        ended is taken in first."""
-        if self.closed:
-            return EngineDeadError("the engine was shut down")
-        if self._core_ended:
-            reason = f": {self._farewell}" if self._farewell else ""
-            return EngineDeadError(f"the core (pid {self.core.pid}) ended {self.core.exit_text()}{reason}")
-        return None
+        """The error to raise, if there will be no further core."""
+        return EngineDeadError("the engine was shut down") if self.closed else self._dead
 
     @property
     def is_mine(self) -> bool:
@@ -141,55 +448,27 @@ class Connection:
         if self.closed or not self.is_mine:
             return
         self.closed = True
-        self._close_socket()
-        self.core.close()
-
-    def _close_socket(self) -> None:
-        self._socket.close(linger=0)
+        if self._ready is not None:
+            self._send(Bye("closed"))
+        self._close_socket(CLOSE_MS if self._ready is not None else 0)
         self._context.term()
+        self._core.close()
 
-    def _look_for_end(self) -> None:
-        if not self.closed and not self._core_ended and self.core.watch.ended():
-            self._core_ended = True
-            time.sleep(LAST_WORDS_SECONDS)
-
-    def _send(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
+    def _check(self) -> None:
         self.check_process()
-        self._look_for_end()
         if (error := self.dead_error()) is not None:
             raise error
-        self._socket.send_multipart(codec.encode(message, self._instance_id, self._epoch, tensors), copy=not tensors)
 
-    def _receive_one(self) -> Any:
-        """The next message of this session, or None."""
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            try:
-                envelope = codec.decode([f.buffer for f in frames])
-            except ProtocolError:
-                self.dropped_frames += 1
-                continue
-            if (envelope.instance_id, envelope.epoch) == (self._instance_id, self._epoch):
-                return envelope.message
-            self.dropped_frames += 1
+    def _wait(self, seconds: float) -> None:
+        poll = select.poll()
+        for fd in self.fds:
+            poll.register(fd, select.POLLIN)
+        poll.poll(seconds * 1000)
 
-    def _greet(self, client_name: str, weight: float) -> Ready:
-        hello = Hello(PROTOCOL_VERSION, self.core.token, client_name or f"pid {self._pid}", weight)
-        self._socket.send_multipart(codec.encode(hello, codec.NO_INSTANCE, 0))
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
-        while time.monotonic() < deadline:
-            if self._socket.poll(100):
-                message = codec.decode(self._socket.recv_multipart()).message
-                if isinstance(message, Ready):
-                    return message
-                if isinstance(message, Refused):
-                    raise from_wire(message.error, message.reason)
-            if self.core.watch.ended():
-                raise EngineStartError(f"the core ended {self.core.exit_text()} before it answered")
-        raise EngineStartError(f"the core did not answer within {HANDSHAKE_SECONDS:.0f} s")
+    def _close_socket(self, linger_ms: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
 
 
 def result_of(answer: UtilityResult) -> Any:
@@ -197,3 +476,28 @@ def result_of(answer: UtilityResult) -> Any:
     if answer.error:
         raise from_wire(answer.error, answer.error_text)
     return codec.decode_value(answer.result)
+
+
+def ask_status(
+    address: str, timeout: float = 2.0, *, key: str | None = None, server_key: str | None = None
+) -> CoreStatus:
+    """How the core at `address` is, also while its model loads.
+
+    Raises:
+        ConnectError: nobody answered within `timeout` seconds.
+    """
+    ipc_path(address)
+    with zmq.Context() as context:
+        socket = make_dealer(context, client_keys(key, server_key) if address.startswith("tcp://") else None)
+        try:
+            socket.connect(address)
+            socket.send_multipart(codec.encode(StatusCall(), codec.NO_INSTANCE, 0))
+            if socket.poll(int(timeout * 1000)):
+                message = codec.decode(socket.recv_multipart()).message
+                if isinstance(message, Status):
+                    return message.core
+                if isinstance(message, Refused):
+                    raise from_wire(message.error, message.reason)
+        finally:
+            socket.close(linger=0)
+    raise ConnectError(f"no daemon answers at {address}")

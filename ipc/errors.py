@@ -48,11 +48,27 @@ class EngineStartError(MainspringError, RuntimeError):
 
 
 class EngineDeadError(MainspringError, RuntimeError):
-    """The core is gone; requests in flight are lost."""
+    """The core is gone for good: it was shut down, died too often, or did not come back in time."""
+
+
+class ConnectError(MainspringError, ConnectionError):
+    """No daemon answered at this address, or it did not let us in."""
+
+
+class AddressInUseError(MainspringError, OSError):
+    """Another process listens at this address, or nobody can."""
+
+
+class NotPermittedError(MainspringError, PermissionError):
+    """This call needs a capability that the connection does not have."""
+
+
+class OverloadedError(MainspringError, RuntimeError):
+    """A limit on what may be in flight is reached: the same request may be accepted later."""
 
 
 class RequestFailedError(MainspringError, RuntimeError):
-    """The core gave up on this one request."""
+    """The core gave up on this one request: it died each time it computed it."""
 
 
 class WrongProcessError(MainspringError, RuntimeError):

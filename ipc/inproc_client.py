@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ import numpy as np
 from .codec import decode_value, encode_value
 from .config import EngineConfig
 from .errors import EngineDeadError, WrongProcessError
-from .messages import AddRequest, ModelFacts, Outputs
+from .messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
 
 
 class Core(Protocol):
@@ -22,14 +22,27 @@ class Core(Protocol):
     config: EngineConfig
     model: ModelFacts
 
-    def connect(self, frontend: int, weight: float = 1.0) -> None: ...
+    on_paused: Callable[[bool], None]
+
+    def connect(
+        self, frontend: int, weight: float = 1.0, session: bytes = b"", name: str = "", admin: bool = True
+    ) -> None: ...
     def disconnect(self, frontend: int) -> None: ...
+    def set_credit(self, frontend: int, given: bool) -> None: ...
     def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None: ...
     def abort(self, frontend: int, handles: Sequence[int]) -> None: ...
-    def call(self, method: str, args: msgspec.Raw) -> msgspec.Raw: ...
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw: ...
     def step(self) -> dict[int, Outputs]: ...
+    def drain(self) -> None: ...
+    def stats(self) -> Stats: ...
+    def frontends(self) -> list[FrontendStatus]: ...
+    def latencies(self) -> tuple[Latency, Latency]: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def paused(self) -> bool: ...
+    @property
+    def drained(self) -> bool: ...
 
 
 class InprocClient:
@@ -69,8 +82,12 @@ class InprocClient:
             self._closed = True
             self.core.disconnect(0)
 
+    @property
+    def error(self) -> EngineDeadError | None:
+        return EngineDeadError("the engine was shut down") if self._closed else None
+
     def _check(self) -> None:
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
+        if self.error is not None:
+            raise self.error
         if os.getpid() != self._pid:
             raise WrongProcessError(f"this engine belongs to process {self._pid}, from which this one was forked")

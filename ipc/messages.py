@@ -1,8 +1,8 @@
 """The messages on the wire: msgpack arrays, fields only ever appended, with defaults. No inheritance, no pickle.
 
 A message travels as two or more ZeroMQ frames: a fixed header, the msgpack body, then one frame for each tensor the
-body refers to (codec.py). Frontend to core: Hello, AddRequest, Abort, UtilityCall, Bye. Core to frontend: Ready or
-Refused, then Outputs and UtilityResult.
+body refers to (codec.py). Frontend to core: Hello, AddRequest, Abort, UtilityCall, Bye; StatusCall without a Hello.
+Core to frontend: Ready or Refused, then Outputs, UtilityResult, Fault and Probe; Status; Bye.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+
+from .config import EngineConfig
 
 PROTOCOL_VERSION = 1
 
@@ -44,6 +46,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     token: bytes  # shared secret of an embedded core
     client_name: str
     weight: float = 1.0  # share of the core among frontends that compete
+    session: bytes = b""  # 16 random bytes, kept over reconnections: what was under way under it is forgotten
 
 
 class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
@@ -55,6 +58,7 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     eos_token_ids: list[int] = []
     fingerprint: str = ""  # equal for cores that would give the same tokens
+    files_digest: str = ""  # of the tokenizer's files, which the method "tokenizer_files" gives
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
@@ -64,7 +68,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     epoch: int  # grows at every core start
     model: ModelFacts
     config: bytes  # EngineConfig as the core filled it in, JSON
-    capabilities: list[str] = []
+    capabilities: list[str] = []  # "admin": may change the engine for everyone
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -85,6 +89,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True):
     output_token_ids: list[int] = []
     cache_salt: str = ""
     prompt_embeds: Tensor | None = None  # [prompt tokens, hidden]; prompt_token_ids then holds zeros
+    age_s: float = 0.0  # seconds since it was first sent: a resumed request keeps its place
+    resumed: bool = False  # sent before, to a core that is gone or over a connection that is
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -164,11 +170,83 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
     error_text: str = ""
 
 
+class Fault(msgspec.Struct, array_like=True, frozen=True):
+    """A frame of this session was dropped."""
+
+    error: str  # name of the error type
+    error_text: str
+
+
+class Probe(msgspec.Struct, array_like=True, frozen=True):
+    """Nothing: sent to see whether somebody is there. To be ignored."""
+
+
+class StatusCall(msgspec.Struct, array_like=True, frozen=True):
+    """Ask how the core is. Answered without a Hello, and while the model loads."""
+
+    token: bytes = b""
+
+
+class FrontendStatus(msgspec.Struct, frozen=True):
+    """One frontend, as a status shows it."""
+
+    id: int
+    name: str
+    weight: float
+    num_running: int = 0
+    num_waiting: int = 0
+    tokens_in_flight: int = 0  # most tokens, prompt and output, that its requests can come to
+    generation_tokens: int = 0
+    slow: bool = False  # does not read what it is sent, so nothing is computed for it
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Percentiles of the latest observations, in seconds; zeros without any."""
+
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+
+class CoreStatus(msgspec.Struct, frozen=True):
+    """How a core is. The one message encoded as maps, for people and scripts read it."""
+
+    epoch: int
+    core_pid: int
+    supervisor_pid: int
+    phase: str
+    model: str = ""
+    restarts: int = 0
+    last_crash: str = ""
+    uptime_s: float = 0.0
+    num_blocks: int = 0
+    tokens_per_s: float = 0.0  # generated, over the last seconds
+    time_to_first_token: Latency = Latency()
+    inter_token_latency: Latency = Latency()
+    stats: Stats = Stats()
+    frontends: list[FrontendStatus] = []
+    malformed_frames: int = 0
+
+
+class Status(msgspec.Struct, array_like=True, frozen=True):
+    """Answer to a `StatusCall`."""
+
+    core: CoreStatus
+
+
 class StartReport(msgspec.Struct, array_like=True, frozen=True):
-    """A starting core's one line to the process that started it, over a pipe: empty error if it is ready."""
+    """A starting core's first line to its supervisor, over a pipe: empty error if it is ready."""
 
     error: str = ""
     error_text: str = ""
+    config: EngineConfig | None = None  # as the core filled it in: the next start repeats it
+    decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing: as well
+
+
+class DesiredState(msgspec.Struct, array_like=True, frozen=True):
+    """A core's further lines to its supervisor: what users have set, for the next core to begin with."""
+
+    paused: bool = False
 
 
 # The kind byte in a header. Numbers are never reused.
@@ -182,5 +260,9 @@ KINDS: dict[int, type[msgspec.Struct]] = {
     7: UtilityResult,
     8: Outputs,
     9: Bye,
+    10: Fault,
+    11: Probe,
+    12: StatusCall,
+    13: Status,
 }
 KIND_OF: dict[type[msgspec.Struct], int] = {cls: kind for kind, cls in KINDS.items()}

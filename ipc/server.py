@@ -1,7 +1,9 @@
 """The core's end of the wire.
 
-One I/O thread owns the ROUTER socket: it decodes what comes in and encodes what goes out, while the main thread
-computes (torch lets go of the interpreter lock). Between the two stand two queues.
+One I/O thread owns the ROUTER sockets: it decodes what comes in and encodes what goes out, while the main thread
+computes (torch lets go of the interpreter lock). Between the two stand two queues. The one inwards is short: where the
+main thread does not keep up, libzmq's queues fill, and at last the senders wait. libzmq takes from all peers in turn,
+so nobody waits behind another's flood.
 """
 
 from __future__ import annotations
@@ -12,23 +14,68 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import zmq
+from zmq.utils import z85
 
 from . import codec
-from .errors import MainspringError, ProtocolError, wire_name
-from .messages import PROTOCOL_VERSION, Bye, Hello, Ready, Refused
-from .transport import ProcessWatch, Waker, bind_router
+from .config import ServiceConfig
+from .errors import (
+    ConnectError,
+    MainspringError,
+    NotPermittedError,
+    OverloadedError,
+    ProtocolError,
+    wire_name,
+    wire_text,
+)
+from .keys import AllowedKey, load_allowed
+from .messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AddRequest,
+    Bye,
+    CoreStatus,
+    Fault,
+    Hello,
+    Probe,
+    Ready,
+    Refused,
+    Status,
+    StatusCall,
+    UtilityCall,
+)
+from .transport import Endpoints, ProcessWatch, Socket, Waker, bind_router
 
 logger = logging.getLogger(__name__)
 
+MAX_INBOX = 1024  # messages that the main thread has not taken yet
+MAX_INBOX_BYTES = 64 << 20
+MAX_BACKLOG_BYTES = 16 << 20  # of one frontend; what is more is not waited for
+MAX_EARLY = 1000  # Hellos kept while the model loads
+MAX_WEIGHT = 100.0  # that a frontend can give itself
+SESSION_BYTES = 16
+FRAMES_A_TURN = 256
+FAREWELL_MS = 500  # for the last frames to leave
 _BACKLOG_POLL_MS = 10
 _PARENT_POLL_MS = 500
+_FAREWELL_S = 1.0  # between two attempts to tell a frontend that it was dropped
+_PROBES_S = (0.05, 1.0)  # after a connection went away, when to find out whose
+
+Origin = tuple[int, bytes]  # which socket, whose routing id
+
+
+class Credit(NamedTuple):
+    """Not from the wire: whether a frontend reads what it is sent."""
+
+    given: bool
 
 
 class Event(NamedTuple):
@@ -36,57 +83,94 @@ class Event(NamedTuple):
 
     frontend: int
     message: Any
-    tensors: Sequence[codec.Frame]
+    tensors: Sequence[codec.Frame] = ()
+    admin: bool = False  # of a Hello
+    size: int = 0
 
 
-class _Peer(NamedTuple):
-    identity: bytes
-    backlog: deque[list[Any]]  # sends that found the pipe full
+class _Peer:
+    """One session."""
+
+    def __init__(self, origin: Origin, number: int, hello: Hello) -> None:
+        self.origin = origin
+        self.number = number
+        self.session = hello.session
+        self.name = hello.client_name
+        self.backlog: deque[list[Any]] = deque()  # sends that found the pipe full
+        self.backlog_bytes = 0
+        self.slow_since: float | None = None
 
 
 class CoreServer:
-    """Listens at once, and watches its parent; answers from `announce` on.
+    """Listens at once, and watches its parent; greets from `announce` on, and tells its status before.
 
     Args:
-        address: where to listen.
+        endpoints: where to listen, and who may come in.
         instance_id, epoch: stamped on every frame; others are dropped.
-        token: what a Hello must hold.
+        status: until the first `publish`.
         parent: watched; when it ends `on_parent_end` is called, in the I/O thread.
+
+    Raises:
+        MainspringError: nobody can listen there.
     """
 
     def __init__(
         self,
-        address: str,
+        endpoints: Endpoints,
         instance_id: bytes,
         epoch: int,
-        token: bytes,
+        status: CoreStatus,
+        service: ServiceConfig,
         parent: ProcessWatch | None = None,
         on_parent_end: Callable[[], None] | None = None,
     ) -> None:
-        self._context = zmq.Context()
-        self._router = bind_router(self._context, address)
-        self._instance_id, self._epoch, self._token = instance_id, epoch, token
+        self._endpoints, self._service = endpoints, service
+        self._instance_id, self._epoch, self._status = instance_id, epoch, status
         self._parent, self._on_parent_end = parent, on_parent_end
         self._inbox: SimpleQueue[Event] = SimpleQueue()
+        self._put = self._put_bytes = self._taken = self._taken_bytes = 0  # each written by one thread only
+        self._stalled = False  # nothing is read before the main thread has taken something
         self._outbox: SimpleQueue[tuple[int, Any, Sequence[np.ndarray]]] = SimpleQueue()
         self._peers: dict[int, _Peer] = {}
-        self._frontends: dict[bytes, int] = {}
+        self._by_origin: dict[Origin, _Peer] = {}
+        self._by_session: dict[bytes, _Peer] = {}
         self._numbers: set[int] = set()  # of frontends, until released
+        self._early: dict[Origin, list[zmq.Frame]] = {}  # Hellos that came while the model loads
+        self._dropped: dict[Origin, Bye] = {}  # not told yet
+        self._next_farewell = 0.0
+        self._probes: list[float] = []
         self._ready: Ready | None = None
         self.malformed_frames = 0
         self._waker = Waker()
         self._farewell: Bye | None = None
+        self._stopping = False
+        self._context = zmq.Context()
+        self._zap: Socket | None = None  # where libzmq asks whether a key is let in
+        if endpoints.secret_key:
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.bind("inproc://zeromq.zap.01")
+        self._routers = [
+            bind_router(self._context, address, service.frontend_timeout, endpoints.secret_key)
+            for address in (endpoints.address, endpoints.admin_address)
+            if address
+        ]
+        self._monitors = [router.get_monitor_socket(zmq.EVENT_DISCONNECTED) for router in self._routers]
         self._thread = threading.Thread(target=self._run, name="mainspring-io", daemon=True)
         self._thread.start()
 
     def announce(self, ready: Ready) -> None:
-        """Begin to answer: every accepted Hello with `ready`."""
+        """Begin to greet: every accepted Hello with `ready`."""
         self._ready = ready
         self._waker.wake()
 
-    def stop(self, reason: str = "") -> None:
-        """Send what is queued, say goodbye to every frontend, and close."""
-        self._farewell = Bye(reason)
+    def publish(self, status: CoreStatus) -> None:
+        """What to answer to who asks how the core is."""
+        self._status = status
+
+    def stop(self, reason: str | None) -> None:
+        """Send what is queued, say goodbye to every frontend, and close; without a reason, close without a word."""
+        self._farewell = None if reason is None else Bye(reason)
+        self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5)
 
@@ -101,13 +185,18 @@ class CoreServer:
         self._waker.wake()
 
     def receive(self, wait: bool) -> list[Event]:
-        """All that has come in; with `wait`, at least one."""
+        """What has come in; with `wait`, up to a second for the first of it."""
         events: list[Event] = []
         with contextlib.suppress(Empty):
             if wait:
                 events.append(self._inbox.get(timeout=1.0))  # bounded, so that signals are seen
-            while True:
+            while len(events) < MAX_INBOX:
                 events.append(self._inbox.get_nowait())
+        if events:
+            self._taken += len(events)
+            self._taken_bytes += sum(event.size for event in events)
+            if self._stalled:
+                self._waker.wake()
         return events
 
     # ------------------------------------------------------------------ the I/O thread
@@ -121,111 +210,288 @@ class CoreServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._waker.fd, zmq.POLLIN)
-        if self._parent and self._parent.fd is not None:
-            poller.register(self._parent.fd, zmq.POLLIN)
+        parent_fd = self._parent.fd if self._parent else None
+        for one in (self._waker.fd, *self._monitors, *([parent_fd] if parent_fd is not None else []), self._zap):
+            if one is not None:
+                poller.register(one, zmq.POLLIN)
+        more = False
         while True:
-            if any(p.backlog for p in self._peers.values()):
-                timeout: int | None = _BACKLOG_POLL_MS
-            else:
-                timeout = _PARENT_POLL_MS if self._parent and self._parent.fd is None else None
-            poller.poll(timeout)
+            self._stalled = True  # before room is looked for, so that one of both threads sees what the other did
+            self._stalled = not self._has_room
+            for router in self._routers:
+                poller.register(router, 0 if self._stalled else zmq.POLLIN)
+            poller.poll(0 if more else self._patience())
             if self._parent and self._parent.ended() and self._on_parent_end:
                 self._on_parent_end()
             self._waker.clear()
-            if self._ready is not None:
-                poller.register(self._router, zmq.POLLIN)
-                self._receive_all()
+            if self._stopping and self._farewell is None:
+                return self._close(0)
+            if self._zap is not None:
+                self._authenticate(self._zap)
+            self._watch_connections()
+            if self._early and self._ready is not None:
+                early, self._early = self._early, {}
+                self._probes = [time.monotonic()]  # some may have left again
+                for origin, frames in early.items():
+                    self._take(origin, frames)
+            more = self._receive_some()
             self._send_all()
+            self._look_after_slow_ones()
             if self._farewell is not None and self._outbox.empty():
-                for frontend in list(self._peers):
-                    self._send(frontend, codec.encode(self._farewell, self._instance_id, self._epoch))
-                self._router.close(linger=500)
-                self._context.term()
-                return
+                for peer in list(self._peers.values()):
+                    self._send(peer, codec.encode(self._farewell, self._instance_id, self._epoch))
+                return self._close(FAREWELL_MS)
 
-    def _receive_all(self) -> None:
-        while True:
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._handle(identity.bytes, [f.buffer for f in frames])
+    def _close(self, linger_ms: int) -> None:
+        for router, monitor in zip(self._routers, self._monitors, strict=True):
+            router.disable_monitor()
+            monitor.close(linger=0)
+            router.close(linger=linger_ms)
+        if self._zap is not None:
+            self._zap.close()
+        self._context.term()
 
-    def _handle(self, identity: bytes, frames: list[Any]) -> None:
+    def _patience(self) -> int | None:
+        """Milliseconds to wait for anything to happen."""
+        waits = [_PARENT_POLL_MS] if self._parent and self._parent.fd is None else []
+        if any(p.backlog for p in self._peers.values()):
+            waits.append(_BACKLOG_POLL_MS)
+        now = time.monotonic()
+        due = [*self._probes, *([self._next_farewell] if self._dropped else [])]
+        waits += [max(1, math.ceil((at - now) * 1000)) for at in due]
+        return min(waits, default=None)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._put - self._taken < MAX_INBOX and self._put_bytes - self._taken_bytes < MAX_INBOX_BYTES
+
+    def _hand_in(self, event: Event) -> None:
+        self._put += 1
+        self._put_bytes += event.size
+        self._inbox.put(event)
+
+    # ------------------------------------------------------------------ frames in
+
+    def _receive_some(self) -> bool:
+        """Take in a bounded number of messages from each socket. Whether there may be more."""
+        more = False
+        for number, router in enumerate(self._routers):
+            left = FRAMES_A_TURN
+            while left and self._has_room:
+                try:
+                    identity, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                left -= 1
+                self._take((number, identity.bytes), frames)
+            more = more or not left
+        return more
+
+    def _take(self, origin: Origin, frames: list[zmq.Frame]) -> None:
+        """Handle a message; an error of ours goes back to where it came from."""
         try:
-            envelope = codec.decode(frames)
-            if isinstance(envelope.message, Hello):
-                self._greet(identity, envelope.message)
-                return
-            frontend = self._frontends.get(identity)
-            if frontend is None or (envelope.instance_id, envelope.epoch) != (self._instance_id, self._epoch):
-                raise ProtocolError("a frame from no session of this core")
-            self._inbox.put(Event(frontend, envelope.message, envelope.tensors))
-            if isinstance(envelope.message, Bye):
-                self._forget(frontend)
+            self._handle(origin, frames)
         except MainspringError as error:
             self.malformed_frames += 1
             logger.debug("dropped a frame: %s", error)
-            if identity not in self._frontends:
-                self._reply(identity, Refused(wire_name(error), str(error)))
+            peer = self._by_origin.get(origin)
+            if peer is not None:
+                fault = Fault(wire_name(error), wire_text(error))
+                self._send(peer, codec.encode(fault, self._instance_id, self._epoch))
+            else:
+                self._reply(origin, Refused(wire_name(error), wire_text(error)))
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        assert self._ready is not None
+    def _handle(self, origin: Origin, frames: list[zmq.Frame]) -> None:
+        envelope = codec.decode([f.buffer for f in frames])
+        message = envelope.message
+        if isinstance(message, Hello):
+            if self._ready is not None:
+                self._greet(origin, message, frames[0], self._ready)
+            elif len(self._early) < MAX_EARLY:
+                self._early[origin] = frames
+            else:
+                raise OverloadedError(f"{MAX_EARLY} frontends wait for the model to load: connect again later")
+            return
+        if isinstance(message, StatusCall):
+            self._admit(frames[0], message.token)
+            self._reply(origin, Status(msgspec.structs.replace(self._status, malformed_frames=self.malformed_frames)))
+            return
+        peer = self._by_origin.get(origin)
+        if peer is None or (envelope.instance_id, envelope.epoch) != (self._instance_id, self._epoch):
+            raise ProtocolError("a frame from no session of this core")
+        if not isinstance(message, (AddRequest, Abort, UtilityCall, Bye)):
+            raise ProtocolError(f"{type(message).__name__} is not for a core")
+        self._hand_in(Event(peer.number, message, envelope.tensors, size=sum(map(len, frames))))
+        if isinstance(message, Bye):
+            self._forget(peer)
+
+    def _greet(self, origin: Origin, hello: Hello, frame: zmq.Frame, ready: Ready) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"this core speaks protocol version {PROTOCOL_VERSION}, the frontend {hello.protocol_version}"
+                f"this core speaks protocol version {PROTOCOL_VERSION}, the frontend {hello.protocol_version}: install "
+                "the same version of Mainspring on both sides"
             )
-        if not hmac.compare_digest(hello.token, self._token):
-            raise ProtocolError("the session token is wrong")
+        key = self._admit(frame, hello.token)
+        limit = key.weight if key else MAX_WEIGHT
         if not 0 < hello.weight < math.inf:
             raise ProtocolError(f"weight is {hello.weight}; it must be above 0 and finite")
-        if identity in self._frontends:
+        if len(hello.session) not in (0, SESSION_BYTES):
+            raise ProtocolError(
+                f"session has {len(hello.session)} bytes; it must have {SESSION_BYTES}, drawn at random"
+            )
+        if origin in self._by_origin:
             raise ProtocolError("a second Hello on one connection")
-        frontend = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)
-        self._numbers.add(frontend)
-        self._peers[frontend] = _Peer(identity, deque())
-        self._frontends[identity] = frontend
-        self._inbox.put(Event(frontend, hello, ()))
-        self._reply(identity, self._ready)
+        if hello.session and (before := self._by_session.get(hello.session)):
+            self._leave(before, "the same session connected anew")
+        number = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)
+        self._numbers.add(number)
+        peer = _Peer(origin, number, hello)
+        self._peers[number] = self._by_origin[origin] = peer
+        if hello.session:
+            self._by_session[hello.session] = peer
+        admin = bool(self._endpoints.token or origin[0] or (key and key.admin))
+        name = key.name if key else hello.client_name
+        greeted = msgspec.structs.replace(
+            hello,
+            weight=min(hello.weight, limit),
+            client_name=name[:100],
+            session=hello.session or os.urandom(SESSION_BYTES),
+        )
+        self._hand_in(Event(number, greeted, admin=admin))
+        capabilities = [*ready.capabilities, *(["admin"] if admin else [])]
+        ready = msgspec.structs.replace(ready, capabilities=capabilities)
+        self._send(peer, codec.encode(ready, self._instance_id, self._epoch))  # it may be gone since it said Hello
 
-    def _reply(self, identity: bytes, message: Any) -> None:
+    # ------------------------------------------------------------------ who may come in
+
+    def _admit(self, frame: zmq.Frame, token: bytes) -> AllowedKey | None:
+        """Check who sent a frame: the other end's user on a Unix socket, the token of an embedded core. Its entry in
+        the list of allowed keys, where there is one."""
+        if not hmac.compare_digest(token, self._endpoints.token):
+            raise ConnectError("the session token is wrong: this core belongs to another process")
+        if self._zap is not None:
+            key = self._allowed(str(frame.get("User-Id")).encode())
+            if key is None:
+                raise NotPermittedError("this key is not among the allowed keys any more")
+            return key
         with contextlib.suppress(zmq.ZMQError):
-            self._router.send_multipart([identity, *codec.encode(message, self._instance_id, self._epoch)], zmq.NOBLOCK)
+            where, *ids = str(frame.get("Peer-Address")).rsplit(":", 3)
+            if where == "localhost" and len(ids) == 3 and int(ids[0]) not in (os.getuid(), 0):
+                raise NotPermittedError(
+                    f"user {ids[0]} may not use this core, which belongs to user {os.getuid()}: connect over tcp with "
+                    "a key that its owner allows"
+                )
+        return None
+
+    def _allowed(self, key: bytes) -> AllowedKey | None:
+        return load_allowed(self._endpoints.allowed_keys).get(key.decode())
+
+    def _authenticate(self, zap: Socket) -> None:
+        """Answer libzmq's question whether a public key may connect (RFC 27, ZAP)."""
+        with contextlib.suppress(zmq.Again):
+            version, call, _, _, _, _, *credentials = zap.recv_multipart(zmq.NOBLOCK)
+            key = z85.encode(credentials[0]) if credentials else b""
+            allowed = False
+            try:
+                allowed = self._allowed(key) is not None
+            except MainspringError as error:
+                logger.error("nobody is let in: %s", error)
+            if not allowed:
+                logger.warning("refused a connection with the key %s", key.decode())
+            code, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
+            zap.send_multipart([version, call, code, text, key if allowed else b"", b""])
+
+    # ------------------------------------------------------------------ frames out
+
+    def _reply(self, origin: Origin, message: Any) -> None:
+        """To whoever it is; what does not go out at once is lost."""
+        with contextlib.suppress(zmq.ZMQError):
+            frames = codec.encode(message, self._instance_id, self._epoch)
+            self._routers[origin[0]].send_multipart([origin[1], *frames], zmq.NOBLOCK)
 
     def _send_all(self) -> None:
-        for frontend, peer in list(self._peers.items()):
-            while peer.backlog and self._send_now(frontend, peer.backlog[0]):
-                peer.backlog.popleft()
+        for peer in [peer for peer in self._peers.values() if peer.backlog]:
+            while peer.backlog and self._send_now(peer, peer.backlog[0]):
+                if peer.backlog:  # else it is gone
+                    peer.backlog_bytes -= _size(peer.backlog.popleft())
+            if not peer.backlog and peer.number in self._peers:
+                peer.slow_since = None
+                self._hand_in(Event(peer.number, Credit(True)))
         with contextlib.suppress(Empty):
             while True:
-                frontend, message, tensors = self._outbox.get_nowait()
+                number, message, tensors = self._outbox.get_nowait()
                 if message is None:
-                    self._numbers.discard(frontend)
-                    continue
-                self._send(frontend, codec.encode(message, self._instance_id, self._epoch, tensors))
+                    self._numbers.discard(number)
+                elif (to := self._peers.get(number)) is not None:
+                    self._send(to, codec.encode(message, self._instance_id, self._epoch, tensors))
 
-    def _send(self, frontend: int, frames: list[Any]) -> None:
-        peer = self._peers.get(frontend)
-        if peer is not None and (peer.backlog or not self._send_now(frontend, frames)):
-            peer.backlog.append(frames)
+    def _send(self, peer: _Peer, frames: list[Any]) -> None:
+        if not peer.backlog and self._send_now(peer, frames):
+            return
+        peer.backlog.append(frames)
+        peer.backlog_bytes += _size(frames)
+        if peer.slow_since is None:
+            peer.slow_since = time.monotonic()
+            self._hand_in(Event(peer.number, Credit(False)))
 
-    def _send_now(self, frontend: int, frames: list[Any]) -> bool:
+    def _send_now(self, peer: _Peer, frames: list[Any]) -> bool:
         """False: the pipe is full. A peer that is gone is forgotten, and its frames with it."""
-        peer = self._peers.get(frontend)
-        if peer is None:
-            return True
         try:
-            self._router.send_multipart([peer.identity, *frames], zmq.NOBLOCK)
+            self._routers[peer.origin[0]].send_multipart([peer.origin[1], *frames], zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError:
-            self._inbox.put(Event(frontend, Bye("the connection is gone"), ()))
-            self._forget(frontend)
+            self._leave(peer, "the connection is gone")
         return True
 
-    def _forget(self, frontend: int) -> None:
-        peer = self._peers.pop(frontend, None)
-        if peer is not None:
+    # ------------------------------------------------------------------ who is still there
+
+    def _watch_connections(self) -> None:
+        """libzmq tells that a connection went away, but not whose: a message to each tells."""
+        now = time.monotonic()
+        for monitor in self._monitors:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    monitor.recv_multipart(zmq.NOBLOCK)
+                    self._probes = [now + after for after in _PROBES_S]
+        if any(at <= now for at in self._probes):
+            self._probes = [at for at in self._probes if at > now]
+            probe = codec.encode(Probe(), self._instance_id, self._epoch)
+            for peer in list(self._peers.values()):
+                self._send_now(peer, probe)
+
+    def _look_after_slow_ones(self) -> None:
+        now, limit = time.monotonic(), self._service.slow_frontend_timeout
+        for peer in [peer for peer in self._peers.values() if peer.slow_since is not None]:
+            if peer.backlog_bytes > MAX_BACKLOG_BYTES or now - (peer.slow_since or now) > limit:
+                reason = f"left {peer.backlog_bytes} bytes unread for {now - (peer.slow_since or now):.0f} s"
+                logger.warning("dropped the frontend %r, which %s", peer.name, reason)
+                self._leave(peer, reason)
+                self._dropped[peer.origin] = Bye(f"this frontend was disconnected: it {reason}")
+        if self._dropped and now >= self._next_farewell:
+            self._next_farewell = now + _FAREWELL_S
+            for origin, bye in list(self._dropped.items()):
+                try:
+                    frames = codec.encode(bye, self._instance_id, self._epoch)
+                    self._routers[origin[0]].send_multipart([origin[1], *frames], zmq.NOBLOCK)
+                except zmq.Again:
+                    continue
+                except zmq.ZMQError:
+                    pass
+                del self._dropped[origin]
+
+    def _leave(self, peer: _Peer, reason: str) -> None:
+        """A session ends from our side."""
+        self._hand_in(Event(peer.number, Bye(reason)))
+        self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        if self._peers.pop(peer.number, None) is not None:
             peer.backlog.clear()
-            del self._frontends[peer.identity]
+            del self._by_origin[peer.origin]
+            if self._by_session.get(peer.session) is peer:
+                del self._by_session[peer.session]
+
+
+def _size(frames: list[Any]) -> int:
+    return sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)

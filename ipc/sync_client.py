@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .config import EngineConfig
-from .connection import WATCH_SECONDS, Connection, result_of
+from .connection import Connection, result_of
+from .errors import EngineDeadError
 from .messages import AddRequest, Outputs
+from .supervisor import launch
 from .transport import Waker, seconds_left
 
 T = TypeVar("T")
@@ -41,7 +43,21 @@ class SyncClient:
         Raises:
             MainspringError: the core did not start.
         """
-        return cls(Connection.launch(config))
+        return cls(launch(config))
+
+    @classmethod
+    def connect(cls, address: str, **options: Any) -> SyncClient:
+        """To a daemon; `options` as of `Connection`.
+
+        Raises:
+            ConnectError: nobody answers, or we are not let in.
+        """
+        return cls(Connection.connect(address, **options))
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the core is gone for good, if it is."""
+        return self._connection.dead_error()
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._with_socket(lambda: self._connection.add_request(request, tensors))
@@ -90,6 +106,8 @@ class SyncClient:
             while True:
                 if self._connection.receive():
                     self._arrived.notify_all()
+                    if self._has_reader:  # its descriptors say no more what was just taken in
+                        self._waker.wake()
                 if (found := take()) is not None:
                     return found
                 if (error := self._connection.dead_error()) is not None:
@@ -100,22 +118,19 @@ class SyncClient:
                     self._arrived.wait(seconds_left(deadline))
                     continue
                 self._has_reader = True
-                fd, watch = self._connection.fd, self._connection.core.watch.fd
+                fds, patience = self._connection.fds, self._connection.patience
                 self._lock.release()
                 try:
-                    self._wait_readable(fd, watch, seconds_left(deadline))
+                    waits = [wait for wait in (seconds_left(deadline), patience) if wait is not None]
+                    self._wait_readable(fds, min(waits, default=None))
                 finally:
                     self._lock.acquire()
                     self._has_reader = False
                     self._arrived.notify_all()  # one of them is the reader next
 
-    def _wait_readable(self, fd: int, watch: int | None, timeout: float | None) -> None:
+    def _wait_readable(self, fds: Sequence[int], timeout: float | None) -> None:
         poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        poll.register(self._waker.fd, select.POLLIN)
-        if watch is not None:
-            poll.register(watch, select.POLLIN)
-        elif timeout is None or timeout > WATCH_SECONDS:
-            timeout = WATCH_SECONDS
+        for fd in (*fds, self._waker.fd):
+            poll.register(fd, select.POLLIN)
         poll.poll(None if timeout is None else timeout * 1000)
         self._waker.clear()

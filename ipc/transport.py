@@ -1,76 +1,225 @@
-"""Sockets and the folder they live in."""
+"""Sockets, the addresses they listen at, and the folders those lie in."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from .config import EngineConfig
-from .errors import InvalidArgumentError
+from .errors import AddressInUseError, InvalidArgumentError
 
 MAX_PATH_BYTES = 107  # of a Unix socket, by the kernel
+MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of whoever sends more
+RECEIVE_QUEUE, SEND_QUEUE = 100, 100  # messages that libzmq holds for each peer of the core
+Socket = zmq.Socket[bytes]
+
+
+class Endpoints(msgspec.Struct, frozen=True):
+    """Where a core listens, and who may come in."""
+
+    address: str  # ipc://PATH or tcp://HOST:PORT
+    admin_address: str = ""  # connections to this one may change the engine for everyone
+    secret_key: str = ""  # of the server, CURVE in Z85; empty: no CURVE
+    allowed_keys: str = ""  # path of the list of public keys, read anew for each connection
+    token: bytes = b""  # what a Hello must hold; with one, every connection is an admin's
 
 
 class CoreLaunch(msgspec.Struct):
     """What a starting core reads from its standard input, as msgpack."""
 
     config: EngineConfig
-    address: str
-    token: bytes
+    endpoints: Endpoints
     instance_id: bytes
     epoch: int
     parent_pid: int
-    report_fd: int  # where its `StartReport` goes
+    report_fd: int  # where its `StartReport` goes, and each `DesiredState` after it
+    journal_fd: int
+    crash_fd: int  # where its last traceback goes
     runtime_dir: str  # removed by the core if its parent dies
+    drain_timeout: float  # seconds; 0: SIGTERM ends it at once
+    suspects: list[int] = []  # requests to compute alone until they have brought a token
+    quarantined: dict[int, str] = {}  # requests to refuse, and why
+    decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing, by the first core
+    paused: bool = False
+    restarts: int = 0
+    last_crash: str = ""
 
 
 def make_runtime_dir() -> str:
     """A folder for one embedded core's socket that only this user can enter."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if not (base and os.path.isdir(base) and os.access(base, os.W_OK)):
-        base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="mainspring-", dir=base)
+    return tempfile.mkdtemp(prefix="mainspring-", dir=_runtime_base() or tempfile.gettempdir())
 
 
 def remove_runtime_dir(path: str) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    if path:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def ipc_address(folder: str) -> str:
-    path = os.path.join(folder, "core.sock")
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+def default_folder() -> Path:
+    """This user's folder for the socket of a daemon, made if need be.
+
+    Raises:
+        InvalidArgumentError: something else is in its place, or others could enter it.
+    """
+    base = _runtime_base()
+    folder = Path(base, "mainspring") if base else Path(tempfile.gettempdir(), f"mainspring-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise InvalidArgumentError(f"the folder {folder} can't be made: {error.strerror}; give --listen") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise InvalidArgumentError(f"{folder} is not a folder that only you can enter: remove it, or give --listen")
+    return folder
+
+
+def _runtime_base() -> str:
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    return base if base and os.path.isdir(base) and os.access(base, os.W_OK) else ""
+
+
+def ipc_path(address: str) -> Path | None:
+    """The socket's path of an ipc address; None for tcp.
+
+    Raises:
+        InvalidArgumentError: no address of ours, or a path too long for a socket.
+    """
+    kind, _, rest = address.partition("://")
+    if kind == "tcp" and rest.rpartition(":")[0] and rest.rpartition(":")[2].isdigit():
+        return None
+    if kind != "ipc" or not rest:
+        raise InvalidArgumentError(f"{address!r} is no address; it must be ipc://PATH or tcp://HOST:PORT")
+    size = len(os.fsencode(rest))
+    if size > MAX_PATH_BYTES:
         raise InvalidArgumentError(
-            f"socket path {path!r} has {len(os.fsencode(path))} bytes; the limit is {MAX_PATH_BYTES}: "
-            "set TMPDIR or XDG_RUNTIME_DIR to a shorter folder"
+            f"socket path {rest!r} has {size} bytes; the limit is {MAX_PATH_BYTES}: choose a shorter one, or set "
+            "TMPDIR or XDG_RUNTIME_DIR to a shorter folder"
         )
-    return f"ipc://{path}"
+    return Path(rest)
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """The core's socket. Sends never block: a peer that is gone or slow is an error to handle, not to wait for."""
+def ipc_address(folder: str | Path) -> str:
+    address = f"ipc://{folder}/core.sock"
+    ipc_path(address)
+    return address
+
+
+def lock_address(address: str) -> int | None:
+    """Make `address` ours until the descriptor returned is closed, or the process ends; None for tcp, where binding
+    decides. A second bind on a live Unix socket would succeed and steal it. A socket file without a lock is left from
+    a crash, and is replaced.
+
+    Raises:
+        AddressInUseError: a live process has it.
+        InvalidArgumentError: the path is too long, or its folder can't be written.
+    """
+    path = ipc_path(address)
+    if path is None:
+        return None
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True)
+        fd = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path.parent} can't be written: {error.strerror}; choose another folder") from None
+    try:
+        for _ in range(3):  # one who asks whose it is may hold it for an instant
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.02)
+        else:
+            raise BlockingIOError
+    except BlockingIOError:
+        owner = os.pread(fd, 20, 0).decode()
+        os.close(fd)
+        raise AddressInUseError(f"{address} is in use by process {owner}: stop it, or choose another address") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def lock_holder(address: str) -> int | None:
+    """The process that has locked `address`, if one lives; None for tcp."""
+    path = ipc_path(address)
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return int(os.pread(fd, 20, 0))
+        finally:
+            os.close(fd)
+    return None
+
+
+def bind_router(
+    context: zmq.Context[Socket], address: str, heartbeat_timeout: float = 10.0, secret_key: str = ""
+) -> Socket:
+    """A core's socket. Sends never block: a peer that is gone or slow is an error to handle, not to wait for.
+
+    Raises:
+        AddressInUseError: another process listens there.
+        InvalidArgumentError: nobody can.
+    """
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.MAXMSGSIZE, 1 << 30)
-    router.bind(address)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+    router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+    router.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_timeout * 1000 / 3))
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_timeout * 1000))
+    if secret_key:
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt_string(zmq.CURVE_SECRETKEY, secret_key)
+    old = os.umask(0o177)  # a socket file is its owner's alone
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        router.close()
+        if error.errno == zmq.EADDRINUSE:
+            raise AddressInUseError(f"{address} is in use: stop who listens there, or choose another") from None
+        raise InvalidArgumentError(f"nobody can listen at {address}: {error.strerror}") from None
+    finally:
+        os.umask(old)
     return router
 
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A frontend's socket, new for each epoch: frames queued in an old one would reach the next core."""
+def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None = None) -> Socket:
+    """A frontend's socket, to be connected when it has its monitor, which else misses what happens first; new for each
+    connection, for frames queued in an old one would reach the next core. `keys`: own public, own secret, and the
+    server's public one."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.SNDHWM, 0)
-    dealer.connect(address)
+    dealer.setsockopt(zmq.RCVHWM, 0)  # what was asked for is taken in, even while nobody calls step()
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    # Only the kernel's word counts for a lost connection: a core that is stopped, or busy, is not lost.
+    dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    dealer.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    dealer.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
+    if keys is not None:
+        own, secret, server = keys
+        dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, own)
+        dealer.setsockopt_string(zmq.CURVE_SECRETKEY, secret)
+        dealer.setsockopt_string(zmq.CURVE_SERVERKEY, server)
     return dealer
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mainspring.core.block_pool import NULL_BLOCK
+from mainspring.core.engine_core import EngineCore
 from mainspring.core.kv_cache import KVCacheManager
 from mainspring.core.kv_layout import KVGroup
 from mainspring.core.request import Request
-from mainspring.core.scheduler import Scheduler
+from mainspring.core.scheduler import PauseMode, Scheduler
 from mainspring.core.step import IN_FLIGHT, Step
-from mainspring.ipc.config import SchedulerConfig
-from mainspring.ipc.messages import AddRequest, Finished, Outputs, Sampling, Started, Stats
+from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
+from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
 Windows = Sequence[int | None]
@@ -155,6 +157,7 @@ class Engine:
         depth: steps in flight.
         weights: of the frontends.
         num_blocks: without the null block; none: what the longest request needs, and as much again.
+        suspects: how many requests may be added as suspects.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -168,6 +171,7 @@ class Engine:
         depth: int = 1,
         weights: Sequence[float] = (1.0,),
         prefix_caching: bool = True,
+        suspects: int = 0,
         **limits: Any,
     ) -> None:
         limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
@@ -178,12 +182,25 @@ class Engine:
         groups = [KVGroup(window, ()) for window in windows]
         self.kv = KVCacheManager(groups, block_size, num_blocks + 1, prefix_caching)
         self.now = 0.0
-        self.scheduler = Scheduler(SchedulerConfig(**limits), self.kv, max_model_len, clock=lambda: self.now)
+        self.suspects = set(range(suspects))  # keys; those of all others are larger
+        self.told_suspects = set(self.suspects)  # left, as the scheduler says
+        self._suspect_keys = iter(range(suspects))
+        self.scheduler = Scheduler(
+            SchedulerConfig(**limits),
+            self.kv,
+            max_model_len,
+            clock=lambda: self.now,
+            suspects=self.suspects,
+            on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
+        )
         self.model = StandInModel(windows, block_size, num_blocks + 1, limits["max_num_seqs"], max_model_len)
         for frontend, weight in enumerate(weights):
             self.scheduler.fair.register(frontend, weight)
         self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
         self.messages: dict[Key, AddRequest] = {}
+        self.keys: dict[Key, int] = {}
+        self.slow: set[int] = set()  # frontends without credit
+        self.aborted: set[Key] = set()
         self.outputs: dict[Key, list[int]] = defaultdict(list)
         self.started: dict[Key, Started] = {}
         self.finished: dict[Key, Finished] = {}
@@ -202,25 +219,43 @@ class Engine:
         priority: int = 0,
         output: Sequence[int] = (),
         salt: str = "",
+        suspect: bool = False,
     ) -> Key:
         handle = len(self.messages)
         sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=list(stop))
         message = AddRequest(handle, str(handle), list(prompt), sampling, priority, list(output), salt)
         self.now += 1.0
-        self.scheduler.add(Request(message, frontend, self.now, self.max_model_len))
+        key = self.keys[frontend, handle] = next(self._suspect_keys) if suspect else 1_000_000 + handle
+        self.scheduler.add(Request(message, frontend, self.now, self.max_model_len, key=key))
         self.messages[frontend, handle] = message
         return frontend, handle
 
     def abort(self, *keys: Key) -> None:
+        self.aborted.update(keys)
         for frontend, handle in keys:
+            self._forget_suspect((frontend, handle))
             self.scheduler.abort(frontend, [handle])
+
+    def set_credit(self, frontend: int, given: bool) -> None:
+        (self.slow.discard if given else self.slow.add)(frontend)
+        self.scheduler.set_credit(frontend, given)
+
+    def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+        if mode == "abort":
+            gone = set(self._requests())
+            self.aborted |= gone
+            for key in gone:
+                self._forget_suspect(key)
+        self.scheduler.pause(mode, clear_cache)
 
     # ------------------------------------------------------------------ the loop
 
     def launch(self) -> Step | None:
         """Schedule one step and run it; its tokens are not told yet."""
+        ran = {key for key, r in self._requests().items() if r.admitted_at is not None}
         step = self.scheduler.schedule()
         if step is not None:
+            self._check_step(step, ran)
             assert len(set(step.slots.tolist())) == len(step.slots), "a slot stands twice in a step"
             assert (step.counts > 0).all()
             assert step.num_tokens == step.counts.sum() <= self.budget, "the budget is exceeded"
@@ -235,6 +270,31 @@ class Engine:
             self.in_flight.append((step, self.model.execute(step)))
         self.check()
         return step
+
+    def _requests(self) -> dict[Key, Request]:
+        return {(f.id, handle): r for f in self.scheduler.fair for handle, r in f.requests.items()}
+
+    def _check_step(self, step: Step, ran: set[Key]) -> None:
+        """Suspects run alone, and nobody does who may not run."""
+        requests = [self.scheduler._running[slot] for slot in step.slots.tolist()]
+        assert step.keys.tolist() == [r.key for r in requests]
+        assert not any(other.solo for other, _ in self.in_flight), "something was launched beside a suspect"
+        assert step.solo == any(r.key in self.suspects for r in requests)
+        if step.solo:
+            assert len(requests) == 1, "a suspect runs with others"
+            assert not self.in_flight, "a suspect runs beside a step in flight"
+        assert not any(r.frontend in self.slow for r in requests), "something is computed for a frontend without credit"
+        assert self.scheduler.paused in (None, "wait"), "something is computed during a pause"
+        if self.scheduler.paused == "wait":
+            assert all((r.frontend, r.handle) in ran for r in requests), "a request begins during a pause"
+        if not self.in_flight:
+            for request, position in zip(requests, step.positions.tolist(), strict=True):
+                key = request.frontend, request.handle
+                assert position == len(self.messages[key].output_token_ids) + len(self.outputs[key])
+
+    def _forget_suspect(self, key: Key) -> None:
+        if key in self._requests():
+            self.suspects.discard(self.keys[key])
 
     def retire(self) -> None:
         """Take in the oldest step in flight."""
@@ -272,8 +332,10 @@ class Engine:
                 assert started.handle in out.handles, "Started comes with the first token"
                 self.started[key] = started
             for handle, token in zip(out.handles, out.token_ids, strict=True):
-                assert (frontend, handle) in self.started, "a token without Started"
+                resumed = self.messages[frontend, handle].output_token_ids
+                assert (frontend, handle) in self.started or resumed, "a token without Started"
                 assert (frontend, handle) not in self.finished, "a token after the end"
+                self.suspects.discard(self.keys[frontend, handle])
                 self.outputs[frontend, handle].append(token)
             for finished in out.finished:
                 assert (frontend, finished.handle) not in self.finished, "ended twice"
@@ -291,16 +353,24 @@ class Engine:
         listed.update(block for _, blocks in self.kv._deferred for block in blocks)
         del listed[NULL_BLOCK]
         self.kv.pool.check(listed)
-        waiting = sum(len(f.requests) - f.num_running for f in self.scheduler.fair._frontends.values())
-        assert self.stats.num_waiting == waiting, "the count of those who wait is wrong"
+        frontends = list(self.scheduler.fair)
+        assert self.stats.num_waiting == sum(len(f.requests) - f.num_running for f in frontends), "miscounted"
+        for frontend in frontends:
+            queued = sum(len(r.tokens) for r in frontend.requests.values() if r.queued)
+            assert frontend.waiting_tokens == queued, "the tokens that wait are miscounted"
+        assert self.told_suspects == self.suspects
+        held: Counter[int] = Counter()
+        for request in self.scheduler._running.values():
+            held[request.frontend] += sum(b != NULL_BLOCK for table in request.tables for b in table)
+        assert +self.kv.held == held, "the blocks of a frontend are miscounted"
 
-    def check_outputs(self, aborted: Collection[Key] = ()) -> None:
+    def check_outputs(self) -> None:
         """Invariants 2 and 3: every request ended exactly once, with exactly the tokens it has without a scheduler.
-        Those `aborted` may have ended earlier."""
+        Those aborted may have ended earlier."""
         assert set(self.finished) == set(self.messages)
         for key, message in self.messages.items():
             output, reason = expected_output(message, self.windows, self.max_model_len)
-            if key in aborted and self.finished[key].reason == "abort":
+            if key in self.aborted and self.finished[key].reason == "abort":
                 assert self.outputs[key] == output[: len(self.outputs[key])]
             else:
                 assert (self.outputs[key], self.finished[key].reason) == (output, reason)
@@ -315,3 +385,64 @@ def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) 
         full = -(-num_tokens // block_size)
         most += full if window is None else min(full, -(-(window - 1 + budget) // block_size) + 1)
     return most
+
+
+class StandInExecutor:
+    """The stand-in model as the executor of an `EngineCore`. `launched` is told each step before it is computed."""
+
+    accepts_embeddings = False
+    max_model_len = 64
+
+    def __init__(self, config: EngineConfig, launched: Callable[[Step], None] = lambda step: None) -> None:
+        cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
+        self.num_blocks = cache.num_gpu_blocks_override or 200
+        self.layout = SimpleNamespace(groups=[KVGroup(None, ())])
+        self._model = StandInModel((None,), cache.block_size, self.num_blocks, slots, self.max_model_len)
+        self._launched = launched
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts(VOCAB, 8, self.max_model_len, "float32")
+
+    def explain(self) -> list[str]:
+        return []
+
+    def execute(self, step: Step) -> tuple[Step, np.ndarray]:
+        self._launched(step)
+        return step, self._model.execute(step)
+
+    def sample(self, launched: tuple[Step, np.ndarray]) -> tuple[Step, np.ndarray]:
+        return launched
+
+    def tokens(self, sampled: tuple[Step, np.ndarray]) -> np.ndarray:
+        self._model.retire(sampled[0])
+        return sampled[1]
+
+
+def make_core(
+    launched: Callable[[Step], None] = lambda step: None, service: ServiceConfig | None = None, **rest: Any
+) -> EngineCore:
+    """An `EngineCore` over the stand-in model. `rest`: fields of `SchedulerConfig`, and what else it takes."""
+    more = {name: rest.pop(name) for name in ("journal", "suspects", "quarantined") if name in rest}
+    config = EngineConfig(scheduler_config=SchedulerConfig(**rest), service_config=service or ServiceConfig())
+    return EngineCore(config, lambda config: StandInExecutor(config, launched), **more)
+
+
+def message(handle: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **fields: Any) -> AddRequest:
+    return AddRequest(handle, str(handle), list(prompt), Sampling(max_tokens), **fields)
+
+
+def run_core(core: EngineCore, steps: int = 1000) -> dict[Key, tuple[list[int], Finished]]:
+    """Step until there is nothing to do; the tokens and the end of every request that ended."""
+    tokens: dict[Key, list[int]] = defaultdict(list)
+    ended: dict[Key, tuple[list[int], Finished]] = {}
+    while core.has_work:
+        assert steps, "the core is stuck"
+        steps -= 1
+        for frontend, out in core.step().items():
+            for handle, token in zip(out.handles, out.token_ids, strict=True):
+                tokens[frontend, handle].append(token)
+            for finished in out.finished:
+                key = frontend, finished.handle
+                assert key not in ended, "ended twice"
+                ended[key] = tokens[key], finished
+    return ended

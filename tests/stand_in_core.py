@@ -1,13 +1,11 @@
-"""A core without a model behind a real server, and a stand-in for the process it would run in: what tests of the
-clients connect to."""
+"""Cores without a model behind real servers, and a stand-in for the supervisor that starts one after the other: what
+tests of the clients connect to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,23 +16,27 @@ import msgspec
 
 from mainspring.core.__main__ import handle
 from mainspring.ipc.codec import decode_value, encode_value
-from mainspring.ipc.config import EngineConfig
-from mainspring.ipc.errors import InvalidRequestError
-from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Ready, Started
+from mainspring.ipc.config import EngineConfig, ServiceConfig
+from mainspring.ipc.errors import EngineDeadError, InvalidRequestError
+from mainspring.ipc.messages import AddRequest, CoreStatus, Finished, ModelFacts, Outputs, Ready, Started
 from mainspring.ipc.server import CoreServer
-from mainspring.ipc.transport import ProcessWatch, describe_exit, ipc_address, make_runtime_dir, remove_runtime_dir
+from mainspring.ipc.transport import Endpoints, ipc_address, make_runtime_dir, remove_runtime_dir
 
 EPOCH = 3
 STEP_SECONDS = 0.0002
 
 
 class StandInCore:
-    """Each request's tokens are its first prompt token and the numbers after it, `max_tokens` of them, one a step."""
+    """Each request's tokens are its first prompt token and the numbers after it, `max_tokens` of them, one a step. One
+    that was resumed goes on where its output tokens end."""
 
     def __init__(self) -> None:
         self.config = EngineConfig()
         self.model = ModelFacts(1000, 8, 1 << 20, "float32")
         self.connected: list[tuple[int, float]] = []
+        self.sessions: list[tuple[bytes, str, bool]] = []
+        self.credits: list[tuple[int, bool]] = []
+        self.added: list[AddRequest] = []
         self.disconnected: list[int] = []
         self.num_ended = 0
         self.tensors: list[bytes] = []
@@ -42,8 +44,14 @@ class StandInCore:
         self._requests: dict[tuple[int, int], tuple[AddRequest, int]] = {}
         self._notices: list[tuple[int, Finished]] = []
 
-    def connect(self, frontend: int, weight: float = 1.0) -> None:
+    def connect(
+        self, frontend: int, weight: float = 1.0, session: bytes = b"", name: str = "", admin: bool = True
+    ) -> None:
         self.connected.append((frontend, weight))
+        self.sessions.append((session, name, admin))
+
+    def set_credit(self, frontend: int, given: bool) -> None:
+        self.credits.append((frontend, given))
 
     def disconnect(self, frontend: int) -> None:
         self.disconnected.append(frontend)
@@ -51,7 +59,8 @@ class StandInCore:
             del self._requests[key]
 
     def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None:
-        self._requests[frontend, request.handle] = request, 0
+        self.added.append(request)
+        self._requests[frontend, request.handle] = request, len(request.output_token_ids)
         self.tensors += map(bytes, tensors)
 
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
@@ -59,7 +68,7 @@ class StandInCore:
             if self._requests.pop((frontend, handle_), None):
                 self._notices.append((frontend, Finished(handle_, "abort")))
 
-    def call(self, method: str, args: msgspec.Raw) -> msgspec.Raw:
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw:
         values = decode_value(args, list)
         if method == "sleep":
             time.sleep(values[0])
@@ -96,62 +105,77 @@ class StandInCore:
         return outputs
 
 
-class StandInProcess:
-    """What a `CoreProcess` offers a client: here the core is a thread, and a sleeping child process is what lives and
-    dies in its place."""
+class StandInOwner:
+    """What keeps a core running, as far as a client cares. Here each core is a server and a thread; `kill` ends one
+    without a word, `restart` starts the next, `give_up` says that there will be none."""
 
-    def __init__(self) -> None:
-        self.core = StandInCore()
-        self.token = secrets.token_bytes(16)
+    def __init__(self, address: str | None = None, service: ServiceConfig | None = None, **endpoints: str) -> None:
+        self.token = b"" if address else secrets.token_bytes(16)
         self.folder = make_runtime_dir()
-        self.address = ipc_address(self.folder)
+        self.address = address or ipc_address(self.folder)
+        self.endpoints = Endpoints(self.address, token=self.token, **endpoints)
         self.instance_id = secrets.token_bytes(8)
-        self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        self.watch = ProcessWatch(self._child.pid, lambda: self._child.poll() is not None)
-        self.server = CoreServer(self.address, self.instance_id, EPOCH, self.token)
-        ready = Ready(self.instance_id, EPOCH, self.core.model, msgspec.json.encode(self.core.config))
-        self.server.announce(ready)
-        self._stopping = False
+        self.epoch = EPOCH - 1
+        self.error: EngineDeadError | None = None
+        self._service = service or ServiceConfig()
         self.events: deque[Any] = deque(maxlen=100_000)
+        self.busy = False
+        self.restart()
+
+    def restart(self, **facts: Any) -> None:
+        """The next core; `facts` replace fields of its `ModelFacts`."""
+        self.load(**facts)
+        self.announce()
+
+    def load(self, **facts: Any) -> None:
+        """The next core, as far as it is before its model is there."""
+        self.epoch += 1
+        core = self.core = StandInCore()
+        core.model = msgspec.structs.replace(core.model, **facts)
+        status = CoreStatus(self.epoch, os.getpid(), os.getpid(), "loading")
+        self.server = CoreServer(self.endpoints, self.instance_id, self.epoch, status, self._service)
+
+    def announce(self) -> None:
+        core = self.core
+        self.server.announce(Ready(self.instance_id, self.epoch, core.model, msgspec.json.encode(core.config)))
+        self._stopping = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def exit_text(self) -> str | None:
-        code = self._child.poll()
-        return None if code is None else describe_exit(code)
-
     def kill(self) -> None:
-        """The core dies with SIGKILL: nothing more comes from it."""
-        self._stop_serving("")
-        self._child.kill()
+        """The core is gone, in the middle of whatever it did: nothing more comes from it, not even what it had handed
+        to its server."""
+        self._end_loop()
+        self.server.stop(None)
 
-    def fail(self, reason: str) -> None:
-        """The core ends by an error of its own, and says so."""
-        self._stop_serving(reason)
-        self._child.kill()
+    def stop(self, reason: str) -> None:
+        """The core ends in good order, and says so."""
+        self._end_loop()
+        self.server.stop(reason)
+
+    def give_up(self, reason: str) -> None:
+        self.error = EngineDeadError(reason)
+
+    def dead_error(self) -> EngineDeadError | None:
+        return self.error
 
     def close(self) -> None:
         """A client lets go: a core that is shared stays."""
 
     def end(self) -> None:
-        self._stop_serving("")
-        self._child.kill()
-        self._child.wait()
-        self.watch.close()
+        self.stop("")
         remove_runtime_dir(self.folder)
 
-    def _stop_serving(self, reason: str) -> None:
+    def _end_loop(self) -> None:
         self._stopping = True
-        self._thread.join(5)
-        self.server.stop(reason)
+        self._thread.join()
 
     def _serve(self) -> None:
-        """As `serve` of the core process, until told to stop."""
+        """As the loop of the core process, until told to stop; it takes nothing while it is `busy`."""
         while not self._stopping:
+            if self.busy:
+                time.sleep(0.001)
+                continue
             events = self.server.receive(wait=False)
             for event in events:
                 self.events.append(event)
@@ -164,12 +188,12 @@ class StandInProcess:
 
 
 @contextlib.contextmanager
-def stand_in() -> Iterator[StandInProcess]:
-    process = StandInProcess()
+def stand_in(**options: Any) -> Iterator[StandInOwner]:
+    owner = StandInOwner(**options)
     try:
-        yield process
+        yield owner
     finally:
-        process.end()
+        owner.end()
 
 
 def open_descriptors() -> int:

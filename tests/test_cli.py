@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
+from pathlib import Path
 
 import pytest
+import yaml
 
 from mainspring import __version__
 from mainspring.engine import llm_engine
-from mainspring.engine.cli import main
+from mainspring.engine.cli import _parser, main
 from mainspring.engine.clients import make_client
+from mainspring.engine.daemon_options import DaemonOptions
+from mainspring.ipc.keys import AllowedKey, default_allowed, load_allowed, load_keypair
+from mainspring.ipc.logs import JsonLines
 
 COMMAND = [sys.executable, "-P", "-m", "mainspring.engine.cli"]
+DOCKER = Path(__file__).resolve().parent.parent / "docker"
 QUESTIONS = ["What is two plus three?", "What is two plus four?"]
 Capture = pytest.CaptureFixture[str]
 
@@ -43,6 +52,19 @@ def test_version(capsys: Capture) -> None:
         (["chat", "--min-tokens=9", "--max-tokens=3"], 2, "min_tokens is 9"),
         (["generate", "--model=/no/such/model", "hi"], 1, "'/no/such/model'"),
         (["generate", "--tensor-parallel-size=2", "hi"], 1, "tensor_parallel_size is 2"),
+        (["generate", "--key=x", "hi"], 2, "--key and --server-key are for --connect"),
+        (["chat", "--server-key=x"], 2, "--key and --server-key are for --connect"),
+        (["generate", "--connect=nonsense", "hi"], 2, "'nonsense' is no address"),
+        (["generate", "--connect=ipc:///no/such", "--max-num-seqs=3", "hi"], 2, "max_num_seqs"),
+        (["daemon", "--config=/no/such.toml"], 2, "/no/such.toml"),
+        (["daemon", "--listen=tcp://127.0.0.1:5555"], 2, "--insecure"),
+        (["daemon", "--listen=nonsense"], 4, "'nonsense' is no address"),
+        (["daemon", "--listen=ipc:///dev/null/x.sock"], 4, "can't be written"),
+        (["daemon", "--listen=ipc:///" + "x" * 200], 4, "the limit is 107"),
+        (["daemon", "--listen=tcp://203.0.113.1:5555", "--insecure"], 4, "nobody can listen at tcp://203.0.113.1"),
+        (["keys", "allow", "nonsense"], 2, "nonsense can't be read"),
+        (["keys", "allow", "k" * 40], 2, "give --name"),
+        (["keys", "list", "--allowed-keys=/no/such"], 2, "mainspring keys allow"),
     ],
 )
 @pytest.mark.usefixtures("core_in_this_process")
@@ -164,6 +186,72 @@ def test_no_prompt_text_is_logged_above_debug(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         assert main(["generate", "--max-tokens=4", "--stop=qqq", "Some private words."]) == 0
     assert "private" not in caplog.text
+
+
+def test_keys_are_made_allowed_and_listed(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["keys", "new"]) == 0
+    assert load_keypair(tmp_path / "mainspring" / "mainspring.key").public in capsys.readouterr().out
+    assert main(["keys", "new"]) == 2
+    assert main(["keys", "new", "laptop", "--output", str(tmp_path / "elsewhere")]) == 0
+    assert main(["keys", "allow", str(tmp_path / "elsewhere" / "laptop.pub"), "--weight=2.5"]) == 0
+    assert main(["keys", "allow", "k" * 40, "--name=ops", "--admin"]) == 0
+    capsys.readouterr()
+    assert main(["keys", "list"]) == 0
+    laptop = load_keypair(tmp_path / "elsewhere" / "laptop.key").public
+    assert capsys.readouterr().out == f"{laptop} laptop weight=2.5\n{'k' * 40} ops weight=1 admin\n"
+    assert load_allowed(default_allowed()) == {
+        laptop: AllowedKey("laptop", 2.5),
+        "k" * 40: AllowedKey("ops", admin=True),
+    }
+
+
+def test_json_log_lines_are_objects_with_what_a_text_line_says() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("mainspring.x", logging.ERROR, "", 0, "lost %d", (3,), sys.exc_info())
+    text = JsonLines("core").format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert (line["level"], line["process"], line["pid"]) == ("ERROR", "core", os.getpid())
+    assert (line["logger"], line["message"]) == ("mainspring.x", "lost 3")
+    assert "ValueError: two\nlines" in line["exception"]
+    assert datetime.fromisoformat(line["time"]).timestamp() == pytest.approx(record.created, abs=0.001)
+
+
+def test_commands_of_the_containers_are_commands_of_ours() -> None:
+    parser = _parser()
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    assert {name for name, service in services.items() if "depends_on" in service} == {"ask", "talk"}
+    socket = services["core"]["volumes"][0]
+    for name, service in services.items():
+        dockerfile = (DOCKER.parent / service["build"]["dockerfile"]).read_text()
+        assert f" AS {service['build']['target']}\n" in dockerfile
+        assert socket in service["volumes"]
+        words = [*service.get("entrypoint", ["mainspring"]), *service["command"]]
+        args = parser.parse_args(words[1:])
+        address = args.listen if name == "core" else args.connect
+        assert address == f"ipc://{socket.partition(':')[2]}/core.sock"
+    for file in DOCKER.glob("Dockerfile.*"):
+        instructions = file.read_text().replace("\\\n", " ")
+        assert re.search(r"^USER mainspring$", instructions, re.MULTILINE), file
+        commands = re.findall(r"^(?:HEALTHCHECK .*)?CMD (\[.*\])$", instructions, re.MULTILINE)
+        health = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", instructions, re.MULTILINE)
+        assert len(health) == 1, file
+        for words in map(json.loads, [*commands, *health]):
+            parser.parse_args(words[1:] if words[0] == "mainspring" else words)
+        copied = re.findall(r"^COPY (?!--from)(.*) \S+$", instructions, re.MULTILINE)
+        assert all((DOCKER.parent / source).exists() for line in copied for source in line.split()), file
+
+
+def test_the_systemd_unit_starts_a_daemon_and_waits_longer_than_it_drains() -> None:
+    unit = (DOCKER.parent / "docs" / "mainspring.service").read_text()
+    words = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0].split()
+    args = _parser().parse_args(words[1:])
+    assert args.command == "daemon"
+    assert args.listen == "ipc:///run/" + re.findall(r"^RuntimeDirectory=(.*)$", unit, re.MULTILINE)[0] + "/core.sock"
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > DaemonOptions().drain_timeout
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

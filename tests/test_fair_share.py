@@ -183,6 +183,15 @@ def test_more_frontends_than_seats_are_all_served(seats: int) -> None:
 # ---------------------------------------------------------------------- the order itself
 
 
+def share(by_priority: bool = False) -> FairShare:
+    return FairShare(by_priority, seats=8, blocks=64, held=Counter())
+
+
+def enter(fair: FairShare, new: Request) -> None:
+    fair.add(new)
+    fair.push(new)
+
+
 def request(handle: int, frontend: int = 0, prompt: int = 4, priority: int = 0, arrival: float = 0.0) -> Request:
     message = AddRequest(handle, "", [1] * prompt, Sampling(4), priority)
     return Request(message, frontend, arrival, 1024)
@@ -201,79 +210,91 @@ def order(fair: FairShare, charge: Callable[[Request], int] = lambda r: len(r.to
 
 
 def test_the_least_served_frontend_goes_first() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     for frontend in (0, 1):
         fair.register(frontend)
         for handle in range(3):
-            fair.push(request(handle, frontend, prompt=10 if frontend else 20))
+            enter(fair, request(handle, frontend, prompt=10 if frontend else 20))
     assert order(fair) == [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
 
 
 def test_service_counts_by_weight() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     for frontend, weight in ((0, 3.0), (1, 1.0)):
         fair.register(frontend, weight)
         for handle in range(6):
-            fair.push(request(handle, frontend))
+            enter(fair, request(handle, frontend))
     assert [frontend for frontend, _ in order(fair)[:8]].count(0) == 6
 
 
 def test_inside_a_frontend_the_order_is_arrival() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     fair.register(0)
     for handle, arrival in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 1.0)):
-        fair.push(request(handle, priority=-handle, arrival=arrival))
+        enter(fair, request(handle, priority=-handle, arrival=arrival))
     assert [handle for _, handle in order(fair)] == [2, 4, 3, 1]
 
 
 def test_inside_a_frontend_priority_goes_before_arrival_where_it_counts() -> None:
-    fair = FairShare(by_priority=True)
+    fair = share(by_priority=True)
     fair.register(0)
     for handle, priority in ((1, 5), (2, 0), (3, -1), (4, 0)):
-        fair.push(request(handle, priority=priority, arrival=float(handle)))
+        enter(fair, request(handle, priority=priority, arrival=float(handle)))
     assert [handle for _, handle in order(fair)] == [3, 2, 4, 1]
 
 
 def test_a_preempted_request_keeps_its_place() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     fair.register(0)
     first, second = request(1), request(2)
-    fair.push(first)
-    fair.push(second)
-    fair.of(0).pop()
+    enter(fair, first)
+    enter(fair, second)
+    assert fair.of(0).pop() is first
     fair.push(first)
     assert [handle for _, handle in order(fair)] == [1, 2]
 
 
 def test_one_that_was_idle_starts_level_with_the_least_served_and_has_saved_nothing() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     for frontend in range(3):
         fair.register(frontend)
     for frontend in (0, 1):
-        fair.push(request(0, frontend))
+        enter(fair, request(0, frontend))
     for frontend, so_far in ((0, 1000), (1, 600)):
         fair.charge(np.bincount([frontend], weights=[so_far]))
-    fair.push(request(0, 2))
+    enter(fair, request(0, 2))
     assert fair.of(2).served == 600
 
 
+def test_one_that_had_no_credit_starts_level_with_the_least_served_and_has_saved_nothing() -> None:
+    fair = share()
+    for frontend in (0, 1):
+        fair.register(frontend)
+        enter(fair, request(0, frontend))
+    fair.set_credit(0, False)
+    fair.charge(np.bincount([1], weights=[600]))
+    assert fair.next_waiting(set()) is fair.of(1)
+    fair.set_credit(0, True)
+    assert fair.of(0).served == 600
+
+
 def test_one_that_was_served_much_is_not_forgiven_for_pausing() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     fair.register(0)
     fair.register(1)
     fair.of(0).served = 500.0
-    fair.push(request(0, 1))
-    fair.push(request(0, 0))
+    enter(fair, request(0, 1))
+    enter(fair, request(0, 0))
     assert fair.of(0).served == 500.0
 
 
 def test_a_finished_request_is_passed_over() -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     fair.register(0)
     gone, stays = request(1), request(2)
-    fair.push(gone)
-    fair.push(stays)
-    fair.of(0).finish(gone)
+    enter(fair, gone)
+    enter(fair, stays)
+    fair.end(gone)
     assert fair.of(0).waiting_tokens == len(stays.tokens)
     assert order(fair) == [(0, 2)]
 
@@ -285,14 +306,14 @@ def test_a_finished_request_is_passed_over() -> None:
 def test_quotas_divide_the_budget_and_leave_nothing_that_somebody_wants(
     budget: int, wants: list[tuple[int, int, float]]
 ) -> None:
-    fair = FairShare(by_priority=False)
+    fair = share()
     running, wanted = {}, {}
     for frontend, (runs, waits, weight) in enumerate(wants):
         fair.register(frontend, weight)
         if runs:
             running[frontend] = runs
         if waits:
-            fair.push(request(0, frontend, prompt=waits))
+            enter(fair, request(0, frontend, prompt=waits))
         wanted[frontend] = runs + waits
     quotas = fair.quotas(budget, running)
     assert sum(quotas.values()) <= budget

@@ -14,14 +14,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mainspring.core.model import fuse
-from mainspring.core.model.experts import clockwork_experts, use_clockwork_experts
+from mainspring.core.model.attention import attention_set
 from mainspring.core.model.fuse import FuseReport, fuse_model
 from mainspring.core.model.fuse_match import TOLERANCE, difference
-from mainspring.core.model.fuse_observe import row_local_attention
-from mainspring.core.model.fuse_rows import ELEMENTWISE, RowInvariant
-from mainspring.core.model.fuse_watch import row_dependence
+from mainspring.core.model.fuse_observe import STAND_IN
 from mainspring.core.model.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
 from mainspring.core.model.parameters import ParameterMap
+from mainspring.core.model.row_invariant import ELEMENTWISE, RowInvariant, is_row_invariant, make_row_invariant
 from mainspring.kernels.reference import ReferenceBackend
 
 VOCAB = 128
@@ -133,10 +132,10 @@ def test_what_is_expected_is_fused_and_logits_agree(name: str, dtype: torch.dtyp
 def test_a_row_has_the_same_bits_whatever_other_rows_there_are(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
     fuse_model(model, BACKEND)
-    use_clockwork_experts(model)
-    assert row_dependence(model) == []
+    make_row_invariant(model)
+    assert is_row_invariant(model)
     ids = token_ids(64)
-    with row_local_attention(model):
+    with attention_set(model, STAND_IN):
         together = logits_of(model, ids)
         for start, end in ((0, 8), (8, 16), (40, 56), (24, 64)):
             assert torch.equal(logits_of(model, ids[start:end], first=start), together[start:end])
@@ -248,6 +247,25 @@ def test_a_gated_mlp_with_a_clamp_only_has_its_projections_joined() -> None:
     assert (logits_of(model, token_ids(16)) - before).abs().max() <= 1e-5 * before.std()
 
 
+class UpFirstMLP(nn.Module):
+    """A gated MLP that holds its layers in another order than it runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.gate = nn.Linear(96, 64), nn.Linear(64, 96), nn.Linear(64, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return down
+
+
+def test_gate_and_up_are_told_apart_in_any_order() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp = UpFirstMLP().eval().requires_grad_(False)
+    report = fuse_model(model, BACKEND)
+    assert report.decisions["model.layers.1.mlp"].options == ["gate", "up", "down", "silu"], report.lines()
+
+
 class TwoInputs(nn.Module):
     """Two layers side by side, over two tensors; or over one that changes in between."""
 
@@ -346,7 +364,7 @@ class TestJoinedProjections:
         x = torch.randn(1, 8, 4)
         for part in parts:
             part(x)
-        assert joined._handoff.pending is None
+        assert joined._handoff == [None]
 
 
 class DroppingMLP(nn.Module):
@@ -359,8 +377,8 @@ class DroppingMLP(nn.Module):
 def test_a_module_that_drops_tokens_is_reported() -> None:
     model = build("llama")
     model.model.layers[1].mlp = DroppingMLP()
-    use_clockwork_experts(model)
-    assert row_dependence(model) == ["model.layers.1.mlp"]
+    make_row_invariant(model)
+    assert not is_row_invariant(model)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -368,8 +386,8 @@ def test_a_module_that_drops_tokens_is_reported() -> None:
 def test_experts_give_a_token_the_same_bits_alone_and_in_a_batch(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype)
     eager = build(name, dtype)
-    lines = use_clockwork_experts(model)
-    assert any("2 x " in line and "grouped by expert" in line for line in lines)
+    lines = make_row_invariant(model)
+    assert any("2 x " in line and "products over some of the rows" in line for line in lines)
     experts, own = (m.get_submodule("model.layers.0.mlp.experts") for m in (model, eager))
     eager.set_experts_implementation("eager")
     torch.manual_seed(5)
@@ -377,28 +395,27 @@ def test_experts_give_a_token_the_same_bits_alone_and_in_a_batch(name: str, dtyp
     weights = scores.values.to(dtype)
     with torch.inference_mode():
         together = experts(x, scores.indices, weights)
-        assert torch.equal(together, clockwork_experts(experts, x, scores.indices, weights))
         assert difference(own(x, scores.indices, weights), together) <= TOLERANCE[dtype]
         for start in range(0, 64, 8):
             rows = slice(start, start + 8)
             assert torch.equal(experts(x[rows], scores.indices[rows], weights[rows]), together[rows])
 
 
-def test_the_models_own_experts_are_not_clockwork_which_is_why_ours_exist() -> None:
+def test_experts_are_not_clockwork_on_their_own_which_is_why_they_are_padded() -> None:
     model = build("mixtral")
     model.set_experts_implementation("eager")
-    assert any("experts" in path for path in row_dependence(model))
-    use_clockwork_experts(model)
-    assert row_dependence(model) == []
+    assert not is_row_invariant(model)
+    make_row_invariant(model)
+    assert is_row_invariant(model)
 
 
 def test_experts_of_another_make_run_padded() -> None:
     model = build("jetmoe")
     before = logits_of(model, token_ids(24))
-    lines = use_clockwork_experts(model)
+    lines = make_row_invariant(model)
     assert any("JetMoeParallelExperts runs row-invariant" in line for line in lines)
     assert (logits_of(model, token_ids(24)) - before).abs().max() <= 1e-5 * before.std()
-    assert use_clockwork_experts(model) == []
+    assert make_row_invariant(model) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -37,7 +37,7 @@ TRANSFORMERS_ROOMS = {"core", "demo"}
 NO_PICKLE_ROOMS = {"", "ipc", "core", "engine"}
 NOT_FROM_THE_WIRE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 CONSOLE = {"mainspring.engine.cli", "mainspring.engine.console"}  # what prints
-PUBLIC_NAMES = ["LLM", "LLMEngine", "SamplingParams", "EngineArgs"]
+PUBLIC_NAMES = ["LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams", "EngineArgs"]
 
 
 class Import(NamedTuple):
@@ -254,7 +254,7 @@ def test_no_file_names_the_place_of_this_clone() -> None:
 def test_readme_python_prints_what_the_readme_shows() -> None:
     """Each python block that is followed by a plain one is run, and the plain one is what it prints."""
     pairs = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(pairs) == 2
+    assert len(pairs) == 3
     for code, shown in pairs:
         assert run_python(code).rstrip() == shown.rstrip()
 

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import stand_in_core
 from mainspring import LLM, RequestOutput, SamplingParams
+from mainspring.demo import MODEL_PATH
+from mainspring.engine import llm as llm_module
+from mainspring.engine import llm_engine
+from mainspring.ipc.config import EngineConfig, ModelConfig
 from mainspring.ipc.errors import (
     InvalidArgumentError,
     InvalidRequestError,
     ModelNotFoundError,
     NotSupportedError,
+    OverloadedError,
     UnknownArgumentError,
 )
+from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs
+from stand_in_core import StandInOwner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -191,6 +204,121 @@ def test_an_unknown_argument_or_model_is_said_before_a_core_is_started() -> None
         LLM(max_num_seq=4)
     with pytest.raises(ModelNotFoundError, match="no such folder"):
         LLM("/no/such/model")
+
+
+# ------------------------------------------------------------------ a daemon, and its limits
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInOwner]:
+    config = EngineConfig(model_config=ModelConfig(model=str(MODEL_PATH)))
+    monkeypatch.setattr(stand_in_core, "EngineConfig", lambda: config)
+    with stand_in_core.stand_in(address=f"ipc://{tmp_path}/core.sock") as owner:
+        yield owner
+
+
+def test_an_llm_on_a_daemon_generates(daemon: StandInOwner) -> None:
+    for model in (None, str(MODEL_PATH), os.path.relpath(MODEL_PATH)):
+        with LLM(model, connect=daemon.address, skip_tokenizer_init=True, name="mine") as llm:
+            outputs = llm.generate([[3], [9]], SamplingParams(max_tokens=3), use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == [[3, 4, 5], [9, 10, 11]]
+            assert daemon.core.sessions[-1][1] == "mine"
+
+
+def test_what_is_the_daemons_to_decide_is_refused_by_name(daemon: StandInOwner) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_num_seqs is given beside connect"):
+        LLM(connect=daemon.address, max_num_seqs=4)
+    with pytest.raises(UnknownArgumentError, match="did you mean 'server_key'"):
+        LLM(connect=daemon.address, server_kye="x")
+    with pytest.raises(InvalidArgumentError, match=f"model mismatch: model is 'other', .* serves '{MODEL_PATH}'"):
+        LLM("other", connect=daemon.address, skip_tokenizer_init=True)
+
+
+class BusyClient:
+    """A client of a core with limits: a request ends when its outputs are asked for, the oldest first."""
+
+    def __init__(self, config: Any, limit: float = math.inf, token_limit: float = math.inf) -> None:
+        self.config = config
+        self.model = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=64, dtype="float32")
+        self.limit, self.token_limit = limit, token_limit
+        self.running: deque[AddRequest] = deque()
+        self.refused: deque[AddRequest] = deque()
+        self.most = self.most_tokens = self.refusals = 0
+
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        tokens = sum(len(one.prompt_token_ids) + one.sampling.max_tokens for one in (*self.running, request))
+        if len(self.running) >= self.limit or tokens > self.token_limit:
+            self.refusals += 1
+            self.refused.append(request)
+            return
+        self.running.append(request)
+        self.most, self.most_tokens = max(self.most, len(self.running)), max(self.most_tokens, tokens)
+
+    def abort(self, handles: Sequence[int]) -> None:
+        raise AssertionError("nothing here is to be aborted")
+
+    def get_outputs(self, timeout: float | None = None) -> Outputs:
+        refused = [Finished(one.handle, "error", error="OverloadedError", error_text="busy") for one in self.refused]
+        self.refused.clear()
+        if refused:
+            return Outputs([], [], finished=refused)
+        request = self.running.popleft()
+        return Outputs([request.handle], [request.prompt_token_ids[0]], finished=[Finished(request.handle, "length")])
+
+    def close(self) -> None:
+        pass
+
+
+def busy_llm(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], **core: float) -> tuple[LLM, BusyClient]:
+    monkeypatch.setattr(llm_engine, "make_client", lambda config, multiprocess: BusyClient(config, **core))
+    llm = LLM(skip_tokenizer_init=True, **limits)
+    client: Any = llm.llm_engine.engine_core
+    return llm, client
+
+
+@pytest.mark.parametrize(
+    ("limits", "core"),
+    [
+        ({"max_requests_per_frontend": 6}, {"limit": 6}),
+        ({"max_tokens_per_frontend": 100}, {"token_limit": 100}),
+        ({"max_requests_per_frontend": 4, "max_tokens_per_frontend": 90}, {"limit": 4, "token_limit": 90}),
+    ],
+)
+def test_a_batch_fills_a_frontends_limits_and_never_passes_them(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], core: dict[str, float]
+) -> None:
+    llm, client = busy_llm(monkeypatch, limits, **core)
+    params = [SamplingParams(n=1 + at % 3, max_tokens=10 + at % 5) for at in range(40)]
+    outputs = llm.generate([[at] for at in range(40)], params, use_tqdm=False)
+    assert [[c.token_ids for c in output.outputs] for output in outputs] == [[[at]] * (1 + at % 3) for at in range(40)]
+    assert client.refusals == 0
+    assert client.most > client.limit - 3 or client.most_tokens > client.token_limit - 3 * 15
+
+
+def test_what_a_busy_core_refuses_is_sent_again_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "FIRST_PAUSE_S", 0.001)
+    llm, client = busy_llm(monkeypatch, {}, limit=3)  # a limit of all frontends, which this one is not told
+    outputs = llm.generate([[at] for at in range(30)], SamplingParams(max_tokens=5), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [[at] for at in range(30)]
+    assert client.refusals > 0
+
+
+def test_patience_with_a_busy_core_ends_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(llm_module, "PATIENCE_S", 0.2)
+    llm, client = busy_llm(monkeypatch, {}, limit=0)
+    (output,) = llm.generate([[5]], use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert isinstance(output.outputs[0].error, OverloadedError)
+    assert 1 < client.refusals < 20, "with growing pauses"
+
+
+def test_what_no_limit_will_ever_let_in_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, client = busy_llm(monkeypatch, {"max_requests_per_frontend": 2}, limit=2)
+    monkeypatch.setattr(client, "abort", lambda handles: None)
+    (output,) = llm.generate([[5]], SamplingParams(n=3), use_tqdm=False)
+    assert [type(completion.error) for completion in output.outputs] == [type(None), type(None), OverloadedError]
+    assert client.refusals == 1
 
 
 INTERRUPTED = """

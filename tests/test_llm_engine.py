@@ -18,21 +18,31 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
+from mainspring.engine.tokenizer import load_tokenizer
+from mainspring.ipc.codec import encode_value
+from mainspring.ipc.config import ModelConfig
 from mainspring.ipc.errors import (
+    ConnectError,
     DuplicateRequestError,
     EngineDeadError,
+    InvalidArgumentError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotSupportedError,
     WrongProcessError,
 )
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs
+from mainspring.ipc.tokenizer_files import digest_of, read_files
+from stand_in_core import StandInOwner, stand_in
 
 EOS = 2
 
@@ -204,6 +214,23 @@ def test_a_dead_core_is_an_error_and_its_requests_are_forgotten(engine: LLMEngin
     assert engine.step() == []
     with pytest.raises(EngineDeadError):
         engine.add_request("b", "hello", GREEDY)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_request_of_which_only_a_part_could_be_sent_is_aborted(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = core(engine)
+
+    def add_request(request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        if len(client.added) == 2:
+            raise KeyboardInterrupt
+        client.added.append(request)
+
+    monkeypatch.setattr(client, "add_request", add_request)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add_request("a", "hello", SamplingParams(n=3))
+    assert client.aborted == [1, 2, 3]
     assert not engine.has_unfinished_requests()
 
 
@@ -381,11 +408,90 @@ def test_a_real_core_gives_the_same_text_alone_and_together(multiprocess: bool) 
         assert engine.reset_prefix_cache() is True
 
 
-def test_a_killed_core_is_an_engine_dead_error() -> None:
+def test_a_killed_core_is_started_again_and_the_request_goes_on() -> None:
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    texts = []
     with LLMEngine.from_engine_args(EngineArgs()) as engine:
+        for dies in (False, True):
+            engine.add_request("a", "Tell me a long story.", params)
+            beginning = engine.step()[0].outputs[0].text
+            if dies:
+                os.kill(core_pid(engine), signal.SIGKILL)
+            texts.append(beginning + run(engine)["a"])
+    assert texts[0] == texts[1]
+
+
+def test_a_core_that_may_not_be_started_again_is_an_engine_dead_error() -> None:
+    with LLMEngine.from_engine_args(EngineArgs(max_restarts=0)) as engine:
         engine.add_request("a", "Tell me a long story.", SamplingParams(max_tokens=500, ignore_eos=True))
         engine.step()
-        os.kill(engine.engine_core._connection.core.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        with pytest.raises(EngineDeadError):
+        os.kill(core_pid(engine), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="max_restarts"):
             run(engine)
         assert engine.step() == []
+
+
+def core_pid(engine: LLMEngine) -> int:
+    client: Any = engine.engine_core
+    return client._connection._core.supervisor.core_pid
+
+
+# ------------------------------------------------------------------ connected to a daemon
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[StandInOwner]:
+    with stand_in(address=f"ipc://{tmp_path}/core.sock") as owner:
+        yield owner
+
+
+def test_a_connected_engine_adds_steps_and_collects(daemon: StandInOwner) -> None:
+    with LLMEngine.connect(daemon.address, skip_tokenizer_init=True, name="mine", weight=3.0) as engine:
+        assert (daemon.core.sessions[-1][1], daemon.core.connected[-1][1]) == ("mine", 3.0)
+        assert engine.vllm_config == daemon.core.config
+        engine.add_request("a", [7], SamplingParams(max_tokens=5))
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert outputs[-1].outputs[0].token_ids == [7, 8, 9, 10, 11]
+    assert engine.engine_core.error is not None
+
+
+def test_a_connected_engine_gets_its_tokenizer_from_the_core(
+    daemon: StandInOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = read_files(ModelConfig(model=str(MODEL_PATH)), None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    daemon.kill()
+    daemon.restart(files_digest=digest_of(files))
+    asked = []
+
+    def call(method: str, args: object, frontend: int = 0) -> object:
+        asked.append(method)
+        return encode_value(files)
+
+    monkeypatch.setattr(daemon.core, "call", call)
+    for _ in range(2):
+        with LLMEngine.connect(daemon.address) as engine:
+            assert engine.get_tokenizer().encode("hello") == load_tokenizer(MODEL_PATH).encode("hello")
+            assert engine.generation_config["do_sample"] is False
+    assert asked == ["tokenizer_files"], "the second time they are in the cache"
+
+
+def test_connecting_takes_another_tokenizer_or_says_what_is_missing(daemon: StandInOwner) -> None:
+    with LLMEngine.connect(daemon.address, tokenizer=str(MODEL_PATH)) as engine:
+        assert engine.get_tokenizer().encode("hello")
+    for options, words in (
+        ({}, "skip_tokenizer_init=True"),
+        ({"tokenizer": "/no/such/folder"}, "'/no/such/folder'"),
+    ):
+        with pytest.raises(ModelNotFoundError, match=words):
+            LLMEngine.connect(daemon.address, **options)
+    while len(daemon.core.disconnected) < 3:  # nobody is left connected
+        time.sleep(0.01)
+    with pytest.raises(InvalidArgumentError, match="tokenizer_mode is 'slow'"):
+        LLMEngine.connect(daemon.address, tokenizer_mode="slow")
+    with pytest.raises(ConnectError, match="no daemon answers"):
+        LLMEngine.connect(daemon.address + ".not", connect_timeout=0.01)

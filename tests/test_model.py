@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 
 import tiny
 from mainspring.benchmarks.architectures import drive
-from mainspring.core.model import attention
+from mainspring.core.model import attention, loader
 from mainspring.core.model.dry_run import window_of
 from mainspring.core.model.loader import load_model, page
 from mainspring.core.model.paged_model import PagedModel
@@ -125,7 +125,9 @@ def test_chosen_rows_and_embeddings_give_the_logits_of_the_whole(llama: Path) ->
     calls: list[torch.Tensor] = []
     forward = model.forward
 
-    def with_embeddings(input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, rows: torch.Tensor) -> Any:
+    def with_embeddings(
+        input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, rows: torch.Tensor, embeds: None
+    ) -> Any:
         calls.append(forward(input_ids, positions, steps, torch.tensor([15] * 8), inputs_embeds=model.embed(input_ids)))
         return forward(input_ids, positions, steps, rows)
 
@@ -308,6 +310,14 @@ def test_a_longer_neighbour_changes_nothing(kind: str, max_model_len: int, tmp_p
     steps = [[Chunk(0, 0, 6), Chunk(1, 0, max_model_len)], [Chunk(0, 6, 10)]]
     beside = paged_logits(model, [short, long], steps, backend)[0]
     torch.testing.assert_close(beside, alone, rtol=0, atol=1e-5)
+
+
+def test_verification_catches_frequencies_that_depend_on_the_positions_of_a_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "freeze_rope", lambda *_: [])
+    with pytest.raises(UnsupportedModelError, match="passes information between tokens"):
+        load(rope_checkpoint("longrope", tmp_path))
 
 
 @pytest.mark.parametrize("kind", ROPE)

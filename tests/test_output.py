@@ -5,21 +5,33 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from mainspring import RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.demo import MODEL_PATH
+from mainspring.engine import request_state
 from mainspring.engine.input_processor import InputProcessor, core_messages
 from mainspring.engine.output_processor import OutputProcessor, Processed
 from mainspring.engine.tokenizer import load_tokenizer
+from mainspring.ipc.errors import OutOfMemoryError, OverloadedError, RequestFailedError
 from mainspring.ipc.messages import Finished, ModelFacts, Outputs, Started
 
 TOKENIZER = load_tokenizer(MODEL_PATH)
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=512, dtype="float32")
 EOS = 2
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+
+
+class Shown(NamedTuple):
+    outputs: list[RequestOutput]
+    aborts: list[int]
+
+
+def shown(processed: Processed) -> Shown:
+    """All outputs there are to be made."""
+    return Shown([state.output() for state in processed.changed], processed.aborts)
 
 
 class Frontend:
@@ -38,6 +50,14 @@ class Frontend:
         return handles
 
     def step(
+        self,
+        tokens: list[tuple[int, int]],
+        finished: list[Finished] | None = None,
+        started: list[Started] | None = None,
+    ) -> Shown:
+        return shown(self.take_in(tokens, finished, started))
+
+    def take_in(
         self,
         tokens: list[tuple[int, int]],
         finished: list[Finished] | None = None,
@@ -85,6 +105,27 @@ def test_what_each_kind_of_output_repeats(kind: RequestOutputKind) -> None:
     assert outputs[-1].outputs[0].finish_reason == "length"
     assert len(frontend.output) == 0
     assert not any("\ufffd" in text for text in texts)
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
+def test_an_output_that_is_made_late_holds_all_that_came_until_then(kind: RequestOutputKind) -> None:
+    frontend = Frontend()
+    (handle,) = frontend.add(output_kind=kind)
+    tokens = ids(TEXT)
+    (state,) = frontend.take_in([(handle, tokens[0])]).changed
+    first = state.output().outputs[0]
+    for token in tokens[1:-1]:
+        assert frontend.take_in([(handle, token)]).changed == [state]
+    assert frontend.take_in([(handle, tokens[-1])], [Finished(handle, "length")]).changed == [state]
+    late = state.output()
+    assert late.finished
+    assert late.outputs[0].finish_reason == "length"
+    if kind == DELTA:
+        assert (first.text + late.outputs[0].text, first.token_ids + late.outputs[0].token_ids) == (TEXT, tokens)
+    else:
+        assert (late.outputs[0].text, late.outputs[0].token_ids) == (TEXT, tokens)
+    assert late.metrics is not None
+    assert late.metrics.finished_time == frontend.now, "when it ended, not when it was looked at"
 
 
 def test_an_output_once_given_never_changes() -> None:
@@ -166,8 +207,48 @@ def test_an_error_of_the_core_is_a_finish_reason_with_its_text(caplog: pytest.Lo
             [], [Finished(handle, "error", error="OutOfMemoryError", error_text="too long")]
         ).outputs
     assert output.finished
-    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("error", "OutOfMemoryError: too long")
+    completion = output.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("error", "OutOfMemoryError: too long")
+    assert type(completion.error) is OutOfMemoryError
+    assert str(completion.error) == "too long"
     assert "too long" in caplog.text
+
+
+def test_what_ends_well_has_no_error_and_a_refusal_under_load_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    frontend = Frontend()
+    (a,), (b,) = frontend.add("a"), frontend.add("b")
+    ends = [Finished(a, "length"), Finished(b, "error", error="OverloadedError", error_text="too many")]
+    errors = [output.outputs[0].error for output in frontend.step([], ends).outputs]
+    assert errors[0] is None
+    assert isinstance(errors[1], OverloadedError)
+    assert caplog.text == ""
+
+
+class BrokenStream:
+    """Text of a tokenizer that knows no token 99."""
+
+    def push(self, token: int) -> str:
+        return {50: "a", 51: "b"}[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_text_that_can_not_be_made_fails_its_own_completion_alone(
+    at_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_state, "text_stream", lambda *_: BrokenStream())
+    frontend = Frontend()
+    (bad,), (good,) = frontend.add("bad"), frontend.add("good")
+    ends = [Finished(bad, "length")] if at_end else []
+    (first, second), aborts = frontend.step([(bad, 99), (good, 50)], ends)
+    assert (first.request_id, first.finished, first.outputs[0].finish_reason) == ("bad", True, "error")
+    assert isinstance(first.outputs[0].error, RequestFailedError)
+    assert "its text could not be made (KeyError: 99)" in str(first.outputs[0].error)
+    assert aborts == ([] if at_end else [bad]), "the core is told, unless it said the end itself"
+    assert (second.outputs[0].text, second.finished) == ("a", False)
+    assert [output.request_id for output in frontend.step([(bad, 50), (good, 51)]).outputs] == ["good"]
 
 
 def test_without_detokenizing_there_are_ids_alone() -> None:
@@ -280,7 +361,7 @@ def test_an_abort_gives_one_last_output_and_the_handles_still_running() -> None:
     first, second = frontend.add(n=2)
     (other,) = frontend.add("other")
     frontend.step([(first, 50), (second, 51)], [Finished(first, "length")])
-    processed = frontend.output.abort(["r", "unknown"], 5.0)
+    processed = shown(frontend.output.abort(["r", "unknown", "r"], 5.0))
     assert processed.aborts == [second]
     (output,) = processed.outputs
     assert output.finished

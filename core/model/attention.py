@@ -7,11 +7,13 @@ the cache lies, which plan belongs to it) it finds in the `AttentionCalls` that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...kernels.interface import Backend, LayerCache
@@ -76,3 +78,14 @@ def paged_attention(
 
 # No mask function is registered beside it: transformers then builds no mask at all (masking_utils, early exit).
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
+
+
+@contextmanager
+def attention_set(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let `model` look its attention up by another name for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -8,8 +8,8 @@ whatever its config or the other arguments of the call claim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...ipc.errors import UnsupportedModelError
 from ...kernels.interface import AttentionSpec
+from .attention import attention_set
 
 PROBE = "mainspring_dry_run"
 TOKENS = 8
@@ -46,19 +47,21 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
     call that a causal paged attention can't serve. Leaves the model's attention implementation as it was.
     """
     recorder = _Recorder(model, max_model_len or UNLIMITED)
-    before = model.config._attn_implementation
     ids = torch.arange(1, TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
-    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    hooks = [module.register_forward_pre_hook(_refuse_convolution) for module in convolutions]
-    with _registered(recorder), torch.inference_mode():
-        model.set_attn_implementation(PROBE)
-        try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
+        for registry, function in (
+            (ALL_ATTENTION_FUNCTIONS, recorder.attend),
+            (ALL_MASK_ATTENTION_FUNCTIONS, recorder.build_mask),
+        ):
+            registry.register(PROBE, function)
+            stack.callback(registry._global_mapping.pop, PROBE)
+        stack.enter_context(attention_set(model, PROBE))
+        with torch.inference_mode():
             model(input_ids=ids, position_ids=positions, use_cache=False)
-        finally:
-            model.set_attn_implementation(before)
-            for hook in hooks:
-                hook.remove()
     return recorder.calls
 
 
@@ -67,17 +70,6 @@ def _refuse_convolution(module: nn.Module, _: Any) -> None:
     raise UnsupportedModelError(
         f"a {type(module).__name__} runs over the tokens, so it mixes those of several requests"
     )
-
-
-@contextmanager
-def _registered(recorder: _Recorder) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, recorder.attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, recorder.build_mask)
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE)
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE)
 
 
 class _Recorder:
@@ -182,25 +174,15 @@ def window_of(mask_function: MaskFunction, name: str, longest: int) -> int | Non
 
 def _reach(mask_function: MaskFunction, name: str, position: int) -> int:
     """How many keys a query at `position` sees, itself included. They must be the nearest ones."""
-    zero = torch.zeros((), dtype=torch.long)
-
-    def seen(distances: torch.Tensor) -> torch.Tensor:
-        try:
-            visible = mask_function(zero, zero, torch.tensor(position), position - distances)
-        except (IndexError, RuntimeError) as error:
-            raise UnsupportedModelError(f"the mask of {name} depends on the tokens of the row ({error})") from error
-        return visible.expand_as(distances)
-
-    low, high = 0, position + 1  # the first unseen distance is in [low, high]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if bool(seen(torch.tensor([middle]))) else (low, middle)
-    sample = torch.cat(
-        [torch.arange(-TOKENS, 256), torch.arange(low - 256, low + 256), torch.arange(0, position + 1, 1009)]
-    ).clamp_max(position)
-    if not torch.equal(seen(sample), (sample >= 0) & (sample < low)):
+    keys, zero = torch.arange(position + TOKENS), torch.zeros((), dtype=torch.long)
+    try:
+        seen = mask_function(zero, zero, torch.tensor(position), keys).expand_as(keys)
+    except (IndexError, RuntimeError) as error:
+        raise UnsupportedModelError(f"the mask of {name} depends on the tokens of the row ({error})") from error
+    reach = int(seen.sum())
+    if not torch.equal(seen, (keys > position - reach) & (keys <= position)):
         raise UnsupportedModelError(_not_causal(name, position + 1))
-    return low
+    return reach
 
 
 def _not_causal(name: str, longest: int) -> str:

@@ -12,9 +12,9 @@ One module at a time: memory peaks at the model plus the weights of one module, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -36,12 +36,6 @@ from .fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart, jo
 from .parameters import ParameterMap, Slot
 
 RMS_NORM, GATED_MLP, PROJECTIONS = "rms_norm", "gated_mlp", "projections"
-_KINDS = (RMS_NORM, GATED_MLP, PROJECTIONS)
-
-ROTARY_LINE = (
-    "rotary embedding: left as it is; its tables are made once a step for all layers, and the rotation is a function "
-    "inside each model's attention, not a module"
-)
 
 
 class Decision(NamedTuple):
@@ -63,15 +57,14 @@ class FuseReport(NamedTuple):
     def lines(self) -> list[str]:
         """For ``--explain-model``."""
         lines = []
-        for kind in _KINDS:
+        for kind in _BUILD:
             of_kind = {path: d for path, d in self.decisions.items() if d.kind == kind}
-            done = Counter(_describe(d) for d in of_kind.values() if d.fused)
+            done = Counter(_describe(kind, d.options) for d in of_kind.values() if d.fused)
             lines += [f"{kind}: {count} fused ({what})" for what, count in done.items()]
             left = Counter(d.reason for d in of_kind.values() if not d.fused)
             for reason, count in left.items():
                 first = next(path for path, d in of_kind.items() if d.reason == reason)
                 lines.append(f"{kind}: {count} not fused, such as {first}: {reason}")
-        lines.append(ROTARY_LINE)
         others = ", ".join(f"{count} {name}" for name, count in self.untouched.items())
         return [*lines, f"as they were: {others}"] if others else lines
 
@@ -95,6 +88,15 @@ def fuse_model(
     return FuseReport(fusing.decisions, fusing.parameters, _untouched(model))
 
 
+class _Replacement(NamedTuple):
+    """What one decision would change."""
+
+    original: Callable[[torch.Tensor], torch.Tensor]
+    fused: Callable[[torch.Tensor], torch.Tensor]
+    modules: dict[str, nn.Module]  # by the path they are to have
+    slots: dict[str, Slot]  # where parameters will be
+
+
 class _Fusing:
     """One pass over one model."""
 
@@ -103,28 +105,23 @@ class _Fusing:
         self.backend = backend
         self.decisions: dict[str, Decision] = {}
         self.parameters = ParameterMap.of(model)
-        names = [(_identity(p), name) for name, p in model.named_parameters(remove_duplicate=False)]
-        uses = Counter(identity for identity, _ in names)
-        self._shared = {name for identity, name in names if uses[identity] > 1}
+        places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+        uses = Counter(places.values())
+        self._shared = {name for name, place in places.items() if uses[place] > 1}
 
     def decide(self) -> None:
         """Look at every place there is, and fuse what agrees."""
-        groups: dict[str, list[tuple[str, ...]]] = {}
-        failure = ""
-        try:
-            groups = shared_inputs(self.model)
-        except Exception as error:  # any model's code
-            failure = f"the model can't be run on its own ({type(error).__name__}: {error})"
+        groups = shared_inputs(self.model)
         for path, module in list(self.model.named_modules()):
             if is_norm_candidate(module):
-                self._settle(path, RMS_NORM, partial(recognise_norm, module))
+                self._settle(path, RMS_NORM, partial(recognise_norm, module, self.backend))
             elif is_mlp_candidate(module):
-                self._settle(path, GATED_MLP, partial(recognise_mlp, module))
+                self._settle(path, GATED_MLP, partial(recognise_mlp, module, self.backend))
             for children in groups.get(path, ()):
-                if self._still_there(path, children):
+                # unless a fused MLP has taken their place meanwhile
+                parent = self.model.get_submodule(path)
+                if all(isinstance(getattr(parent, name, None), nn.Linear) for name in children):
                     self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
-        if failure:
-            self.decisions["(all)"] = Decision(PROJECTIONS, False, failure)
 
     def follow(self, decisions: Mapping[str, Decision]) -> None:
         """Do what was decided before, without running anything."""
@@ -132,7 +129,7 @@ class _Fusing:
             if decision.fused:
                 try:
                     self._fuse(path, decision.kind, decision.options, verify=False)
-                except (AttributeError, KeyError, TypeError, RuntimeError, NotRecognisedError) as error:
+                except Exception as error:  # a name, a shape or a class is not what it was
                     raise ValueError(
                         f"the decision {path!r}: {tuple(decision)} does not fit the model: {error}"
                     ) from error
@@ -147,75 +144,68 @@ class _Fusing:
             self.decisions[path] = Decision(kind, False, str(reason))
 
     def _fuse(self, path: str, kind: str, options: Sequence[Any], *, verify: bool) -> None:
-        {RMS_NORM: self._norm, GATED_MLP: self._mlp, PROJECTIONS: self._projections}[kind](path, options, verify)
-
-    def _norm(self, path: str, options: Sequence[Any], verify: bool) -> None:
-        original = self.model.get_submodule(path)
-        ((name, weight),) = original.named_parameters()
-        self._refuse_shared(_at(path, name))
-        fused = FusedRMSNorm(weight, *NormOptions(*options), self.backend).eval()
-        if verify:
-            compare(original, fused, weight)
-        self._replace(path, fused)
-        self.parameters.move(_at(path, name), Slot(fused, "weight"))
-
-    def _mlp(self, path: str, options: Sequence[Any], verify: bool) -> None:
-        original = self.model.get_submodule(path)
-        gate, up, down, activation = MLPOptions(*options)
-        merged = gate == up
-        first, last = (self._linear(_at(path, name)) for name in (gate, down))
-        if merged:
-            fused = FusedMLP(first, last, activation, self.backend).eval()
-        else:
-            linears = [first, self._linear(_at(path, up))]
-            self._refuse_shared(*_parameter_names(path, (gate, up), linears))
-            fused = FusedMLP(linear_of(*join(linears)), last, activation, self.backend).eval()
-        if verify:
-            compare(original, fused, first.weight)
-        self._replace(path, fused)
-        if not merged:
-            self._move(path, (gate, up), linears, fused.gate_up)
-
-    def _projections(self, key: str, options: Sequence[Any], verify: bool) -> None:
-        path = key.partition(":")[0]
-        linears = [self._linear(_at(path, name)) for name in options]
-        self._refuse_shared(*_parameter_names(path, options, linears))
-        joined = JoinedProjections(*join(linears), [linear.out_features for linear in linears]).eval()
-        parts = [ProjectionPart(joined, i, linear.bias is not None).eval() for i, linear in enumerate(linears)]
-        if verify:
-            compare(partial(_side_by_side, linears), partial(_side_by_side, parts), joined.weight)
-        self.model.get_submodule(path).add_module("+".join(options), joined)
-        for name, part in zip(options, parts, strict=True):
-            self._replace(_at(path, name), part)
-        self._move(path, options, linears, joined)
-
-    def _replace(self, path: str, module: nn.Module) -> None:
-        parent, _, child = path.rpartition(".")
-        setattr(self.model.get_submodule(parent), child, module)
-
-    def _move(self, path: str, names: Sequence[str], linears: Sequence[nn.Linear], owner: nn.Module) -> None:
-        start = 0
-        for name, linear in zip(names, linears, strict=True):
-            for attribute in _held(linear):
-                slot = Slot(owner, attribute, 0, start, linear.out_features)
-                self.parameters.move(_at(path, name, attribute), slot)
-            start += linear.out_features
-
-    def _linear(self, path: str) -> nn.Linear:
-        linear = self.model.get_submodule(path)
-        if not isinstance(linear, nn.Linear) or not is_plain_linear(linear):
-            raise NotRecognisedError(f"{path} is not a plain linear layer")
-        return linear
-
-    def _still_there(self, path: str, children: Sequence[str]) -> bool:
-        """Whether no fused MLP has taken the place of these layers meanwhile."""
-        parent = self.model.get_submodule(path)
-        return all(isinstance(getattr(parent, name, None), nn.Linear) for name in children)
-
-    def _refuse_shared(self, *names: str) -> None:
-        for name in names:
+        path = path.partition(":")[0]
+        new = _BUILD[kind](self.model.get_submodule(path), path, options, self.backend)
+        for name in new.slots:
             if name in self._shared:
                 raise NotRecognisedError(f"its parameter {name} is also used elsewhere")
+        if verify:
+            compare(new.original, new.fused, next(iter(new.slots.values())).tensor)
+        for at, module in new.modules.items():
+            parent, _, child = at.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, module.eval())
+        for name, slot in new.slots.items():
+            self.parameters.move(name, slot)
+
+
+def _norm(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    ((name, weight),) = original.named_parameters()
+    fused = FusedRMSNorm(weight, *NormOptions(*options), backend)
+    return _Replacement(original, fused, {path: fused}, {_at(path, name): Slot(fused, "weight")})
+
+
+def _mlp(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    gate, up, down, activation = MLPOptions(*options)
+    linears = _linears(original, dict.fromkeys((gate, up)))  # one where they are merged already
+    gate_up = linear_of(*join(list(linears.values())))
+    fused = FusedMLP(gate_up, _linears(original, [down])[down], activation, backend)
+    return _Replacement(original, fused, {path: fused}, _slots(path, linears, gate_up))
+
+
+def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Backend) -> _Replacement:
+    linears = _linears(parent, names)
+    originals = list(linears.values())
+    joined = JoinedProjections(*join(originals), [linear.out_features for linear in originals])
+    parts = [ProjectionPart(joined, i, linear.bias is not None) for i, linear in enumerate(originals)]
+    modules = {_at(path, "+".join(names)): joined, **{_at(path, n): p for n, p in zip(names, parts, strict=True)}}
+    return _Replacement(
+        partial(_side_by_side, originals), partial(_side_by_side, parts), modules, _slots(path, linears, joined)
+    )
+
+
+_BUILD: dict[str, Callable[[nn.Module, str, Sequence[Any], Backend], _Replacement]] = {
+    RMS_NORM: _norm,
+    GATED_MLP: _mlp,
+    PROJECTIONS: _projections,
+}
+
+
+def _linears(parent: nn.Module, names: Iterable[str]) -> dict[str, nn.Linear]:
+    linears = {name: parent.get_submodule(name) for name in names}
+    for name, linear in linears.items():
+        if not is_plain_linear(linear):
+            raise NotRecognisedError(f"{name} is not a plain linear layer")
+    return cast("dict[str, nn.Linear]", linears)
+
+
+def _slots(path: str, linears: Mapping[str, nn.Linear], owner: nn.Module) -> dict[str, Slot]:
+    """Where the parameters of linear layers are once they lie in `owner` one after another."""
+    slots, start = {}, 0
+    for name, linear in linears.items():
+        for attribute, _ in linear.named_parameters():
+            slots[_at(path, name, attribute)] = Slot(owner, attribute, start, linear.out_features)
+        start += linear.out_features
+    return slots
 
 
 def _side_by_side(modules: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
@@ -226,27 +216,9 @@ def _at(path: str, *names: str) -> str:
     return ".".join((path, *names) if path else names)
 
 
-def _held(linear: nn.Linear) -> Iterator[str]:
-    return (name for name in ("weight", "bias") if getattr(linear, name) is not None)
-
-
-def _parameter_names(path: str, names: Sequence[str], linears: Sequence[nn.Linear]) -> list[str]:
-    return [_at(path, name, held) for name, linear in zip(names, linears, strict=True) for held in _held(linear)]
-
-
-def _identity(parameter: torch.Tensor) -> int:
-    """Equal for two parameters in the same memory."""
-    return id(parameter) if parameter.device.type == "meta" else parameter.data_ptr()
-
-
-def _describe(decision: Decision) -> str:
-    if decision.kind == RMS_NORM:
-        eps, offset = decision.options
-        return f"weight + {offset:g}, eps {eps:g}" if offset else f"eps {eps:g}"
-    if decision.kind == GATED_MLP:
-        gate, up, _, activation = decision.options
-        return f"{activation}, merged already" if gate == up else str(activation)
-    return ", ".join(decision.options)
+def _describe(kind: str, options: Sequence[Any]) -> str:
+    names = {RMS_NORM: NormOptions._fields, GATED_MLP: MLPOptions._fields}.get(kind)
+    return ", ".join(options if names is None else [f"{n} {v}" for n, v in zip(names, options, strict=True)])
 
 
 def _untouched(model: nn.Module) -> dict[str, int]:

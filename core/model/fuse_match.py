@@ -1,23 +1,25 @@
 """Recognise modules by what they hold and what they compute, and compare two that should be equal.
 
 Names play no part. A candidate is taken for what it looks like only after its own forward, run in fp32 on small random
-weights, has given what the formula gives. That shows the formula at any weights, not only at today's; how the fused
-module rounds in the model's dtype is then compared with the real weights.
+weights, has given what the fused module gives. That shows the formula at any weights, not only at today's; how the
+fused module rounds in the model's dtype is then compared with the real weights.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from ...kernels.interface import Backend
 from .fuse_observe import SEED, is_plain_linear
+from .fused import FusedMLP, FusedRMSNorm, join, linear_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
 """Largest difference allowed, as a part of the row's root mean square plus the element's own size. Half precision
@@ -25,11 +27,7 @@ rounds two or three times on the way in one order and once in the other; a row o
 
 ROW_COUNTS = (8, 16)  # both multiples of ROW_MULTIPLE: the only counts that are ever run
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-}
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 _HIDDEN, _INNER = 16, 24  # sizes of the small random weights; different, so that a mix-up shows
 
@@ -69,57 +67,59 @@ def is_mlp_candidate(module: nn.Module) -> bool:
     return held == len(list(module.parameters())) and _takes_one_input(module)
 
 
-def recognise_norm(module: nn.Module) -> NormOptions:
+def recognise_norm(module: nn.Module, backend: Backend) -> NormOptions:
     """eps and offset (0 or 1) of an RMSNorm. Raises `NotRecognisedError` for what is none."""
-    _refuse_changed(module)
     ((name, parameter),) = module.named_parameters()
-    width = parameter.shape[0]
-    weight = _random(width, device=parameter.device)
-    x = _rows(ROW_COUNTS[-1], width, -3, 2, parameter.device, torch.float32)  # small rows too: there eps matters
-    out = _run(module, {name: weight}, x)
-    mean_square = x.pow(2).mean(-1, keepdim=True)
-    for eps in _small_numbers(module):
-        for offset in (0.0, 1.0):
-            expected = x * torch.rsqrt(mean_square + eps) * (offset + weight)
-            if difference(expected, out) <= TOLERANCE[torch.float32]:
-                return NormOptions(eps, offset)
+    weight = _random(torch.Generator().manual_seed(SEED), parameter.device, len(parameter))
+    # small rows too: there eps matters
+    agrees = _trial(module, {name: weight}, len(parameter), smallest=-3)
+    for options in (NormOptions(eps, offset) for eps in _small_numbers(module) for offset in (0.0, 1.0)):
+        if agrees(FusedRMSNorm(nn.Parameter(weight), *options, backend)):
+            return options
     raise NotRecognisedError("computes something other than x / rms(x) * weight or x / rms(x) * (1 + weight)")
 
 
-def recognise_mlp(module: nn.Module) -> MLPOptions:
+def recognise_mlp(module: nn.Module, backend: Backend) -> MLPOptions:
     """Which layer is gate, up and down, and the activation. Raises `NotRecognisedError` where no assignment fits."""
-    _refuse_changed(module)
     linears = _linears(module)
-    device = next(module.parameters()).device
-    x = _rows(ROW_COUNTS[-1], _HIDDEN, -2, 2, device, torch.float32)
     for gate, up, down in _roles(linears):
-        sizes = {gate: (_INNER, _HIDDEN), up: (_INNER, _HIDDEN), down: (_HIDDEN, _INNER)}
-        if gate == up:
-            sizes[gate] = (2 * _INNER, _HIDDEN)
-        weights = {name: _random(*size, device=device) for name, size in sizes.items()}
-        biases = {
-            name: _random(size[0], device=device) for name, size in sizes.items() if linears[name].bias is not None
+        random = partial(_random, torch.Generator().manual_seed(SEED), linears[down].weight.device)
+        inner = _INNER if gate != up else 2 * _INNER
+        sizes = {gate: (inner, _HIDDEN), up: (inner, _HIDDEN), down: (_HIDDEN, _INNER)}
+        small = {
+            name: linear_of(random(*size), None if linears[name].bias is None else random(size[0]))
+            for name, size in sizes.items()
         }
-        tensors = {f"{name}.weight": w for name, w in weights.items()} | {
-            f"{name}.bias": b for name, b in biases.items()
-        }
-        out = _run(module, tensors, x)
-        if gate == up:
-            left, right = F.linear(x, weights[gate], biases.get(gate)).chunk(2, dim=-1)
-        else:
-            left, right = (F.linear(x, weights[name], biases.get(name)) for name in (gate, up))
-        for activation, function in ACTIVATIONS.items():
-            expected = F.linear(function(left) * right, weights[down], biases.get(down))
-            if difference(expected, out) <= TOLERANCE[torch.float32]:
+        tensors = {f"{name}.{held}": p for name, linear in small.items() for held, p in linear.named_parameters()}
+        agrees = _trial(module, tensors, _HIDDEN, smallest=-2)
+        gate_up = linear_of(*join([small[name] for name in dict.fromkeys((gate, up))]))
+        for activation in ACTIVATIONS:
+            if agrees(FusedMLP(gate_up, small[down], activation, backend)):
                 return MLPOptions(gate, up, down, activation)
     raise NotRecognisedError("computes something other than down(act(gate(x)) * up(x)) with silu or gelu")
+
+
+def _trial(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], width: int, smallest: float
+) -> Callable[[nn.Module], bool]:
+    """Run `module` with these for its parameters; → a test whether another gives the same."""
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        raise NotRecognisedError("its forward is hooked or replaced")
+    x = _rows(ROW_COUNTS[-1], width, smallest, 2, next(iter(tensors.values())))
+    try:
+        out = functional_call(module, dict(tensors), (x,))
+    except Exception as error:  # any model's code
+        raise NotRecognisedError(f"can't be run on random weights ({type(error).__name__}: {error})") from error
+    if not isinstance(out, torch.Tensor):
+        raise NotRecognisedError(f"returns a {type(out).__name__}")
+    return lambda fused: difference(fused(x), out) <= TOLERANCE[torch.float32]
 
 
 def compare(original: Callable[[torch.Tensor], Any], fused: Callable[[torch.Tensor], Any], like: torch.Tensor) -> None:
     """Run both on fixed random rows of the width and dtype of `like`; raises `NotRecognisedError` if they differ."""
     limit = TOLERANCE[like.dtype]
     for rows in ROW_COUNTS:
-        x = _rows(rows, like.shape[-1], -1, 1, like.device, like.dtype)
+        x = _rows(rows, like.shape[-1], -1, 1, like)
         error = difference(original(x), fused(x))
         if not error <= limit:
             raise NotRecognisedError(
@@ -161,33 +161,15 @@ def _takes_one_input(module: nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def _refuse_changed(module: nn.Module) -> None:
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        raise NotRecognisedError("its forward is hooked or replaced")
-
-
-def _run(module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    try:
-        out = functional_call(module, tensors, (x,))
-    except Exception as error:  # any model's code
-        raise NotRecognisedError(f"can't be run on random weights ({type(error).__name__}: {error})") from error
-    if not isinstance(out, torch.Tensor):
-        raise NotRecognisedError(f"returns a {type(out).__name__}")
-    return out
-
-
-def _random(*shape: int, device: torch.device) -> torch.Tensor:
+def _random(generator: torch.Generator, device: torch.device, *shape: int) -> torch.Tensor:
     """Weights of about the size that keeps a row's scale, off zero so that nothing looks like its absence."""
-    generator = torch.Generator().manual_seed(SEED + shape[0])
     scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
     return torch.randn(shape, generator=generator).mul_(scale).add_(0.1).to(device)
 
 
-def _rows(
-    rows: int, width: int, smallest: float, largest: float, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def _rows(rows: int, width: int, smallest: float, largest: float, like: torch.Tensor) -> torch.Tensor:
     """``[1, rows, width]``, row scales from ``10**smallest`` to ``10**largest``, with a mean and a few outliers."""
     generator = torch.Generator().manual_seed(SEED + rows)
     x = torch.randn(rows, width, generator=generator) + 0.2
     x[:, :: max(1, width // 4)] *= 4
-    return (x * torch.logspace(smallest, largest, rows)[:, None])[None].to(device, dtype)
+    return (x * torch.logspace(smallest, largest, rows)[:, None])[None].to(like)

@@ -6,8 +6,10 @@ any business with another: what still depends on the other rows is the model's o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...kernels.interface import ROW_MULTIPLE
+from .attention import attention_set
 
 STAND_IN = "mainspring_row_local"
 SEED = 20240229
+TEXT_ROWS = 3 * ROW_MULTIPLE  # tokens of the text that a pass takes its rows from
 
 
 def _row_local(
@@ -31,29 +35,31 @@ def _row_local(
 ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
 
 
-@contextmanager
-def row_local_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Set the stand-in attention on `model` for a while."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(STAND_IN)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def random_ids(model: PreTrainedModel, rows: int) -> torch.Tensor:
-    """The same random tokens each time, int64 ``[rows]``."""
-    embeddings: Any = model.get_input_embeddings()
-    return torch.randint(embeddings.weight.shape[0], (rows,), generator=torch.Generator().manual_seed(SEED)).to(
-        model.device
-    )
-
-
 @torch.no_grad()
-def run_rows(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Final hidden states ``[rows, hidden]`` of these tokens, int64 ``[rows]`` each, without the output layer."""
-    outputs = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+def run_rows(
+    model: PreTrainedModel,
+    rows: slice,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> torch.Tensor:
+    """Final hidden states ``[rows, hidden]`` of these rows of a fixed random text, without the output layer.
+
+    Around every module ``before(path, module, args, kwargs)`` and ``after(path, module, args, kwargs, output)`` are
+    called.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    text = torch.randint(embeddings.weight.shape[0], (TEXT_ROWS,), generator=torch.Generator().manual_seed(SEED))
+    ids, positions = text[None, rows].to(model.device), torch.arange(TEXT_ROWS, device=model.device)[None, rows]
+    with ExitStack() as stack:
+        stack.enter_context(attention_set(model, STAND_IN))
+        for path, module in model.named_modules():
+            if before:
+                hook = module.register_forward_pre_hook(partial(before, path), with_kwargs=True)
+                stack.callback(hook.remove)
+            if after:
+                hook = module.register_forward_hook(partial(after, path), with_kwargs=True)
+                stack.callback(hook.remove)
+        outputs = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     hidden: torch.Tensor = outputs[0][0]
     return hidden
 
@@ -64,38 +70,26 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, list[tuple[str, ...]]]:
     → module path → groups of child names, in the order of their calls. A layer counts when the pass called it exactly
     once, and a group when its tensor still held the same values at the last call.
     """
-    calls: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    values: dict[int, torch.Tensor] = {}
+    plain = {path for path, module in model.named_modules() if is_plain_linear(module)}
+    calls = Counter[str]()
+    inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # and a copy; kept, so that an id means one tensor
     changed: set[int] = set()
+    children: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
 
-    def watch(parent: str, child: str, linear: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            (x,) = args
-            calls.setdefault(parent, []).append((child, x))  # kept alive, so that an identity means one tensor
-            if not torch.equal(values.setdefault(id(x), x.clone()), x):
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path in plain:
+            (x,) = (*args, *kwargs.values())
+            if not torch.equal(inputs.setdefault(id(x), (x, x.clone()))[1], x):
                 changed.add(id(x))
+            calls[path] += 1
+            children[path.rpartition(".")[0], id(x)].append(path)
 
-        return linear.register_forward_pre_hook(before)
-
-    with ExitStack() as stack:
-        for path, module in model.named_modules():
-            parent, _, child = path.rpartition(".")
-            if is_plain_linear(module):
-                stack.callback(watch(parent, child, module).remove)
-        stack.enter_context(row_local_attention(model))
-        positions = torch.arange(ROW_MULTIPLE, device=model.device)
-        run_rows(model, random_ids(model, ROW_MULTIPLE), positions)
-
-    groups: dict[str, list[tuple[str, ...]]] = {}
-    for parent, made in calls.items():
-        names = [child for child, _ in made]
-        by_input: dict[int, list[str]] = {}
-        for child, x in made:
-            if names.count(child) == 1 and id(x) not in changed:
-                by_input.setdefault(id(x), []).append(child)
-        found = [tuple(children) for children in by_input.values() if len(children) > 1]
-        if found:
-            groups[parent] = found
+    run_rows(model, slice(ROW_MULTIPLE), before=note)
+    groups: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for (parent, x), paths in children.items():
+        once = tuple(path.rpartition(".")[2] for path in paths if calls[path] == 1)
+        if len(once) > 1 and x not in changed:
+            groups[parent].append(once)
     return groups
 
 

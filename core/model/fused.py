@@ -25,9 +25,6 @@ class FusedRMSNorm(nn.Module):
         """``[..., n]`` → the same shape and dtype. The input may be a strided view (a head norm after joined q/k/v)."""
         return self._rms_norm(hidden_states, self.weight, self.eps, self.offset)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
-
 
 class FusedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` with gate and up in one product, gate first."""
@@ -45,18 +42,6 @@ class FusedMLP(nn.Module):
         out: torch.Tensor = self.down(self._act_and_mul(gate_up, self.activation))
         return out.view(*hidden_states.shape[:-1], out.shape[-1])
 
-    def extra_repr(self) -> str:
-        return f"activation={self.activation}"
-
-
-class _Handoff:
-    """The parts of one product that are still to be taken. A plain object: setting a module's attribute is slow."""
-
-    __slots__ = ("pending",)
-
-    def __init__(self) -> None:
-        self.pending: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None
-
 
 class JoinedProjections(nn.Module):
     """Several linear layers over the same input, as one product.
@@ -72,25 +57,23 @@ class JoinedProjections(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)  # [sum(sizes), in]
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.sizes = list(sizes)
-        self._handoff = _Handoff()
+        # the input, and the parts of its product still to be taken; in a list, for setting a module's attribute is slow
+        self._handoff: list[tuple[torch.Tensor, list[torch.Tensor | None]] | None] = [None]
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` → ``[..., sizes[index]]``, a strided view into the joint product."""
-        pending = self._handoff.pending
+        pending = self._handoff[0]
         if pending is not None and pending[0] is x:
             parts = pending[1]
             part = parts[index]
             if part is not None:
                 parts[index] = None
                 if not any(p is not None for p in parts):
-                    self._handoff.pending = None
+                    self._handoff[0] = None
                 return part
         product: tuple[torch.Tensor, ...] = torch.split(F.linear(x, self.weight, self.bias), self.sizes, dim=-1)
-        self._handoff.pending = (x, [None if i == index else p for i, p in enumerate(product)])
+        self._handoff[0] = (x, [None if i == index else p for i, p in enumerate(product)])
         return product[index]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.weight.shape[1]}, sizes={self.sizes}, bias={self.bias is not None}"
 
 
 class ProjectionPart(nn.Module):
@@ -116,9 +99,6 @@ class ProjectionPart(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._joined[0].part(self.index, x)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, part={self.index}"
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,12 +22,11 @@ from ...ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundEr
 from ...kernels.interface import Backend
 from ...kernels.reference import ReferenceBackend
 from .dry_run import record_attention
-from .experts import use_clockwork_experts
 from .fuse import fuse_model
-from .fuse_watch import row_dependence
 from .paged_model import PagedModel
 from .refuse import refuse_class, refuse_config
 from .rope import freeze_rope
+from .row_invariant import is_row_invariant, make_row_invariant
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -41,12 +40,14 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     backend: Backend | None = None,
+    decisions: Mapping[str, Any] | None = None,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
 
     `max_model_len` settles what depends on the length of a sequence (see rope.py); without it the model's own limit
-    does. The check runs on `backend`, by default the reference. Raises `ModelNotFoundError` when there is no such
-    checkpoint and `UnsupportedModelError`, naming what stands in the way, when it can't be served rightly.
+    does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. Raises
+    `ModelNotFoundError` when there is no such checkpoint and `UnsupportedModelError`, naming what stands in the way,
+    when it can't be served rightly.
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
@@ -60,10 +61,15 @@ def load_model(
         else:
             model = _pretrained_model(config, model_config, load_config, device)
     model.requires_grad_(False)
-    return page(model, max_model_len, backend)
+    return page(model, max_model_len, backend, decisions)
 
 
-def page(model: PreTrainedModel, max_model_len: int | None = None, backend: Backend | None = None) -> PagedModel:
+def page(
+    model: PreTrainedModel,
+    max_model_len: int | None = None,
+    backend: Backend | None = None,
+    decisions: Mapping[str, Any] | None = None,
+) -> PagedModel:
     """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
     refuse_class(type(model))
     model.eval()
@@ -74,12 +80,13 @@ def page(model: PreTrainedModel, max_model_len: int | None = None, backend: Back
         calls = record_attention(model, limit)
         if not calls:
             raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
-        fused = fuse_model(model, backend)
-        notes += fused.lines() + use_clockwork_experts(model)
+        fused = fuse_model(model, backend, decisions=decisions)
+        notes += fused.lines() + make_row_invariant(model)
         paged = PagedModel(model, calls, fused.parameters, notes)
+        paged.decisions = dict(fused.decisions)
         notes.append(verify(paged, backend))
-        if bad := row_dependence(model):
-            notes.append(f"not clockwork: a token's bits depend on the other tokens of a step in {', '.join(bad)}")
+        if not is_row_invariant(model):
+            notes.append("not clockwork: a token's bits depend on the other tokens of a step")
             logger.warning("%s is %s", type(model).__name__, notes[-1])
     except (MainspringError, torch.OutOfMemoryError):
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class PagedModel:
         self.eos_token_ids = _eos_token_ids(model)
         self.parameters = parameters  # where each parameter of the checkpoint lives now
         self.notes = notes  # what loading learned and decided, for --explain-model
+        self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
         self._calls = AttentionCalls(self.sources)
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
@@ -88,12 +90,9 @@ class PagedModel:
 
     def explain(self) -> list[str]:
         """What was learned and decided at load, for ``--explain-model``."""
-        kinds: dict[AttentionSpec, int] = {}
-        for spec in self.layers:
-            kinds[spec] = kinds.get(spec, 0) + 1
         shared = sum(source != index for index, source in enumerate(self.sources))
         lines = [f"model: {type(self.model).__name__}, {self.dtype}, {self.device}"]
-        lines += [f"attention: {count} x {_describe(spec)}" for spec, count in kinds.items()]
+        lines += [f"attention: {count} x {_describe(spec)}" for spec, count in Counter(self.layers).items()]
         if shared:
             lines.append(f"attention: {shared} of {len(self.layers)} calls read the keys and values of an earlier one")
         return lines + self.notes

@@ -15,11 +15,10 @@ from torch import nn
 
 
 class Slot(NamedTuple):
-    """Rows ``start : start + length`` along `dim` of a module's tensor; length None means the whole tensor."""
+    """Rows ``start : start + length`` of a module's tensor; length None means the whole tensor."""
 
     owner: nn.Module
     attribute: str
-    dim: int = 0
     start: int = 0
     length: int | None = None
 
@@ -33,7 +32,7 @@ class Slot(NamedTuple):
     def view(self) -> torch.Tensor:
         """The parameter itself, in its checkpoint shape; shares memory with `tensor`."""
         whole = self.tensor.detach()
-        return whole if self.length is None else whole.narrow(self.dim, self.start, self.length)
+        return whole if self.length is None else whole.narrow(0, self.start, self.length)
 
 
 class ParameterMap:

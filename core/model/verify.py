@@ -1,8 +1,8 @@
 """Verify by execution: the paged path must give the logits that the model gives alone.
 
 Two random sequences go through the model one by one, with the library's own eager attention, and then together through
-the paged path: flattened into rows, cut into chunks, their blocks interleaved. Whatever makes rows of one request
-depend on another's, or a later chunk on state that no cache holds, shows as a difference.
+the runner that serves: flattened into rows, cut into chunks, their blocks interleaved. Whatever makes rows of one
+request depend on another's, or a later chunk on state that no cache holds, shows as a difference.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ...ipc.errors import UnsupportedModelError
-from ...kernels.interface import ROW_MULTIPLE, Backend, LayerCache, PagedBatch
+from ...kernels.interface import Backend
 from ...kernels.reference import ReferenceBackend
-from .attention import IMPLEMENTATION, StepAttention
+from ..kv_layout import plan_layout
+from ..model_runner import ModelRunner
+from .attention import attention_set
 from .paged_model import PagedModel
 
 BLOCK_SIZE = 8
@@ -93,16 +96,13 @@ def random_sequences(model: PagedModel) -> list[torch.Tensor]:
 @torch.inference_mode()
 def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the model alone makes of each sequence, ``[length, vocab]``, with the library's eager attention."""
-    model.model.set_attn_implementation("eager")
-    try:
+    with attention_set(model.model, "eager"):
         return [
             model.model(
                 input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], use_cache=False
             ).logits[0]
             for ids in sequences
         ]
-    finally:
-        model.model.set_attn_implementation(IMPLEMENTATION)
 
 
 @contextmanager
@@ -137,65 +137,20 @@ def paged_logits(
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Logits ``[length, vocab]`` of each sequence, from steps that cover it, through a cache made for the purpose."""
-    device = model.device
-    longest = max(len(sequence) for sequence in sequences)
-    blocks_each = -(-longest // BLOCK_SIZE)
-    count = len(sequences)
-    # block 0 is the null block; sequence s owns s + 1, s + 1 + count, ...
-    tables = [torch.arange(blocks_each) * count + sequence + 1 for sequence in range(count)]
-    own_caches = [
-        LayerCache(
-            *(
-                torch.zeros(
-                    1 + blocks_each * count,
-                    BLOCK_SIZE,
-                    spec.num_kv_heads,
-                    dim,
-                    dtype=dtype or model.dtype,
-                    device=device,
-                )
-                for dim in (spec.key_dim, spec.value_dim)
-            )
-        )
-        for spec in model.layers
-    ]
-    model.bind([own_caches[source] for source in model.sources], backend)
+    count, longest = len(sequences), max(map(len, sequences))
+    layout = plan_layout(model.layers, model.sources, BLOCK_SIZE, dtype or model.dtype)
+    groups, columns = len(layout.groups), -(-longest // BLOCK_SIZE)
+    limit = max(longest, model.max_position or 4096)
+    tokens = max(sum(chunk.end - chunk.start for chunk in step) for step in steps)
+    runner = ModelRunner(model, layout, backend, 1 + groups * count * columns, count, limit, tokens)
+    # block 0 is the null block; the sequences take turns with the others
+    places = torch.arange(groups * count * columns).view(columns, count, groups).permute(2, 1, 0)
+    runner.tables[:, :, :columns] = 1 + places.numpy()
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
-        tokens = sum(end - start for _, start, end in step)
-        padded = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-        # padding stands at the last position there is: it shows frequencies that depend on a neighbour's position
-        positions = torch.full((padded,), (model.max_position or 4096) - 1)
-        ids = torch.zeros(padded, dtype=torch.long)
-        blocks, rows = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
-        at = 0
-        for sequence, start, end in step:
-            here = slice(at, at + end - start)
-            positions[here] = torch.arange(start, end)
-            ids[here] = sequences[sequence][start:end].cpu()
-            blocks[here] = tables[sequence][positions[here] // BLOCK_SIZE]
-            rows[here] = positions[here] % BLOCK_SIZE
-            at += end - start
-        batch = _batch(step, tables)
-        plans = {spec: backend.plan(spec, batch, device) for spec in set(model.layers)}
-        blocks, rows = blocks.to(device), rows.to(device)
-        attention = [StepAttention(plans[spec], blocks, rows) for spec in model.layers]
-        every = torch.arange(padded, device=device)
-        out = model.forward(ids.to(device), positions.to(device), attention, every)
-        at = 0
-        for sequence, start, end in step:
-            logits[sequence].append(out[at : at + end - start])
-            at += end - start
+        order, starts, ends = np.array(step).T
+        ids = torch.cat([sequences[c.sequence][c.start : c.end] for c in step]).cpu().numpy()
+        out = runner.forward(order, starts, ends - starts, ids, np.arange(len(ids)))
+        for sequence, part in zip(order, out.split((ends - starts).tolist()), strict=True):
+            logits[sequence].append(part)
     return [torch.cat(parts) for parts in logits]
-
-
-def _batch(step: list[Chunk], tables: list[torch.Tensor]) -> PagedBatch:
-    used = [tables[chunk.sequence][: -(-chunk.end // BLOCK_SIZE)] for chunk in step]
-    query_rows = torch.tensor([0, *(chunk.end - chunk.start for chunk in step)])
-    return PagedBatch(
-        qo_indptr=query_rows.cumsum(0).int(),
-        kv_indptr=torch.tensor([0, *(len(table) for table in used)]).cumsum(0).int(),
-        kv_indices=torch.cat(used).int(),
-        last_page_len=torch.tensor([(chunk.end - 1) % BLOCK_SIZE + 1 for chunk in step]).int(),
-        block_size=BLOCK_SIZE,
-    )

@@ -1,0 +1,400 @@
+"""`AsyncLLMEngine`: many requests at once in an asyncio program, each an async iterator of its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+import msgspec
+
+from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ..ipc.errors import (
+    EngineDeadError,
+    InvalidArgumentError,
+    NotSupportedError,
+    WrongEventLoopError,
+    suggests_names,
+)
+from ..ipc.messages import Stats
+from ..ipc.params import SamplingParams
+from .args import EngineArgs
+from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
+from .clients import make_async_client
+from .frontend import Frontend, ModelFiles, UsageContext
+from .input_processor import EngineCoreRequest
+from .output_processor import OutputProcessor, Processed
+from .prompts import Prompt
+from .request_state import RequestState
+from .request_stream import RequestStream
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..ipc.async_client import AsyncClient
+    from ..ipc.connection import Connection
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.02  # between two looks at what still runs in a core that is being paused
+
+
+@suggests_names
+@dataclass
+class AsyncEngineArgs(EngineArgs):
+    """`EngineArgs`, and whether each request is logged (level INFO). `disable_log_requests` is the older name, and
+    wins.
+    """
+
+    enable_log_requests: bool = False
+    disable_log_requests: bool = False
+
+
+class AsyncLLMEngine(Frontend["AsyncClient"]):
+    """A frontend for one event loop, the first it is used from, with a core of its own in another process.
+
+    It may be made with no loop running; making it blocks until the core is ready. The newest call is
+    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in call_forms.py.
+
+    Args:
+        args, kwargs: `vllm_config`, or its parts; `executor_class`, `stat_loggers`: only None so far. `usage_context`,
+            `mm_registry`, `use_cached_outputs`, `aggregate_engine_logging`: without effect.
+        log_requests: log each request, at level INFO.
+        max_log_len: most characters of a prompt in the log.
+        start_engine_loop: without effect: outputs are read from the first request on.
+
+    Raises:
+        MainspringError: the model is not found, not supported, or the core did not start.
+        WrongEventLoopError: (all coroutines) the engine belongs to another loop.
+        WrongProcessError: (all methods) the engine belongs to another process.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        log_requests: bool = False,
+        max_log_len: int | None = None,
+        start_engine_loop: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        config, log_stats = resolve_engine(args, kwargs)
+        files = ModelFiles.of(config)
+        self._open(make_async_client(config), files, log_stats)
+        self._log_requests, self._max_log_len = log_requests, max_log_len
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: None = None,
+    ) -> Self:
+        """An engine for these arguments."""
+        log_requests = isinstance(engine_args, AsyncEngineArgs) and (
+            engine_args.enable_log_requests and not engine_args.disable_log_requests
+        )
+        return cls(
+            engine_args.create_engine_config(),
+            log_stats=not engine_args.disable_log_stats,
+            stat_loggers=stat_loggers,
+            log_requests=log_requests,
+        )
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: None = None,
+        enable_log_requests: bool = False,
+        disable_log_stats: bool = False,
+    ) -> Self:
+        """An engine for this configuration."""
+        log_stats = not disable_log_stats
+        return cls(vllm_config, log_stats=log_stats, stat_loggers=stat_loggers, log_requests=enable_log_requests)
+
+    @classmethod
+    def _client(cls, connection: Connection) -> AsyncClient:
+        from ..ipc.async_client import AsyncClient
+
+        return AsyncClient(connection)
+
+    def _open(self, client: AsyncClient, files: ModelFiles, log_stats: bool) -> None:
+        super()._open(client, files, log_stats)
+        self._log_requests, self._max_log_len = False, None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()  # nothing is in flight
+        self._idle.set()
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(
+        self,
+        prompt: Prompt | EngineCoreRequest | None = None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *positional: Any,
+        prompt_text: str | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        **older: Any,
+    ) -> RequestStream:
+        """A request, as an async iterator of its outputs; see `RequestStream`. Nothing is sent before the first is
+        asked for.
+
+        Args: as `LLMEngine.add_request`; the forms by position are in call_forms.py.
+
+        Raises (while iterating):
+            InvalidRequestError: it can't be served as it stands.
+            OverloadedError: a limit of the core is reached; the same request may be accepted later.
+            RequestFailedError: the core gave up on it.
+            EngineDeadError: the core is gone for good.
+        """
+        slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
+        call = resolve_generate(prompt, sampling_params, request_id, positional, slots, prompt_text, older)
+        return RequestStream(self, call)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | EngineCoreRequest | None = None,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        prompt_text: str | None = None,
+        **older: Any,
+    ) -> RequestStream:
+        """Send a request now; its outputs are the stream's. Arguments and errors as `LLMEngine.add_request`."""
+        slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
+        stream = RequestStream(self, resolve_add_request(request_id, prompt, params, slots, prompt_text, older))
+        await stream._begin()
+        return stream
+
+    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Embeddings.
+
+        Raises:
+            NotSupportedError: always, until there are pooling models.
+        """
+        raise NotSupportedError("encode is not supported yet: there are no pooling models; use generate")
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End one or several requests: each stream yields one last output with finish reason ``abort``. Unknown ids are
+        ignored.
+        """
+        self._enter()
+        await self._end(map(str, [request_id] if isinstance(request_id, (str, int)) else request_id))
+
+    async def pause_generation(
+        self,
+        *,
+        mode: Literal["abort", "wait", "keep"] = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """Compute nothing more until `resume_generation`, for all frontends of the core; new requests wait.
+
+        Args:
+            mode: what is in flight is aborted; or goes on to its end, which is waited for; or is kept for later.
+            wait_for_inflight_requests: the older name of mode "wait".
+            clear_cache: forget the prefix cache too; without effect under "keep".
+
+        Raises:
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        mode = "wait" if wait_for_inflight_requests else mode
+        if mode not in ("abort", "wait", "keep"):
+            raise InvalidArgumentError(f"mode is {mode!r}; it must be 'abort', 'wait' or 'keep'")
+        self._enter()
+        await self.engine_core.call("pause_generation", mode, clear_cache and mode == "abort")
+        if mode == "wait":
+            while msgspec.convert(await self.engine_core.call("stats"), Stats).num_running:
+                await asyncio.sleep(_LOOK_SECONDS)
+            if clear_cache:
+                await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """End a pause."""
+        self._enter()
+        await self.engine_core.call("resume_generation")
+
+    async def is_paused(self) -> bool:
+        """Whether somebody has paused the core."""
+        self._enter()
+        return bool(await self.engine_core.call("is_paused"))
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until none of this engine's requests is in flight.
+
+        Raises:
+            TimeoutError: some still are after so many seconds.
+        """
+        self._enter()
+        try:
+            await asyncio.wait_for(self._idle.wait(), drain_timeout)
+        except TimeoutError:
+            left = len(self.output_processor)
+            raise TimeoutError(f"{left} requests are still in flight after drain_timeout={drain_timeout} s") from None
+
+    # ------------------------------------------------------------------ the engine
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why nothing more can be served, if so. A core that died and is being restarted is no such reason."""
+        return self.engine_core.error
+
+    @property
+    def errored(self) -> bool:
+        return self.dead_error is not None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    async def check_health(self) -> None:
+        """Nothing, if requests can be served.
+
+        Raises:
+            EngineDeadError: `dead_error`.
+        """
+        self._enter()
+        if (error := self.dead_error) is not None:
+            raise error
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequestError: there is none, because of `skip_tokenizer_init`.
+        """
+        return self._tokenizer()
+
+    async def get_model_config(self) -> ModelConfig:
+        """The model's configuration, as the core filled it in (`max_model_len`, `dtype`)."""
+        return self.vllm_config.model_config
+
+    async def get_cache_config(self) -> CacheConfig:
+        """The cache's configuration, as the core filled it in (`num_gpu_blocks`)."""
+        return self.vllm_config.cache_config
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        return self.vllm_config.parallel_config
+
+    async def get_vllm_config(self) -> EngineConfig:
+        return self.vllm_config
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached block. False if running requests stood in the way.
+
+        Raises:
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._enter()
+        return bool(await self.engine_core.call("reset_prefix_cache"))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shutdown()
+        if self._reader is not None:
+            await asyncio.wait([self._reader])
+
+    # ------------------------------------------------------------------ inside
+
+    def _enter(self) -> None:
+        self._check_process()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif loop is not self._loop:
+            raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
+        if self._reader is None or self._reader.done():
+            self._reader = loop.create_task(_read(self.engine_core, self.output_processor, self._idle))
+
+    async def _add(self, call: AddCall) -> RequestState:
+        self._enter()
+        request = self._prepared(call)
+        if self._log_requests:
+            prompt = (request.prompt or "")[: self._max_log_len]
+            logger.info(
+                "request %s: %d tokens, %r, %s",
+                request.request_id,
+                len(request.prompt_token_ids),
+                prompt,
+                request.params,
+            )
+        sending = self._registered(request)
+        sending.state.news = asyncio.Event()
+        self._idle.clear()
+        try:
+            for message in sending.messages:
+                await self.engine_core.add_request(message, sending.tensors)
+        except BaseException:
+            await self._end([request.request_id])
+            raise
+        return sending.state
+
+    async def _end(self, request_ids: Iterable[str]) -> None:
+        """Abort, here and in the core."""
+        ended = self.output_processor.abort(request_ids, time.monotonic())
+        await _settle(self.engine_core, self.output_processor, self._idle, ended)
+
+    def _end_from_anywhere(self, request_id: str) -> None:
+        """Nobody reads this request any more; from whichever thread collects garbage."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._end([request_id])))
+
+
+AsyncLLM = AsyncLLMEngine  # its later name
+
+
+async def _read(client: AsyncClient, processor: OutputProcessor, idle: asyncio.Event) -> None:
+    """Take in all outputs, until the core is gone. Knows no engine, so that one that nobody holds can be collected."""
+    try:
+        while True:
+            outputs = await client.get_outputs()
+            await _settle(client, processor, idle, processor.process(outputs, time.monotonic()))
+            await asyncio.sleep(0)  # where outputs come faster than they are taken, others have their turn
+    except Exception as error:
+        if not isinstance(error, EngineDeadError):
+            logger.exception("reading outputs failed")
+        for state in processor.forget():  # whatever it was, nobody is left waiting
+            assert state.news is not None
+            state.lost = error
+            state.news.set()
+        idle.set()
+
+
+async def _settle(client: AsyncClient, processor: OutputProcessor, idle: asyncio.Event, processed: Processed) -> None:
+    for state in processed.changed:
+        assert state.news is not None
+        state.news.set()
+    if not len(processor):
+        idle.set()
+    if processed.aborts:
+        with contextlib.suppress(EngineDeadError):  # these have ended anyway
+            await client.abort(processed.aborts)

@@ -1,0 +1,123 @@
+"""What a daemon is told: its own options and the engine's, from flags and from a TOML file of the same names."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from ..ipc.config import Doc, EngineConfig, FieldInfo, Section
+from ..ipc.errors import InvalidArgumentError, unknown_argument
+from .args import FIELDS, EngineArgs, flag_of, typed
+
+if TYPE_CHECKING:
+    import argparse
+
+# Where nobody has set them. Far above what is good for latency; they bound the memory that a mistake can cost.
+_DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384}
+
+
+class DaemonOptions(Section, frozen=True, kw_only=True):
+    """Where a daemon listens, who may come in, and how it ends."""
+
+    listen: Annotated[
+        str | None, Doc("Where to listen: ipc://PATH or tcp://HOST:PORT; none: core.sock in your runtime folder.")
+    ] = None
+    admin_listen: Annotated[
+        str | None,
+        Doc(
+            "Where connections may change the engine for everyone; none: PATH.admin beside ipc://PATH, admin.sock "
+            "beside core.sock, and over tcp the keys listed with `admin`."
+        ),
+    ] = None
+    key: Annotated[str | None, Doc("File of the daemon's secret key, for tcp.")] = None
+    allowed_keys: Annotated[
+        str | None, Doc("File that lists the public keys let in; none: allowed_keys in ~/.config/mainspring.")
+    ] = None
+    insecure: Annotated[bool, Doc("Listen at tcp without keys: whoever reaches the port is let in.")] = False
+    http_host: Annotated[str, Doc("Address for http_port.")] = "127.0.0.1"
+    http_port: Annotated[int | None, Doc("Port for GET /healthz and /readyz; none: not served.")] = None
+    log_format: Annotated[Literal["text", "json"], Doc("Log lines as text or JSON.")] = "text"
+    drain_timeout: Annotated[
+        float, Doc("Seconds that requests have to finish after SIGTERM or Ctrl-C; a second one ends them at once.")
+    ] = 30.0
+
+
+def _fields() -> dict[str, FieldInfo]:
+    hints = get_type_hints(DaemonOptions, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(DaemonOptions):
+        kind, doc = get_args(hints[field.name])
+        found[field.name] = FieldInfo("daemon", field.name, kind, field.default, doc.text, False)
+    return found
+
+
+OPTIONS = _fields()
+_ALL = {**OPTIONS, **FIELDS}
+
+
+def add_cli_args(command: argparse.ArgumentParser) -> None:
+    """A flag for each option; one not given leaves no attribute behind."""
+    import argparse
+
+    group = command.add_argument_group("daemon")
+    group.add_argument("--config", metavar="FILE", help="TOML file of the names here, with underscores; flags win")
+    for name, field in OPTIONS.items():
+        default = "none" if field.default is None else field.default
+        text = f"{field.doc} (default: {default})"
+        group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **flag_of(field.type))
+
+
+def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig]:
+    """Options and configuration, by flags, else by the file named in `config`, else by default.
+
+    Raises:
+        MainspringError: as `EngineArgs.create_engine_config`; or the file can't be read or holds what is unknown.
+    """
+    flags = {name: getattr(args, name) for name in _ALL if hasattr(args, name)}
+    given = {**_DEFAULTS, **(_read(args.config) if args.config else {}), **flags}
+    options = {name: typed(field, given[name]) for name, field in OPTIONS.items() if name in given}
+    engine = EngineArgs(**{name: value for name, value in given.items() if name in FIELDS})
+    return _checked(DaemonOptions(**options)), engine.create_engine_config()
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise InvalidArgumentError(f"config is {path}, which can't be read: {error.strerror}") from None
+    except ValueError as error:  # also what is no UTF-8
+        raise InvalidArgumentError(f"config is {path}, which is not TOML: {error}") from None
+    return _flat(path, data)
+
+
+def _flat(path: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of all tables in one, each checked to be known, and where it belongs."""
+    sections = {field.section for field in _ALL.values()}
+    found = dict(data)
+    for section in sections & data.keys():
+        table = found.pop(section)
+        known = [name for name, field in _ALL.items() if field.section == section]
+        if not isinstance(table, dict):
+            raise InvalidArgumentError(f"{path}: {section} is {table!r}; it must be a table, [{section}]")
+        for name, value in table.items():
+            if name not in known:
+                raise unknown_argument(f"[{section}] in {path}", name, known)
+            if name in found:
+                raise InvalidArgumentError(f"{path} sets {name} twice")
+            found[name] = value
+    for name in found:
+        if name not in _ALL:
+            raise unknown_argument(path, name, [*_ALL, *sections])
+    return found
+
+
+def _checked(options: DaemonOptions) -> DaemonOptions:
+    if not 0 <= options.drain_timeout < float("inf"):
+        raise InvalidArgumentError(f"drain_timeout is {options.drain_timeout}; it must be at least 0 and finite")
+    if options.http_port is not None and not 0 <= options.http_port <= 65_535:
+        raise InvalidArgumentError(f"http_port is {options.http_port}; it must be in 0 to 65535 (0: any free one)")
+    return options

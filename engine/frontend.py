@@ -1,0 +1,229 @@
+"""What both engines share: the model's small files, a client, both processors, and how a request begins."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import msgspec
+
+from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig
+from ..ipc.errors import (
+    DuplicateRequestError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    WrongProcessError,
+    unknown_argument,
+)
+from ..ipc.messages import AddRequest, ModelFacts
+from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
+from .call_forms import AddCall
+from .input_processor import EngineCoreRequest, InputProcessor, core_messages
+from .model_files import eos_token_ids, generation_config
+from .output_processor import OutputProcessor
+from .request_state import RequestState
+from .tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..ipc.connection import Connection
+
+logger = logging.getLogger(__name__)
+
+
+class UsageContext(StrEnum):
+    """Who uses the engine. Nothing is reported anywhere; accepted because vLLM's signatures have it."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+class Client(Protocol):
+    """What the blocking and the async clients have in common."""
+
+    config: EngineConfig
+    model: ModelFacts
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Client)
+_CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
+CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init")
+
+
+class ModelFiles(NamedTuple):
+    """What a frontend reads of a checkpoint."""
+
+    tokenizer: Tokenizer | None
+    generation_config: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ModelFiles:
+        """Of the checkpoint that a core of one's own is to load."""
+        model, download_dir = config.model_config, config.load_config.download_dir
+        return cls.read(model, checkpoint_folder(str(model.model), model.revision, download_dir), download_dir)
+
+    @classmethod
+    def read(cls, model: ModelConfig, folder: Path, download_dir: str | None = None) -> ModelFiles:
+        """From a folder; the tokenizer from another place, if the configuration names one."""
+        found = generation_config(folder, model)
+        if model.skip_tokenizer_init:
+            return cls(None, found)
+        if model.tokenizer is not None:
+            folder = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
+        return cls(load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found)
+
+
+class Sending(NamedTuple):
+    """A request that is registered here and about to be sent."""
+
+    state: RequestState
+    messages: list[AddRequest]
+    tensors: Sequence[np.ndarray]
+
+
+class Frontend(Generic[C]):
+    """A client of a core, and what lies between it and the user. Ended by `shutdown`, by being collected, or with the
+    interpreter.
+    """
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        **options: Any,
+    ) -> Self:
+        """An engine on a running daemon. Nothing is loaded here but the tokenizer, which comes from the daemon.
+
+        Args:
+            address: what `mainspring daemon` says when it is ready: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+            tokenizer: folder or Hugging Face id of another tokenizer.
+            tokenizer_mode, skip_tokenizer_init: as in `EngineArgs`.
+            options: ``key`` and ``server_key`` for a daemon with keys; ``weight``, this frontend's share among those
+                that compete; ``name``, shown by `mainspring status`; ``connect_timeout`` and ``reconnect_timeout``,
+                seconds.
+
+        Raises:
+            ConnectError: no daemon answers there, or it does not let this frontend in.
+            UnknownArgumentError: there is no such option.
+        """
+        for name in options:
+            if name not in _CONNECTION:
+                raise unknown_argument("connect", name, CONNECT_OPTIONS)
+        if tokenizer_mode not in ("auto", "hf"):
+            raise InvalidArgumentError(f"tokenizer_mode is {tokenizer_mode!r}; it must be 'auto' or 'hf'")
+        from ..ipc.connection import Connection  # brings zmq, which importing the package is not to
+
+        connection = Connection.connect(address, **options)
+        try:
+            config, elsewhere = connection.config, tokenizer is not None or skip_tokenizer_init
+            has_files = bool(connection.model.files_digest) or not elsewhere
+            theirs = msgspec.structs.replace(
+                config.model_config,
+                tokenizer=tokenizer,
+                tokenizer_revision=None,
+                tokenizer_mode=tokenizer_mode,
+                skip_tokenizer_init=skip_tokenizer_init,
+                trust_remote_code=False,  # a daemon's code is not run here
+                # a folder it names would be on the daemon's machine
+                generation_config="auto" if has_files and config.model_config.generation_config != "none" else "none",
+            )
+            digest, fetch = connection.model.files_digest, partial(connection.call_blocking, "tokenizer_files")
+            files = ModelFiles.read(theirs, cached_folder(digest, fetch) if has_files else Path())
+            engine = cls.__new__(cls)
+            engine._open(cls._client(connection), files, not config.observability_config.disable_log_stats)
+        except BaseException:
+            connection.close()
+            raise
+        return engine
+
+    @classmethod
+    def _client(cls, connection: Connection) -> C:
+        raise NotImplementedError
+
+    def _open(self, client: C, files: ModelFiles, log_stats: bool) -> None:
+        """What a constructor does, once there is a client."""
+        self.engine_core = client
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, client, self._pid)
+        self.vllm_config = client.config
+        self.log_stats = log_stats
+        self.tokenizer, self.generation_config = files
+        eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            eos.add(self.tokenizer.eos_token_id)
+        self.input_processor = InputProcessor(self.tokenizer, client.model, eos)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._handles = itertools.count(1)
+
+    def _prepared(self, call: AddCall) -> EngineCoreRequest:
+        """The request of a call, checked."""
+        if isinstance(call.prompt, EngineCoreRequest):
+            if call.prompt.request_id != call.request_id:
+                logger.warning(
+                    "request_id %r: the prepared request keeps its own, %r", call.request_id, call.prompt.request_id
+                )
+            return call.prompt
+        return self.input_processor.process_inputs(
+            call.request_id,
+            call.prompt,
+            call.params,
+            call.arrival_time,
+            call.tokenization_kwargs,
+            call.priority,
+            call.prompt_text,
+        )
+
+    def _registered(self, request: EngineCoreRequest) -> Sending:
+        """Expect its outputs from now on."""
+        if request.request_id in self.output_processor:
+            raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
+        messages = core_messages(request, self._handles)
+        state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
+        return Sending(state, messages, () if request.embeds is None else (request.embeds.array,))
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
+        return self.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    @property
+    def observability_config(self) -> ObservabilityConfig:
+        return self.vllm_config.observability_config
+
+    def shutdown(self) -> None:
+        """Let go of the core; one of its own ends. Twice is once."""
+        self._finalizer()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise WrongProcessError(
+                f"this engine belongs to process {self._pid}, from which this one was forked; make one of its own here"
+            )
+
+
+def _close(client: Client, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child inherits the finalizer, but not the core
+        client.close()

@@ -1,0 +1,84 @@
+"""Telling others how a daemon is: systemd, and whatever asks over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from ..ipc.errors import AddressInUseError
+
+logger = logging.getLogger(__name__)
+
+_STATUS_SECONDS = 10.0
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it has started us (sd_notify(3)): lines such as ``READY=1``."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.connect("\0" + path[1:] if path.startswith("@") else path)
+            out.sendall(state.encode())
+
+
+@contextlib.contextmanager
+def heartbeat(status: Callable[[], str]) -> Iterator[None]:
+    """Tell systemd `status` now and then, and that we live, as often as its watchdog wants.
+
+    A timer's signal does it, for its handler runs in the main thread: one that hangs is silent.
+    """
+    watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    limit = int(os.environ.get("WATCHDOG_USEC", 0)) / 1e6 if watched else 0.0
+    period = limit / 2 or _STATUS_SECONDS
+    if os.environ.get("NOTIFY_SOCKET"):
+        signal.signal(signal.SIGALRM, lambda *_: notify(f"WATCHDOG=1\nSTATUS={status()}"))
+        signal.setitimer(signal.ITIMER_REAL, period, period)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextlib.contextmanager
+def probes(host: str, port: int, ready: Callable[[], bool]) -> Iterator[int]:
+    """Answer GET /healthz with 200, and /readyz with 200 or 503. Yields the port, which for 0 is a free one.
+
+    Raises:
+        AddressInUseError: nobody can listen there.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 30  # seconds for a request to come
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            code = {"/healthz": 200, "/readyz": 200 if ready() else 503}.get(path, 404)
+            body = {200: b"ok\n", 503: b"not ready\n", 404: b"ask for /healthz or /readyz\n"}[code]
+            self.send_response(code)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            logger.debug(format, *args)
+
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise AddressInUseError(f"http_port is {port}, where nobody can listen on {host}: {error}") from None
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="mainspring-http", daemon=True)
+    thread.start()
+    bound = int(server.server_address[1])
+    logger.info("health checks at http://%s:%d/healthz and /readyz", host, bound)
+    try:
+        yield bound
+    finally:
+        server.shutdown()
+        server.server_close()

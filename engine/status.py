@@ -1,0 +1,119 @@
+"""How a core is, for people (`mainspring status`, one frame of `mainspring top`) and for scripts (`--json`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..ipc.connection import ask_status
+from ..ipc.errors import ConnectError
+from ..ipc.messages import CoreStatus, Latency
+from ..ipc.transport import ipc_path, lock_holder
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_READY = {"serving", "calling", "paused"}
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def look(address: str, **options: Any) -> CoreStatus | int:
+    """The core at `address`; or the pid of a daemon that holds it while no core answers yet.
+
+    Args:
+        options: of `ask_status`.
+
+    Raises:
+        ConnectError: there is neither.
+    """
+    try:
+        return ask_status(address, **options)
+    except ConnectError as error:
+        holder = lock_holder(address) if ipc_path(address) else None
+        if holder is None:
+            raise ConnectError(f"{error}: start one with mainspring daemon --listen {address}") from None
+        return holder
+
+
+def is_ready(found: CoreStatus | int) -> bool:
+    return isinstance(found, CoreStatus) and found.phase in _READY
+
+
+def document(found: CoreStatus | int) -> dict[str, Any]:
+    """One flat object: the fields of `CoreStatus`, and of `Stats` in place of `stats`."""
+    if isinstance(found, int):
+        return {"phase": "starting", "supervisor_pid": found}
+    core: dict[str, Any] = msgspec.to_builtins(found)
+    del core["stats"]
+    return {**core, **msgspec.structs.asdict(found.stats)}
+
+
+def describe(found: CoreStatus | int) -> str:
+    """A few lines for a person."""
+    if isinstance(found, int):
+        return f"starting: daemon {found}"
+    crash = f" (the last {printable(found.last_crash)})" if found.last_crash else ""
+    lines = [
+        f"{found.phase}: {printable(found.model)}",
+        f"core {found.core_pid} of daemon {found.supervisor_pid}, up {found.uptime_s:.0f} s, epoch {found.epoch}, "
+        f"{found.restarts} restarts{crash}",
+        *(f"{name}: {text}" for name, text in _facts(found)),
+        *(
+            f"frontend {printable(one.name)!r} (weight {one.weight:g}): {one.num_running} running, "
+            f"{one.num_waiting} waiting, {one.generation_tokens} tokens generated{', slow' * one.slow}"
+            for one in found.frontends
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def frame(found: CoreStatus, speeds: Sequence[float], trouble: str = "") -> Group:
+    """What `top` shows: the facts, the latest `speeds` (tokens/s) as bars, and a table of frontends."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("core", Text(f"{found.phase}, epoch {found.epoch}, {found.restarts} restarts, pid {found.core_pid}"))
+    facts.add_row("model", Text(printable(found.model)))
+    for name, text in _facts(found):
+        facts.add_row(name, Text(text))
+    highest = max(speeds, default=0.0) or 1.0
+    facts.add_row("", Text("".join(_BARS[round(speed / highest * (len(_BARS) - 1))] for speed in speeds), "green"))
+    table = Table("frontend", box=None, padding=(0, 2), header_style="bold")
+    for title in ("weight", "running", "waiting", "tokens in flight", "generated"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for one in sorted(found.frontends, key=lambda one: -one.tokens_in_flight):
+        counts = (one.num_running, one.num_waiting, one.tokens_in_flight, one.generation_tokens)
+        slow = Text("slow", "yellow") if one.slow else ""
+        table.add_row(Text(printable(one.name)), f"{one.weight:g}", *(f"{count:,}" for count in counts), slow)
+    return Group(facts, "", table, *([Text(trouble, "red")] if trouble else []))
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names come from whoever connects."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _facts(core: CoreStatus) -> list[tuple[str, str]]:
+    stats = core.stats
+    hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+    return [
+        ("requests", f"{stats.num_running} running, {stats.num_waiting} waiting, {stats.num_preemptions} preemptions"),
+        ("speed", f"{core.tokens_per_s:,.0f} tokens/s"),
+        ("first token", _latency(core.time_to_first_token)),
+        ("next token", _latency(core.inter_token_latency)),
+        ("KV cache", f"{stats.kv_cache_usage:.0%} of {core.num_blocks:,} blocks"),
+        ("prefix cache", f"{hits:.0%} of {stats.prefix_queries:,} prompt tokens found"),
+    ]
+
+
+def _latency(latency: Latency) -> str:
+    return ", ".join(f"p{name[1:]} {_seconds(getattr(latency, name))}" for name in latency.__struct_fields__)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"

@@ -1,0 +1,51 @@
+"""Which requests a core's death is laid to, and which of them get no further chance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .journal import Journal
+
+STRIKES = 2  # deaths in a step of its own, at one output position
+STRIKES_BY_KILL = 3  # if all were by SIGKILL, which may come from outside
+
+
+class _Strikes(NamedTuple):
+    position: int
+    deaths: int
+    kills: int  # of these, by SIGKILL
+
+
+class Blame:
+    """Kept by the supervisor over all its cores.
+
+    After a death during a step the requests of that step are suspects. The next core computes each of them in steps of
+    its own until it has brought one token. One whose own step died `STRIKES` times at the same output position
+    (`STRIKES_BY_KILL` times, if by SIGKILL alone) is quarantined: cores refuse it.
+    """
+
+    def __init__(self) -> None:
+        self.suspects: set[int] = set()
+        self.quarantined: dict[int, str] = {}  # key → why
+        self._strikes: dict[int, _Strikes] = {}
+
+    def crashed(self, journal: Journal, cause: str, killed: bool) -> None:
+        """Take a death into account. `cause` completes "the core died …"; `killed`: by a SIGKILL not our own."""
+        accused = journal.accused()
+        self.suspects = {one.key for one in accused}.union(journal.suspects())
+        strikes = {}
+        for key, position, solo in accused:
+            if not solo:
+                continue
+            before = self._strikes.get(key)
+            deaths, kills = (before.deaths, before.kills) if before and before.position == position else (0, 0)
+            now = strikes[key] = _Strikes(position, deaths + 1, kills + killed)
+            if now.deaths >= (STRIKES_BY_KILL if now.deaths == now.kills else STRIKES):
+                self.quarantined[key] = (
+                    f"the core died {now.deaths} times while it computed this request alone, at output token "
+                    f"{position}; the last time {cause}"
+                )
+                self.suspects.discard(key)
+        # A request that is not a suspect any more has brought a token since its last strike.
+        kept = {key: strike for key, strike in self._strikes.items() if key in self.suspects}
+        self._strikes = {**kept, **{key: strike for key, strike in strikes.items() if key in self.suspects}}

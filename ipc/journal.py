@@ -1,0 +1,151 @@
+"""Memory that outlives a core: what it was computing when it died, and in which phase. The supervisor owns it.
+
+An anonymous file, mapped by both. The core writes a step's requests before it launches the step, so whatever kills the
+process leaves their names behind.
+
+A request's key is the same under every core: `request_key` of its frontend's session and its handle.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Collection, Iterable
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from .errors import InvalidArgumentError
+
+STEPS = 4  # that may be in flight
+MAX_SUSPECTS = 4096
+
+_HEAD = np.dtype([("phase", "<i8"), ("beat", "<f8"), ("num_suspects", "<i8")])
+_STEP = np.dtype([("in_flight", "<i8"), ("solo", "<i8"), ("rows", "<i8")])
+
+
+class Phase(IntEnum):
+    """What a core is about. The watchdog looks at a serving one only."""
+
+    STARTING = 0
+    LOADING = 1
+    COMPILING = 2
+    CAPTURING = 3
+    SERVING = 4
+    CALLING = 5  # a utility call, which takes what it takes
+    DRAINING = 6  # serving, but for the last time
+
+
+class Accused(NamedTuple):
+    """A request that a dead core was computing."""
+
+    key: int
+    position: int  # of the token to come, in the output
+    solo: bool  # in a step of its own, as a suspect
+
+
+def request_key(session: bytes, handle: int) -> int:
+    """64 bits that name a request under every core: BLAKE2b of the session and the handle, big-endian."""
+    return int.from_bytes(blake2b(session + handle.to_bytes(8, "big"), digest_size=8).digest(), "big")
+
+
+class Journal:
+    """One mapped file. `create` makes it, in the supervisor; `open` maps it, in the core."""
+
+    def __init__(self, fd: int, max_num_seqs: int) -> None:
+        self.fd = fd
+        size = _size(max_num_seqs)
+        if os.fstat(fd).st_size < size:
+            raise InvalidArgumentError(f"the journal has {os.fstat(fd).st_size} bytes; {size} are needed")
+        self._map = mmap.mmap(fd, size)
+        at = 0
+
+        def column(dtype: np.dtype | str, *shape: int) -> np.ndarray:
+            nonlocal at
+            array = np.ndarray(shape, dtype, self._map, at)
+            at += array.nbytes
+            return array
+
+        self._head = column(_HEAD, 1)
+        self._steps = column(_STEP, STEPS)
+        self._keys = column("<u8", STEPS, max_num_seqs)
+        self._positions = column("<i8", STEPS, max_num_seqs)
+        self._suspects = column("<u8", MAX_SUSPECTS)
+
+    @classmethod
+    def create(cls, max_num_seqs: int) -> Journal:
+        with tempfile.TemporaryFile(prefix="mainspring-journal-") as file:
+            file.truncate(_size(max_num_seqs))
+            return cls(os.dup(file.fileno()), max_num_seqs)
+
+    def close(self) -> None:
+        """Let go of the file; the mapping ends with the object."""
+        os.close(self.fd)
+
+    # ------------------------------------------------------------------ the core writes
+
+    def set_phase(self, phase: Phase) -> None:
+        self.beat()
+        self._head["phase"] = phase
+
+    def beat(self) -> None:
+        """The main loop is alive."""
+        self._head["beat"] = time.monotonic()
+
+    def launched(self, step: int, keys: np.ndarray, positions: np.ndarray, solo: bool) -> None:
+        """Called before step number `step` is launched: uint64 `keys` of its requests, int64 `positions` of the tokens
+        to come; `solo` if it computes a single suspect."""
+        slot, rows = step % STEPS, len(keys)
+        self._keys[slot, :rows] = keys
+        self._positions[slot, :rows] = positions
+        self._steps[slot] = (1, solo, rows)
+        self.beat()
+
+    def retired(self, step: int) -> None:
+        """Step number `step` has succeeded."""
+        self._steps["in_flight"][step % STEPS] = 0
+        self.beat()
+
+    def set_suspects(self, keys: Collection[int]) -> None:
+        """Which requests are still to show, each in a step of its own, that they are harmless."""
+        kept = sorted(keys)[:MAX_SUSPECTS]
+        self._head["num_suspects"] = 0
+        self._suspects[: len(kept)] = kept
+        self._head["num_suspects"] = len(kept)
+
+    # ------------------------------------------------------------------ the supervisor reads
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(int(self._head["phase"][0]))
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - float(self._head["beat"][0])
+
+    def accused(self) -> list[Accused]:
+        """The requests of all steps that were in flight."""
+        found = []
+        for slot, (in_flight, solo, rows) in enumerate(self._steps.tolist()):
+            if in_flight:
+                rows = zip(self._keys[slot, :rows].tolist(), self._positions[slot, :rows].tolist(), strict=True)
+                found += [Accused(key, position, bool(solo)) for key, position in rows]
+        return found
+
+    def suspects(self) -> list[int]:
+        return list(map(int, self._suspects[: int(self._head["num_suspects"][0])]))
+
+    def clear(self, suspects: Iterable[int]) -> None:
+        """Begin anew for the next core, which starts with these suspects."""
+        self._steps["in_flight"] = 0
+        self.set_suspects(set(suspects))
+        self.set_phase(Phase.STARTING)
+
+
+def _size(max_num_seqs: int) -> int:
+    return _HEAD.itemsize + STEPS * (_STEP.itemsize + 16 * max_num_seqs) + 8 * MAX_SUSPECTS

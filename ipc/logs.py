@@ -1,0 +1,44 @@
+"""Log lines of every process, all on stderr: text, or JSON lines for whoever collects them.
+
+`MAINSPRING_LOG_LEVEL` and `MAINSPRING_LOG_FORMAT` choose; a core inherits them from who starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from datetime import UTC, datetime
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, process, pid, logger, message, and exception where there is one."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up(process: str) -> None:
+    """Log from now on as the environment says; `process` names this one in each line."""
+    if os.environ.get("MAINSPRING_LOG_FORMAT") == "json":
+        formatter: logging.Formatter = JsonLines(process)
+    else:
+        formatter = logging.Formatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    level = os.environ.get("MAINSPRING_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, handlers=[handler])

@@ -1,0 +1,121 @@
+"""The small files that make a frontend out of a checkpoint: tokenizer, chat template, generation config.
+
+A daemon hands them to frontends that do not have its checkpoint. A frontend keeps them under their digest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+
+from .config import ModelConfig
+from .errors import ModelNotFoundError, ProtocolError
+
+PATTERNS = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "*.jinja",
+    "chat_templates/*.jinja",
+)
+MODEL_PATTERNS = ("config.json", "generation_config.json")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_WEIGHT_INDEXES = ["*.index.json"]
+
+
+def checkpoint_folder(name: str, revision: str | None, download_dir: str | None) -> Path:
+    """The folder with a checkpoint's config and tokenizer files; of a hub id only these are downloaded.
+
+    Raises:
+        ModelNotFoundError: no such folder, no such id, or no way to reach the hub.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=_SMALL_FILES,
+            ignore_patterns=_WEIGHT_INDEXES,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFoundError(
+            f"{name!r}{at} is neither a folder here nor a model that the Hugging Face hub gave us "
+            f"({type(error).__name__}): check the spelling and the network, log in if it is gated, or give a folder"
+        ) from error
+    return Path(found)
+
+
+def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]:
+    """Name → content of the files that a frontend of this model needs.
+
+    Raises:
+        ModelNotFoundError: as `checkpoint_folder`.
+    """
+    folder = checkpoint_folder(str(model.model), model.revision, download_dir)
+    tokenizer = folder
+    if model.tokenizer is not None:
+        tokenizer = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
+    found = {}
+    for place, patterns in ((folder, MODEL_PATTERNS), (tokenizer, PATTERNS)):
+        for path in sorted(path for pattern in patterns for path in place.glob(pattern) if path.is_file()):
+            found[path.relative_to(place).as_posix()] = path.read_bytes()
+    return found
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    """BLAKE2b-128 over names and contents, each with its length before it, in order of the names."""
+    digest = blake2b(digest_size=16)
+    for name, content in sorted(files.items()):
+        for part in (name.encode(), content):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def cached_folder(digest: str, fetch: Callable[[], Mapping[str, bytes]]) -> Path:
+    """The folder with the files of this digest; `fetch` gets them where they are not there yet.
+
+    Raises:
+        ModelNotFoundError: the core has no such files.
+        ProtocolError: what was fetched is something else.
+    """
+    if not digest:
+        raise ModelNotFoundError(
+            "the core has no tokenizer files to give; give tokenizer=FOLDER, or set skip_tokenizer_init=True and use "
+            "token ids"
+        )
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mainspring", "tokenizers")
+    folder = base / PurePosixPath(digest).name
+    if folder.is_dir():
+        return folder
+    files = fetch()
+    if digest_of(files) != digest:
+        raise ProtocolError(f"the core sent other tokenizer files than those of digest {digest}")
+    base.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=base))
+    try:
+        for name, content in files.items():
+            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+                raise ProtocolError(f"the core sent a tokenizer file named {name!r}")
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(content)
+        if not folder.is_dir():
+            place.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another frontend was first
+            raise
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return folder

@@ -1,0 +1,176 @@
+"""What the scheduler promises, for any schedule: invariants 1 to 3, with aborts, suspects, pauses, resumed requests and
+frontends that lose their credit."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import VOCAB, Engine, Key, blocks_for, expected_output
+from mainspring.ipc.messages import AddRequest, Sampling
+
+
+class Job(NamedTuple):
+    """A request to add, or an abort of one added before, or a change of who may run."""
+
+    after: int  # rounds before it
+    shared: float  # how much of the prompt is the common prefix
+    length: float  # of the longest prompt
+    max_tokens: int
+    min_tokens: int
+    stops: list[int]
+    priority: int
+    frontend: int
+    suspect: bool
+    resumed: float  # how much of its output it comes with
+    abort: int | None  # this many requests back
+    credit: bool | None  # given to its frontend, or taken
+    pause: str | None  # its mode, or "resume"
+
+
+class Schedule(NamedTuple):
+    """A way to run an engine."""
+
+    engine: dict[str, Any]
+    jobs: list[Job]
+    launch_first: list[bool]  # whether a round launches before it retires, where both can be done
+
+
+part = st.floats(0, 1)
+jobs = st.builds(
+    Job,
+    after=st.sampled_from([0, 0, 0, 1, 2, 5]),
+    shared=st.sampled_from([0.0, 0.0, 0.5, 0.9, 1.0]) | part,
+    length=part,
+    max_tokens=st.integers(1, 40),
+    min_tokens=st.sampled_from([0, 0, 0, 3]),
+    stops=st.lists(st.integers(0, VOCAB - 1), max_size=3, unique=True),
+    priority=st.integers(-1, 2),
+    frontend=st.integers(0, 2),
+    suspect=st.sampled_from([False, False, False, True]),
+    resumed=st.sampled_from([0.0, 0.0]) | part,
+    abort=st.none() | st.none() | st.none() | st.integers(1, 5),
+    credit=st.sampled_from([None] * 10 + [False, True]),
+    pause=st.sampled_from([None] * 16 + ["abort", "keep", "wait", "resume"]),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    windows = draw(st.sampled_from([(None,), (None,), (None, 7), (5,), (None, 3, 9), (16, 2)]))
+    max_model_len = draw(st.integers(8, 64))
+    chunked = draw(st.sampled_from([True, True, True, False]))
+    budget = draw(st.integers(1, 40)) if chunked else max_model_len + draw(st.integers(0, 10))
+    one = blocks_for(windows, block_size, max_model_len, budget)
+    engine = {
+        "block_size": block_size,
+        "windows": windows,
+        "max_model_len": max_model_len,
+        "num_blocks": one + draw(st.sampled_from([0, 0, 0, one // 4, one])),
+        "depth": draw(st.integers(1, 3)),
+        "weights": draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=3)),
+        "prefix_caching": draw(st.sampled_from([True, True, True, False])),
+        "max_num_batched_tokens": budget,
+        "max_num_seqs": draw(st.integers(1, 8)),
+        "suspects": 24,
+        "enable_chunked_prefill": chunked,
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+    }
+    return Schedule(engine, draw(st.lists(jobs, min_size=1, max_size=24)), draw(st.lists(st.booleans(), max_size=8)))
+
+
+def run(schedule: Schedule) -> Engine:
+    """Run a schedule with every invariant checked on the way and at the end."""
+    engine = Engine(**schedule.engine)
+    longest = engine.max_model_len - 1
+    numbers = random.Random(1)
+    common = [numbers.randrange(VOCAB) for _ in range(longest)]
+    keys: list[Key] = []
+    whole: dict[Key, list[int]] = {}
+    launch_first = list(schedule.launch_first)
+
+    def round_() -> None:
+        """As `Engine.step`, but that a step may be retired before as many are in flight as could be."""
+        early = launch_first.pop() if launch_first else True
+        if engine.in_flight and not early:
+            engine.retire()
+        else:
+            engine.step()
+
+    for job in schedule.jobs:
+        for _ in range(job.after):
+            round_()
+        if job.abort is not None and job.abort <= len(keys):
+            engine.abort(keys[-job.abort])
+            continue
+        frontend = job.frontend % len(schedule.engine["weights"])
+        if job.pause is not None:
+            engine.scheduler.resume() if job.pause == "resume" else engine.pause(job.pause, clear_cache=job.suspect)
+            continue
+        if job.credit is not None:
+            engine.set_credit(frontend, job.credit)
+            continue
+        length = 1 + int(job.length * (longest - 1))
+        shared = int(job.shared * length)
+        prompt = common[:shared] + [numbers.randrange(VOCAB) for _ in range(length - shared)]
+        sampling = Sampling(job.max_tokens, min_tokens=min(job.min_tokens, job.max_tokens), stop_token_ids=job.stops)
+        output, _ = expected_output(AddRequest(0, "", prompt, sampling), engine.windows, engine.max_model_len)
+        key = engine.add(
+            prompt,
+            job.max_tokens,
+            frontend=frontend,
+            stop=job.stops,
+            min_tokens=sampling.min_tokens,
+            priority=job.priority,
+            output=output[: int(job.resumed * (len(output) - 1))],
+            suspect=job.suspect,
+        )
+        keys.append(key)
+        whole[key] = output
+    engine.run()
+    engine.scheduler.resume()
+    for frontend in range(len(schedule.engine["weights"])):
+        engine.set_credit(frontend, True)
+    engine.run()
+    engine.check_outputs()
+    for key, output in whole.items():
+        told = engine.messages[key].output_token_ids + engine.outputs[key]
+        assert told == (output[: len(told)] if key in engine.aborted else output), "a resumption changed the tokens"
+    return engine
+
+
+def run_any_schedules(max_examples: int) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=max_examples)
+    @given(schedules())
+    def any_schedule_gives_every_request_its_tokens(schedule: Schedule) -> None:
+        engine = run(schedule)
+        stats = engine.stats
+        seen.update(
+            preemptions=stats.num_preemptions,
+            prefix_hits=stats.prefix_hits,
+            chunked_prefills=stats.chunked_prefills,
+            mixed_steps=stats.mixed_steps,
+            cleared_suspects=24 - len(engine.suspects),
+        )
+
+    any_schedule_gives_every_request_its_tokens()
+    assert min(seen.values()) > 20, seen
+
+
+def test_any_schedule_gives_every_request_exactly_its_tokens_once() -> None:
+    run_any_schedules(300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thousands_of_schedules_give_every_request_exactly_its_tokens_once() -> None:
+    run_any_schedules(8000)

@@ -1,0 +1,137 @@
+"""The async client over a real server and socket, with a core that has no model. What happens when a connection is lost
+is in test_sessions.py and test_recovery.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+
+from mainspring.ipc.async_client import AsyncClient
+from mainspring.ipc.connection import Connection
+from mainspring.ipc.errors import EngineDeadError, InvalidRequestError, WrongEventLoopError
+from stand_in_core import StandInOwner, stand_in
+from wire import PROMPTLY, request, take
+
+Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """`asyncio.run`, on each event loop that is here."""
+    if request.param == "asyncio":
+        return asyncio.run
+    uvloop = pytest.importorskip("uvloop")
+    return uvloop.run  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def owner() -> Iterator[StandInOwner]:
+    with stand_in() as owner:
+        yield owner
+
+
+def test_the_async_client_streams_calls_and_aborts(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        tokens: dict[int, list[int]] = defaultdict(list)
+        ended: dict[int, str] = {}
+
+        async def read() -> None:
+            while len(ended) < 31:
+                outputs = await client.get_outputs()
+                take(outputs, tokens)
+                ended.update((finished.handle, finished.reason) for finished in outputs.finished)
+
+        reader = asyncio.create_task(read())
+        await client.add_request(request(30, max_tokens=10**9))
+        for handle in range(30):
+            await client.add_request(request(handle, max_tokens=20, first=handle))
+        answers = await asyncio.gather(*(client.call("echo", i) for i in range(50)))
+        assert answers == [[i] for i in range(50)]
+        with pytest.raises(InvalidRequestError):
+            await client.call("refuse")
+        await client.abort([30])
+        await asyncio.wait_for(reader, 30)
+        assert {handle: tokens[handle] for handle in range(30)} == {h: list(range(h, h + 20)) for h in range(30)}
+        assert ended[30] == "abort"
+        client.close()
+
+    run(main())
+
+
+def test_an_async_call_that_takes_too_long_is_a_timeout(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        with pytest.raises(TimeoutError):
+            await client.call("sleep", 0.3, timeout=0.05)
+        assert await client.call("echo", 1) == [1]
+        assert client._connection.results == {}
+        client.close()
+
+    run(main())
+
+
+def test_a_cancelled_wait_loses_no_outputs(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.get_outputs(), 0.001)
+        await client.add_request(request(0, max_tokens=1))
+        outputs = await asyncio.wait_for(client.get_outputs(), PROMPTLY)
+        assert outputs.token_ids == [100]
+        client.close()
+
+    run(main())
+
+
+def test_an_async_client_belongs_to_its_first_loop(owner: StandInOwner, run: Run) -> None:
+    client = AsyncClient(Connection(owner))
+    assert run(client.call("echo", 1)) == [1]
+    for use in (lambda: client.call("echo"), client.get_outputs, lambda: client.abort([0])):
+        with pytest.raises(WrongEventLoopError, match="another event loop"):
+            run(use())
+    client.close()
+    client.close()
+
+
+def test_closing_an_async_client_ends_those_who_wait(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        wait = asyncio.create_task(client.get_outputs())
+        await asyncio.sleep(0)
+        client.close()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await asyncio.wait_for(wait, PROMPTLY)
+
+    run(main())
+
+
+def test_calls_that_wait_when_the_client_is_closed_end(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        owner.busy = True
+        calls = [asyncio.create_task(client.call("echo", i)) for i in range(3)]
+        await asyncio.sleep(0)
+        client.close()
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await asyncio.wait_for(call, PROMPTLY)
+
+    run(main())
+
+
+def test_a_client_that_was_made_and_closed_with_no_loop_running_is_as_good(owner: StandInOwner, run: Run) -> None:
+    client = AsyncClient(Connection(owner))
+
+    async def main() -> None:
+        await client.add_request(request(0, max_tokens=1))
+        assert (await client.get_outputs()).token_ids == [100]
+
+    run(main())
+    client.close()
+    assert client.error is not None

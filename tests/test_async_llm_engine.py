@@ -1,0 +1,971 @@
+"""AsyncLLMEngine: streams in an asyncio program, how they end, and what a slow reader, a cancelled task or a dead core
+does to them.
+
+Most of these hold a `ScriptedClient` in place of a core, which says what a test wants and when. Then come many streams
+over real sockets with a core that has no model, and the embedded model at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import inspect
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+
+from mainspring import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    EngineArgs,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from mainspring.engine import async_llm_engine
+from mainspring.ipc.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    NotSupportedError,
+    OverloadedError,
+    RequestFailedError,
+    UnknownArgumentError,
+    WrongEventLoopError,
+    WrongProcessError,
+)
+from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Stats
+from stand_in_core import StandInOwner, stand_in
+
+EOS = 2
+PATIENCE = 60.0  # seconds; only so that a test that hangs ends
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
+DELTAS = SamplingParams(temperature=0.0, max_tokens=32, output_kind=DELTA)
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class ScriptedClient:
+    """An `AsyncClient` whose outputs the test says."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.model = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=64, dtype="float32", eos_token_ids=[EOS])
+        self.added: list[AddRequest] = []
+        self.aborted: list[int] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, deque[Any]] = {}
+        self.closed = 0
+        self.error: EngineDeadError | None = None
+        self._said: deque[Outputs] = deque()
+        self._news = asyncio.Event()
+
+    async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        if self.error is not None:
+            raise self.error
+        self.added.append(request)
+
+    async def abort(self, handles: Sequence[int]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.aborted += handles
+
+    async def get_outputs(self) -> Outputs:
+        while not self._said:
+            if self.error is not None:
+                raise self.error
+            self._news.clear()
+            await self._news.wait()
+        return self._said.popleft()
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        self.calls.append((method, *args))
+        return self.answers[method].popleft() if method in self.answers else True
+
+    def close(self) -> None:
+        self.closed += 1
+        self.die("the engine was shut down")
+
+    def say(self, *tokens: tuple[int, int], finished: Sequence[Finished] = ()) -> None:
+        self._said.append(
+            Outputs([handle for handle, _ in tokens], [token for _, token in tokens], finished=[*finished])
+        )
+        self._news.set()
+
+    def die(self, reason: str = "the core is gone") -> None:
+        self.error = EngineDeadError(reason)
+        self._news.set()
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a coroutine on a loop of its own, with a guard against hanging."""
+    factory = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+
+    def on_a_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(asyncio.wait_for(coroutine, PATIENCE))
+
+    return on_a_loop
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLMEngine]:
+    """Made with no loop running."""
+    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    made = AsyncLLMEngine.from_engine_args(EngineArgs())
+    yield made
+    made.shutdown()
+
+
+def core(engine: AsyncLLMEngine) -> ScriptedClient:
+    client: Any = engine.engine_core
+    assert isinstance(client, ScriptedClient)
+    return client
+
+
+async def settled(holds: Callable[[], Any]) -> None:
+    """Let everything else run until this holds. Nothing here waits for time, so turns of the loop are enough."""
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come to hold")
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def collected(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def begun(engine: AsyncLLMEngine, awaited: Awaitable[Any], requests: int = 1) -> asyncio.Task[Any]:
+    """The task of it, once its requests have been sent."""
+    before = len(core(engine).added)
+    task = asyncio.ensure_future(awaited)
+    await settled(lambda: len(core(engine).added) == before + requests)
+    return task
+
+
+# ------------------------------------------------------------------ streams
+
+
+def test_a_stream_gives_outputs_until_the_request_has_ended(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        stream = engine.generate("hello", GREEDY, "a")
+        assert core(engine).added == [], "nothing is sent before the first output is asked for"
+        first = await begun(engine, anext(stream))
+        (sent,) = core(engine).added
+        tokenizer = await engine.get_tokenizer()
+        assert (sent.request_id, sent.prompt_token_ids) == ("a", tokenizer.encode("hello"))
+        core(engine).say((sent.handle, 50))
+        output = await first
+        assert (output.request_id, output.finished, output.outputs[0].token_ids) == ("a", False, [50])
+        core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop")])
+        output = await anext(stream)
+        assert (output.finished, output.outputs[0].token_ids) == (True, [50, EOS])
+        for _ in range(2):
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        assert core(engine).aborted == []
+
+    run(main())
+
+
+def test_streams_of_several_kinds_at_once_each_get_their_own(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        kinds = {name: SamplingParams(max_tokens=32, output_kind=kind) for name, kind in
+                 (("cumulative", CUMULATIVE), ("delta", DELTA), ("final", FINAL_ONLY))}  # fmt: skip
+        tasks = {name: await begun(engine, collected(engine.generate([5], p, name))) for name, p in kinds.items()}
+        handles = [message.handle for message in core(engine).added]
+        for step in range(3):
+            core(engine).say(*((handle, 10 * handle + step) for handle in handles))
+            await turns()
+        core(engine).say(finished=[Finished(handle, "length") for handle in handles])
+        found = {name: [o.outputs[0].token_ids for o in await task] for name, task in tasks.items()}
+        assert found == {
+            "cumulative": [[10], [10, 11], [10, 11, 12], [10, 11, 12]],
+            "delta": [[20], [21], [22], []],
+            "final": [[30, 31, 32]],
+        }
+
+    run(main())
+
+
+def test_several_completions_come_in_one_stream(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        params = SamplingParams(n=3, max_tokens=32, seed=1)
+        task = await begun(engine, collected(engine.generate([5], params, "a")), requests=3)
+        handles = [message.handle for message in core(engine).added]
+        assert len({message.sampling.seed for message in core(engine).added}) == 3
+        core(engine).say((handles[2], 52), (handles[0], 50))
+        await turns()
+        core(engine).say((handles[1], 51), finished=[Finished(handle, "length") for handle in handles])
+        first, last = await task
+        assert [c.token_ids for c in first.outputs] == [[50], [], [52]]
+        assert [(c.token_ids, c.finish_reason) for c in last.outputs] == [
+            ([50], "length"), ([51], "length"), ([52], "length")
+        ]  # fmt: skip
+        assert (first.finished, last.finished) == (False, True)
+
+    run(main())
+
+
+def test_a_slow_reader_gets_what_came_meanwhile_as_one_output(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        streams = {kind: engine.generate([5], SamplingParams(max_tokens=32, output_kind=kind), str(kind))
+                   for kind in (DELTA, CUMULATIVE)}  # fmt: skip
+        for stream in streams.values():
+            task = await begun(engine, anext(stream))
+            core(engine).say((core(engine).added[-1].handle, 40))
+            await task
+        delta, cumulative = (message.handle for message in core(engine).added)
+        for token in range(50, 60):  # nobody reads
+            core(engine).say((delta, token), (cumulative, token))
+        await settled(lambda: not core(engine)._said)
+        news = [(await anext(stream)).outputs[0].token_ids for stream in streams.values()]
+        assert news == [[*range(50, 60)], [40, *range(50, 60)]]
+        core(engine).say((delta, 60), (cumulative, 60))
+        core(engine).say(finished=[Finished(delta, "length"), Finished(cumulative, "length")])
+        await settled(lambda: not core(engine)._said)
+        for stream in streams.values():
+            (last,) = await collected(stream)
+            assert (last.finished, last.outputs[0].token_ids[-1]) == (True, 60)
+
+    run(main())
+
+
+def test_a_stop_string_ends_the_stream_and_aborts_in_the_core(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        tokenizer = await engine.get_tokenizer()
+        task = await begun(engine, collected(engine.generate("x", SamplingParams(stop="b"), "a")))
+        handle = core(engine).added[0].handle
+        core(engine).say((handle, tokenizer.encode("b", add_special_tokens=False)[0]))
+        core(engine).say((handle, 51), finished=[Finished(handle, "abort")])
+        (output,) = await task
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "b")
+        assert core(engine).aborted == [handle]
+
+    run(main())
+
+
+def test_reading_outputs_leaves_other_tasks_their_turns(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        handle = core(engine).added[0].handle
+        for _ in range(500):  # all there at once: a reader that never gave way would take them all in one turn
+            core(engine).say((handle, 50))
+        await turns(5)
+        assert core(engine)._said
+        await engine.abort("a")
+        await task
+
+    run(main())
+
+
+# ------------------------------------------------------------------ ends before the end
+
+
+def test_an_abort_yields_one_last_output_also_before_the_first_token(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        tasks = [await begun(engine, collected(engine.generate([5], GREEDY, name))) for name in ("a", "b", "7")]
+        first = core(engine).added[0].handle
+        core(engine).say((first, 50))
+        await turns()
+        await engine.abort("a")
+        await engine.abort(["b", "nobody", 7])  # type: ignore[list-item]
+        outputs = [await task for task in tasks]
+        assert [[o.outputs[0].finish_reason for o in found] for found in outputs] == [
+            [None, "abort"],
+            ["abort"],
+            ["abort"],
+        ]
+        assert outputs[0][-1].outputs[0].token_ids == [50]
+        assert all(found[-1].finished for found in outputs)
+        assert core(engine).aborted == [message.handle for message in core(engine).added]
+
+    run(main())
+
+
+async def leave_the_loop(engine: AsyncLLMEngine) -> None:
+    async for _ in engine.generate([5], GREEDY, "a"):
+        break
+
+
+async def close_the_stream(engine: AsyncLLMEngine) -> None:
+    stream = engine.generate([5], GREEDY, "a")
+    await anext(stream)
+    await stream.aclose()
+    await stream.aclose()
+    assert [output async for output in stream] == []
+
+
+async def be_cancelled_while_waiting(engine: AsyncLLMEngine) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(asyncio.CancelledError):
+        async for _ in engine.generate([5], GREEDY, "a"):
+            asyncio.get_running_loop().call_soon(task.cancel)
+    task.uncancel()
+
+
+async def be_cancelled_at_something_else(engine: AsyncLLMEngine) -> None:
+    async def reader() -> None:
+        async for _ in engine.generate([5], GREEDY, "a"):
+            reached.set()
+            await asyncio.Event().wait()
+
+    reached = asyncio.Event()
+    task = asyncio.create_task(reader())
+    await reached.wait()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def time_out(engine: AsyncLLMEngine) -> None:
+    stream = engine.generate([5], GREEDY, "a")
+    await anext(stream)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 0.01)
+
+
+async def drop_a_stream_never_read(engine: AsyncLLMEngine) -> None:
+    await engine.add_request("a", [5], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        leave_the_loop,
+        close_the_stream,
+        be_cancelled_while_waiting,
+        be_cancelled_at_something_else,
+        time_out,
+        drop_a_stream_never_read,
+    ],
+)
+def test_leaving_a_stream_aborts_the_request_in_the_core(
+    engine: AsyncLLMEngine, run: Run, leave: Callable[[AsyncLLMEngine], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        task = await begun(engine, leave(engine))
+        handle = core(engine).added[0].handle
+        core(engine).say((handle, 50))
+        await task
+        gc.collect()
+        await settled(lambda: core(engine).aborted == [handle])
+        await engine.wait_for_requests_to_drain()
+        assert len(engine.output_processor) == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("leave", ["read to the end", "never read", "given up", "dropped"])
+def test_a_stream_that_has_ended_aborts_nobody_who_has_its_id_now(engine: AsyncLLMEngine, run: Run, leave: str) -> None:
+    async def main() -> None:
+        stream = await engine.add_request("a", [5], GREEDY)
+        core(engine).say((1, 50), finished=[Finished(1, "length")])
+        await engine.wait_for_requests_to_drain()
+        if leave == "read to the end":
+            await collected(stream)
+        again = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        if leave != "dropped":
+            await stream.aclose()
+        if leave == "never read":
+            assert await collected(stream) == []
+        del stream
+        gc.collect()
+        await turns()
+        assert core(engine).aborted == []
+        assert not again.done()
+        await engine.abort("a")
+        await again
+
+    run(main())
+
+
+def test_a_prepared_request_is_taken_under_its_own_id(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        prepared = engine.input_processor.process_inputs("own", "hello", GREEDY)
+        stream = await engine.add_request("other", prepared)
+        assert stream.request_id == core(engine).added[0].request_id == "own"
+        await stream.aclose()
+        assert core(engine).aborted == [1]
+
+    run(main())
+
+
+# ------------------------------------------------------------------ errors
+
+
+def test_what_is_refused_here_is_raised_and_leaves_nothing_behind(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        for prompt, params in (("", GREEDY), ([5000], GREEDY), ([1] * 64, GREEDY), ("x", None)):
+            stream = engine.generate(prompt, params, "a")
+            with pytest.raises(InvalidRequestError):
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        with pytest.raises(InvalidRequestError):
+            await engine.add_request("a", "", GREEDY)
+        await engine.wait_for_requests_to_drain()
+        assert core(engine).added == []
+
+    run(main())
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        with pytest.raises(DuplicateRequestError, match="'a' is still running"):
+            await anext(engine.generate([5], GREEDY, "a"))
+        core(engine).say((1, 50), finished=[Finished(1, "length")])
+        assert [output.outputs[0].token_ids for output in await task] == [[50]]
+        assert core(engine).aborted == []
+
+    run(main())
+
+
+def test_a_request_of_which_only_a_part_could_be_sent_is_aborted(
+    engine: AsyncLLMEngine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = core(engine)
+
+    async def add_request(request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        if len(client.added) == 2:
+            raise OSError("no more")
+        client.added.append(request)
+
+    async def main() -> None:
+        monkeypatch.setattr(client, "add_request", add_request)
+        with pytest.raises(OSError, match="no more"):
+            await anext(engine.generate([5], SamplingParams(n=3), "a"))
+        assert client.aborted == [1, 2, 3]
+        await engine.wait_for_requests_to_drain()
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [OverloadedError, RequestFailedError, InvalidRequestError])
+def test_a_request_that_ends_in_an_error_raises_it_and_others_go_on(
+    engine: AsyncLLMEngine, run: Run, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        failing = await begun(engine, anext(engine.generate([5], GREEDY, "a")))
+        other = await begun(engine, collected(engine.generate([5], GREEDY, "b")))
+        core(engine).say((2, 50), finished=[Finished(1, "error", error=error.__name__, error_text="it says why")])
+        with pytest.raises(error, match="it says why"):
+            await failing
+        core(engine).say(finished=[Finished(2, "length")])
+        assert (await other)[-1].outputs[0].token_ids == [50]
+        assert core(engine).aborted == []
+
+    run(main())
+
+
+def test_what_a_failed_request_had_brought_comes_before_its_error(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        stream = engine.generate([5], DELTAS, "a")
+        task = await begun(engine, anext(stream))
+        ended = Finished(1, "error", error="RequestFailedError", error_text="it died three times")
+        core(engine).say((1, 50), (1, 51), finished=[ended])
+        output = await task
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([50, 51], "error")
+        with pytest.raises(RequestFailedError, match="three times"):
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(main())
+
+
+def test_one_completion_that_fails_ends_the_request_and_aborts_the_others(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        task = await begun(engine, collected(engine.generate([5], SamplingParams(n=3), "a")), requests=3)
+        core(engine).say(finished=[Finished(2, "error", error="OverloadedError", error_text="too many")])
+        with pytest.raises(OverloadedError):
+            await task
+        assert core(engine).aborted == [1, 3]
+
+    run(main())
+
+
+def test_a_core_that_is_gone_for_good_is_an_error_in_every_stream(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        tasks = [await begun(engine, collected(engine.generate([5], GREEDY, name))) for name in ("a", "b")]
+        await engine.check_health()
+        assert (engine.errored, engine.is_running, engine.is_stopped, engine.dead_error) == (False, True, False, None)
+        core(engine).die()
+        for task in tasks:
+            with pytest.raises(EngineDeadError, match="the core is gone"):
+                await task
+        await engine.wait_for_requests_to_drain()
+        assert (engine.errored, engine.is_running, engine.is_stopped) == (True, False, True)
+        assert isinstance(engine.dead_error, EngineDeadError)
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await anext(engine.generate([5], GREEDY, "c"))
+
+    run(main())
+
+
+def test_a_mistake_in_reading_leaves_nobody_waiting_and_the_engine_goes_on(
+    engine: AsyncLLMEngine, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        stream = await engine.add_request("a", [5], GREEDY)
+        core(engine)._said.append(Outputs([1, 1], [50]))  # no core sends this
+        core(engine).say()
+        with pytest.raises(ValueError, match="argument 2 is shorter"):
+            await anext(stream)
+        assert "reading outputs failed" in caplog.text
+        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        await stream.aclose()
+        del stream
+        await turns()
+        assert core(engine).aborted == [], "the id is another's now"
+        core(engine).say((2, 50), finished=[Finished(2, "length")])
+        assert len(await task) == 1
+
+    run(main())
+
+
+def test_a_second_event_loop_is_refused_and_the_first_goes_on(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+
+        async def elsewhere() -> None:
+            uses: list[Callable[[], Awaitable[Any]]] = [
+                lambda: anext(engine.generate([5], GREEDY, "b")),
+                lambda: engine.add_request("b", [5], GREEDY),
+                lambda: engine.abort("a"),
+                engine.check_health,
+                engine.reset_prefix_cache,
+                engine.wait_for_requests_to_drain,
+                engine.pause_generation,
+                engine.resume_generation,
+                engine.is_paused,
+            ]
+            for use in uses:
+                with pytest.raises(WrongEventLoopError, match="another event loop"):
+                    await use()
+
+        await asyncio.to_thread(asyncio.run, elsewhere())
+        core(engine).say((1, 50), finished=[Finished(1, "length")])
+        assert len(await task) == 1
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+def test_a_forked_child_may_not_use_it_and_takes_nothing_away(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        stream = await engine.add_request("a", [5], GREEDY)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            said = "nothing"
+            try:
+                await engine.check_health()
+            except WrongProcessError:
+                said = "WrongProcessError"
+            finally:
+                del stream
+                engine.shutdown()
+                os.write(write, f"{said} {core(engine).closed}".encode())
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(read, 100).decode() == "WrongProcessError 0"
+        os.close(read)
+        os.close(write)
+        core(engine).say((1, 50), finished=[Finished(1, "length")])
+        assert len(await collected(stream)) == 1
+        assert core(engine).aborted == []
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+# ------------------------------------------------------------------ calls
+
+
+def test_older_forms_of_generate_reach_the_same_request(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        streams = [
+            engine.generate([3, 4], GREEDY, "0"),
+            engine.generate(None, GREEDY, "1", [3, 4]),
+            engine.generate("shown", GREEDY, "2", [3, 4], None, 7),
+            engine.generate(prompt=None, sampling_params=GREEDY, request_id="3", prompt_token_ids=[3, 4]),
+            engine.generate(inputs={"prompt_token_ids": [3, 4]}, sampling_params=GREEDY, request_id="4"),
+            engine.generate({"prompt_token_ids": [3, 4]}, GREEDY, 5, None, None, None, 9),  # type: ignore[arg-type]
+            engine.generate([3, 4], GREEDY, "6", None, None, 9),
+            engine.generate([3, 4], GREEDY, "7", priority=9, prompt_text="shown"),
+        ]
+        tasks = [await begun(engine, anext(stream)) for stream in streams]
+        sent = core(engine).added
+        assert [message.prompt_token_ids for message in sent] == [[3, 4]] * 8
+        assert [message.request_id for message in sent] == [str(at) for at in range(8)]
+        assert [message.priority for message in sent] == [0] * 5 + [9] * 3
+        core(engine).say(*((message.handle, 50) for message in sent))
+        outputs = await asyncio.gather(*tasks)
+        assert [output.prompt for output in outputs] == [None, None, "shown", None, None, None, None, "shown"]
+
+    run(main())
+
+
+def test_calls_that_no_form_has_are_refused_at_once(engine: AsyncLLMEngine) -> None:
+    with pytest.raises(UnknownArgumentError, match="generate has no argument 'priorty'"):
+        engine.generate("x", GREEDY, "a", priorty=1)
+    with pytest.raises(InvalidRequestError, match="request_id is None"):
+        engine.generate("x", GREEDY)
+    with pytest.raises(InvalidRequestError, match="there is no prompt"):
+        engine.generate(None, GREEDY, "a")
+    with pytest.raises(InvalidArgumentError, match="at most 7"):
+        engine.generate("x", GREEDY, "a", None, None, None, 0, 1)
+    for positional in ((object(),), (None, {"traceparent": "x"}), (None, None, object()), ([3], object())):
+        with pytest.raises(NotSupportedError):
+            engine.generate("x", GREEDY, "a", *positional)
+    with pytest.raises(NotSupportedError, match="encode"):
+        engine.encode("x", None, "a")
+
+
+def test_add_request_sends_at_once_and_gives_a_stream(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        stream = await engine.add_request("a", None, GREEDY, [3, 4], 12.5)  # an older form
+        assert [message.prompt_token_ids for message in core(engine).added] == [[3, 4]]
+        assert stream.request_id == "a"
+        core(engine).say((1, 50), finished=[Finished(1, "length")])
+        (output,) = await collected(stream)
+        assert output.metrics is not None
+        assert output.metrics.arrival_time == 12.5
+
+    run(main())
+
+
+def test_pausing_is_the_cores_and_waiting_is_for_what_runs(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        await engine.pause_generation()
+        await engine.pause_generation(mode="keep")
+        await engine.resume_generation()
+        core(engine).answers["is_paused"] = deque([True, False])
+        assert [await engine.is_paused(), await engine.is_paused()] == [True, False]
+        assert core(engine).calls == [
+            ("pause_generation", "abort", True), ("pause_generation", "keep", False), ("resume_generation",),
+            ("is_paused",), ("is_paused",),
+        ]  # fmt: skip
+        core(engine).calls.clear()
+        core(engine).answers["stats"] = deque([[2, 5], [1, 5], [0, 5]])  # running, waiting
+        assert Stats(num_running=2, num_waiting=5).num_running == 2
+        await engine.pause_generation(wait_for_inflight_requests=True)
+        assert core(engine).calls == [
+            ("pause_generation", "wait", False), ("stats",), ("stats",), ("stats",), ("reset_prefix_cache",)
+        ]  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match="mode is 'stop'"):
+            await engine.pause_generation(mode="stop")  # type: ignore[arg-type]
+
+    run(main())
+
+
+def test_draining_waits_for_the_last_request_or_says_how_many_are_left(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        await engine.wait_for_requests_to_drain()
+        tasks = [await begun(engine, collected(engine.generate([5], GREEDY, name))) for name in ("a", "b")]
+        with pytest.raises(TimeoutError, match=r"2 requests .* drain_timeout=0\.01"):
+            await engine.wait_for_requests_to_drain(0.01)
+        drained = asyncio.create_task(engine.wait_for_requests_to_drain())
+        core(engine).say(finished=[Finished(1, "length")])
+        await tasks[0]
+        await turns()
+        assert not drained.done()
+        core(engine).say(finished=[Finished(2, "length")])
+        await asyncio.gather(drained, tasks[1])
+
+    run(main())
+
+
+def test_what_is_known_of_the_engine_is_there_as_coroutines(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        config = core(engine).config
+        assert await engine.get_vllm_config() is engine.vllm_config is config
+        assert await engine.get_model_config() is engine.model_config is config.model_config
+        assert await engine.get_cache_config() is config.cache_config
+        assert await engine.get_scheduler_config() is config.scheduler_config
+        assert await engine.get_parallel_config() is config.parallel_config
+        assert await engine.get_supported_tasks() == ("generate",)
+        assert await engine.reset_prefix_cache() is True
+
+    run(main())
+
+
+# ------------------------------------------------------------------ making and ending one
+
+
+def test_every_generation_of_the_constructor_makes_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    config = EngineArgs(max_num_seqs=3).create_engine_config()
+    parts = (config.model_config, config.cache_config, config.parallel_config, config.scheduler_config)
+    makers: list[Callable[[], AsyncLLMEngine]] = [
+        lambda: AsyncLLMEngine(config),
+        lambda: AsyncLLMEngine(config, None, False, log_requests=False),
+        lambda: AsyncLLMEngine(vllm_config=config, executor_class=None, log_stats=False, start_engine_loop=True),
+        lambda: AsyncLLMEngine(False, False, config, log_stats=False),
+        lambda: AsyncLLMEngine(False, False, *parts, None, log_stats=False, max_log_len=10),
+        lambda: AsyncLLMEngine(
+            worker_use_ray=False,
+            engine_use_ray=False,
+            model_config=parts[0],
+            scheduler_config=parts[3],
+            log_stats=False,
+        ),
+        lambda: AsyncLLMEngine.from_vllm_config(config, disable_log_stats=True),
+        lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(max_num_seqs=3, disable_log_stats=True)),
+    ]
+    for at, make in enumerate(makers):
+        engine = make()
+        assert engine.vllm_config.scheduler_config.max_num_seqs == 3
+        assert engine.log_stats is (at == 0)
+        engine.shutdown()
+    with pytest.raises(NotSupportedError, match="worker_use_ray"):
+        AsyncLLMEngine(True, False, config)
+    with pytest.raises(NotSupportedError, match="executor_class"):
+        AsyncLLMEngine(config, object)
+    with pytest.raises(NotSupportedError, match="stat_loggers"):
+        AsyncLLMEngine(config, stat_loggers={})
+    with pytest.raises(InvalidArgumentError, match="no vllm_config"):
+        AsyncLLMEngine()
+    with pytest.raises(UnknownArgumentError, match="did you mean 'log_stats'"):
+        AsyncLLMEngine(config, log_stat=True)
+
+
+def test_requests_are_logged_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, run: Run
+) -> None:
+    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    caplog.set_level(logging.INFO)
+
+    async def logged(engine: AsyncLLMEngine) -> str:
+        caplog.clear()
+        await engine.add_request("the-id", "hello world", GREEDY)
+        engine.shutdown()
+        return caplog.text
+
+    async def main() -> None:
+        config = EngineArgs().create_engine_config()
+        text = await logged(AsyncLLMEngine(config, log_requests=True, max_log_len=5))
+        assert "the-id" in text
+        assert "'hello'" in text
+        assert "the-id" in await logged(AsyncLLM.from_engine_args(AsyncEngineArgs(enable_log_requests=True)))
+        both = AsyncEngineArgs(enable_log_requests=True, disable_log_requests=True)
+        for quiet in (AsyncLLM.from_engine_args(both), AsyncLLM(config), AsyncLLM.from_vllm_config(config)):
+            assert "the-id" not in await logged(quiet)
+
+    run(main())
+
+
+def test_shutdown_is_done_once_however_it_comes_and_ends_every_stream(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine_args(EngineArgs()) as engine:
+            client = core(engine)
+            task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+        engine.shutdown()
+        assert client.closed == 1
+        assert engine._reader is not None
+        assert engine._reader.done()
+        engine = AsyncLLMEngine.from_engine_args(EngineArgs())
+        client, gone = core(engine), weakref.ref(engine)
+        await engine.check_health()
+        await turns()  # its reader waits now
+        del engine
+        gc.collect()
+        assert gone() is None
+        assert client.closed == 1
+
+    run(main())
+
+
+def test_signatures_begin_as_vllms_do() -> None:
+    assert [*inspect.signature(AsyncLLMEngine.generate).parameters][1:4] == ["prompt", "sampling_params", "request_id"]
+    assert [*inspect.signature(AsyncLLMEngine.add_request).parameters][1:10] == [
+        "request_id", "prompt", "params", "arrival_time", "lora_request", "tokenization_kwargs", "trace_headers",
+        "priority", "prompt_text",
+    ]  # fmt: skip
+    assert [*inspect.signature(AsyncLLMEngine.from_engine_args).parameters] == [
+        "engine_args", "start_engine_loop", "usage_context", "stat_loggers"
+    ]  # fmt: skip
+    assert AsyncLLM is AsyncLLMEngine
+
+
+# ------------------------------------------------------------------ over real sockets, with a core that has no model
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[StandInOwner]:
+    with stand_in(address=f"ipc://{tmp_path}/core.sock") as owner:
+        yield owner
+
+
+def connected(daemon: StandInOwner, **options: Any) -> AsyncLLMEngine:
+    """An engine that has no tokenizer: this core has none to give."""
+    return AsyncLLMEngine.connect(daemon.address, skip_tokenizer_init=True, **options)
+
+
+def numbers(first: int, count: int) -> list[int]:
+    """The tokens that this core gives a prompt."""
+    return [*range(first, first + count)]
+
+
+def test_hundreds_of_streams_at_once_each_get_their_own_tokens(daemon: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        async with connected(daemon) as engine:
+
+            async def one(at: int) -> list[int]:
+                params = SamplingParams(max_tokens=1 + at % 17, output_kind=tuple(RequestOutputKind)[at % 3])
+                tokens: list[int] = []
+                async for output in engine.generate([at], params, str(at)):
+                    new = output.outputs[0].token_ids
+                    tokens = tokens + new if params.output_kind == DELTA else new
+                return tokens
+
+            found = await asyncio.gather(*map(one, range(500)))
+            assert found == [numbers(at, 1 + at % 17) for at in range(500)]
+            assert len(engine.output_processor) == 0
+
+    run(main())
+
+
+def test_several_completions_of_one_request_come_whole(daemon: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        async with connected(daemon) as engine:
+            *_, last = await collected(engine.generate([7], SamplingParams(n=5, max_tokens=9), "a"))
+            assert [completion.token_ids for completion in last.outputs] == [numbers(7, 9)] * 5
+
+    run(main())
+
+
+def test_a_cancelled_task_frees_the_core_of_its_request(daemon: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        async with connected(daemon) as engine:
+            endless = SamplingParams(max_tokens=10**6)
+            going = asyncio.create_task(collected(engine.generate([1], endless, "a")))
+            kept = engine.generate([2], endless, "b")
+            await anext(kept)
+            going.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await going
+            await anext(kept)  # what was sent before it has arrived
+            while len(daemon.core._requests) > 1:
+                await anext(kept)
+            assert [request.request_id for request, _ in daemon.core._requests.values()] == ["b"]
+
+    run(main())
+
+
+def test_a_core_that_dies_and_comes_back_is_not_noticed(daemon: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        async with connected(daemon) as engine:
+            params = SamplingParams(max_tokens=400, output_kind=DELTA)
+            streams = [engine.generate([at], params, str(at)) for at in range(8)]
+            tokens = [list((await anext(stream)).outputs[0].token_ids) for stream in streams]
+            daemon.kill()
+            daemon.restart()
+            for at, stream in enumerate(streams):
+                async for output in stream:
+                    tokens[at] += output.outputs[0].token_ids
+            assert tokens == [numbers(at, 400) for at in range(8)]
+            assert any(request.resumed for request in daemon.core.added)
+            await engine.check_health()
+
+    run(main())
+
+
+def test_connecting_needs_no_loop_and_says_who_we_are(daemon: StandInOwner, run: Run) -> None:
+    engine = connected(daemon, name="a service", weight=2.5)
+    assert daemon.core.sessions[-1][1] == "a service"
+    assert daemon.core.connected[-1][1] == 2.5
+
+    async def main() -> None:
+        async with engine:
+            assert (await collected(engine.generate([5], GREEDY, "a")))[-1].finished
+
+    run(main())
+
+
+# ------------------------------------------------------------------ with the embedded model
+
+PROMPTS = [f"What is {at} plus {at + 1}?" for at in range(12)]
+
+
+def test_the_embedded_model_gives_streams_the_same_text_as_a_batch() -> None:
+    with LLM() as llm:
+        expected = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs()) as engine:
+
+            async def one(at: int) -> str:
+                kind = tuple(RequestOutputKind)[at % 3]
+                params = SamplingParams(temperature=0.0, max_tokens=32, output_kind=kind)
+                text = ""
+                async for output in engine.generate(PROMPTS[at], params, str(at)):
+                    text = text + output.outputs[0].text if kind == DELTA else output.outputs[0].text
+                return text
+
+            assert await asyncio.gather(*map(one, range(len(PROMPTS)))) == expected
+            endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+            async for _ in engine.generate("Tell me a long story.", endless, "left"):
+                break
+            await engine.wait_for_requests_to_drain()
+            await engine.pause_generation()
+            assert await engine.is_paused()
+            waiting = asyncio.create_task(collected(engine.generate(PROMPTS[0], GREEDY, "waiting")))
+            await engine.check_health()
+            await engine.resume_generation()
+            assert (await waiting)[-1].outputs[0].text == expected[0]
+            assert not await engine.is_paused()
+
+    asyncio.run(asyncio.wait_for(main(), 4 * PATIENCE))
+
+
+LEAVES = """
+import asyncio
+from mainspring import AsyncLLMEngine, EngineArgs, SamplingParams
+engine = AsyncLLMEngine.from_engine_args(EngineArgs())
+async def main():
+    async for output in engine.generate("Tell me a long story.", SamplingParams(max_tokens=3000, ignore_eos=True), "a"):
+        core = engine.engine_core._connection._core
+        print(core.supervisor.core_pid, core.address.removeprefix("ipc://"))
+        return
+asyncio.run(main())
+"""
+
+
+def test_a_program_that_ends_without_a_shutdown_leaves_nothing_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    pid, socket = done.stdout.split()
+    assert not psutil.pid_exists(int(pid))
+    assert not Path(socket).parent.exists()

@@ -1,0 +1,266 @@
+"""The core's loop over the stand-in model: what outlives a core, who may do what, how it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness import Step, expected_output, make_core, message, run_core
+from mainspring.core.engine_core import EngineCore
+from mainspring.ipc.codec import decode_value, encode_value
+from mainspring.ipc.config import ServiceConfig
+from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError
+from mainspring.ipc.journal import Accused, Journal, request_key
+from mainspring.ipc.messages import Latency
+
+SESSION = b"0123456789abcdef"
+
+
+def call(core: EngineCore, method: str, *args: Any, frontend: int = 0) -> Any:
+    return decode_value(core.call(method, encode_value(list(args)), frontend))
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    journal = Journal.create(256)
+    yield journal
+    journal.close()
+
+
+# ---------------------------------------------------------------------- the journal
+
+
+def test_a_step_stands_in_the_journal_while_it_runs_and_not_when_it_has_succeeded(journal: Journal) -> None:
+    seen: list[list[Accused]] = []
+    core = make_core(lambda step: seen.append(journal.accused()), journal=journal)
+    core.connect(0, session=SESSION)
+    core.add_request(0, message(7, max_tokens=3))
+    run_core(core)
+    key = request_key(SESSION, 7)
+    assert seen == [[Accused(key, position, False)] for position in range(3)]
+    assert journal.accused() == []
+
+
+def test_a_step_that_fails_leaves_its_requests_in_the_journal(journal: Journal) -> None:
+    def fail(step: Step) -> None:
+        raise RuntimeError("broken")
+
+    core = make_core(fail, journal=journal, max_num_batched_tokens=4, suspects={request_key(SESSION, 1)})
+    core.connect(0, session=SESSION)
+    core.add_request(0, message(1, prompt=range(9), output_token_ids=[5, 6], max_tokens=9))
+    with pytest.raises(RuntimeError, match="broken"):
+        core.step()
+    assert journal.accused() == [Accused(request_key(SESSION, 1), 2, True)]
+
+
+def test_the_suspects_that_are_left_stand_in_the_journal(journal: Journal) -> None:
+    keys = {request_key(SESSION, handle) for handle in range(3)}
+    core = make_core(journal=journal, suspects=keys)
+    core.connect(0, session=SESSION)
+    core.add_request(0, message(1))
+    run_core(core)
+    assert set(journal.suspects()) == keys - {request_key(SESSION, 1)}
+
+
+# ---------------------------------------------------------------------- requests that come back
+
+
+def test_a_resumed_request_gets_the_rest_of_its_tokens_and_is_not_started_again() -> None:
+    whole, _ = expected_output(message(0, max_tokens=9), (None,), 64)
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0, max_tokens=9, output_token_ids=whole[:4], resumed=True))
+    outputs = [core.step()[0] for _ in range(5)]
+    assert [out.token_ids for out in outputs] == [[token] for token in whole[4:]]
+    assert not any(out.started for out in outputs)
+
+
+def test_a_resumed_request_keeps_its_place() -> None:
+    core = make_core(max_num_seqs=1)
+    core.connect(0)
+    core.add_request(0, message(0, max_tokens=2))
+    core.step()
+    core.add_request(0, message(1))
+    core.add_request(0, message(2, age_s=100.0, resumed=True))
+    assert [handle for _, handle in run_core(core)] == [0, 2, 1]
+
+
+@pytest.mark.parametrize("age_s", [-5.0, float("nan"), float("inf"), 1e300])
+def test_no_age_does_harm(age_s: float) -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0, age_s=age_s))
+    [(_, finished)] = run_core(core).values()
+    assert finished.reason == "length"
+    assert 0 <= core.latencies()[0].p50 <= time.monotonic()
+
+
+def test_a_quarantined_request_is_refused_with_the_reason_and_only_it() -> None:
+    core = make_core(quarantined={request_key(SESSION, 1): "the core died twice"})
+    core.connect(0, session=SESSION)
+    core.connect(1, session=b"another")
+    for frontend in (0, 1):
+        for handle in (0, 1):
+            core.add_request(frontend, message(handle))
+    ended = {key: finished for key, (_, finished) in run_core(core).items()}
+    assert (ended[0, 1].error, ended[0, 1].error_text) == ("RequestFailedError", "the core died twice")
+    assert [ended[key].reason for key in ((0, 0), (1, 0), (1, 1))] == ["length"] * 3
+
+
+def test_a_second_request_under_a_handle_in_use_is_dropped_and_the_first_goes_on() -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0, max_tokens=5))
+    core.step()
+    core.add_request(0, message(0, prompt=[9]))
+    [(tokens, finished)] = run_core(core).values()
+    assert (len(tokens), finished.reason) == (4, "length")
+    assert core.num_duplicates == 1
+
+
+# ---------------------------------------------------------------------- draining
+
+
+def test_a_draining_core_finishes_what_it_accepted_and_answers_nothing_else() -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0))
+    assert not core.drained
+    core.drain()
+    core.add_request(0, message(1))
+    assert not core.drained
+    assert set(run_core(core)) == {(0, 0)}
+    assert core.drained
+
+
+def test_an_idle_core_is_drained_at_once() -> None:
+    core = make_core()
+    core.drain()
+    assert core.drained
+
+
+# ---------------------------------------------------------------------- who may do what
+
+
+@pytest.mark.parametrize("method", ["reset_prefix_cache", "pause_generation", "resume_generation"])
+def test_what_changes_the_engine_for_everyone_needs_admin(method: str) -> None:
+    core = make_core()
+    core.connect(0, admin=False)
+    core.connect(1, admin=True)
+    with pytest.raises(NotPermittedError, match=f"{method} .*admin"):
+        call(core, method, frontend=0)
+    call(core, method, frontend=1)
+
+
+def test_anybody_may_ask() -> None:
+    core = make_core()
+    core.connect(0, admin=False)
+    assert call(core, "ping") is None
+    assert call(core, "is_paused") is False
+    with pytest.raises(NotSupportedError, match="no method 'sleep'"):
+        call(core, "sleep")
+
+
+def test_pauses_and_their_end_are_told_to_who_starts_the_next_core() -> None:
+    told: list[bool] = []
+    core = make_core()
+    core.on_paused = told.append
+    core.connect(0)
+    call(core, "pause_generation", "keep", False)
+    assert call(core, "is_paused") is True
+    core.add_request(0, message(0))
+    assert not run_core(core)
+    assert not core.has_work
+    call(core, "resume_generation")
+    assert told == [True, False]
+    assert len(run_core(core)) == 1
+
+
+def test_a_pause_of_no_known_mode_is_refused() -> None:
+    core = make_core()
+    core.connect(0)
+    with pytest.raises(InvalidArgumentError, match="mode is 'nap'; it must be one of abort, keep, wait"):
+        call(core, "pause_generation", "nap", True)
+    assert not core.paused
+
+
+# ---------------------------------------------------------------------- whose prefixes are whose
+
+
+@pytest.mark.parametrize(("per_frontend", "hits"), [(False, 32), (True, 0)])
+def test_two_frontends_share_cached_prefixes_unless_each_has_its_own_salt(per_frontend: bool, hits: int) -> None:
+    core = make_core(service=ServiceConfig(salt_per_frontend=per_frontend))
+    for frontend in (0, 1):
+        core.connect(frontend, session=bytes([frontend]) * 16)
+        core.add_request(frontend, message(0, prompt=range(40)))
+        run_core(core)
+    assert core.stats().prefix_hits == hits
+    core.add_request(1, message(1, prompt=range(40)))
+    run_core(core)
+    assert core.stats().prefix_hits == hits + 32, "its own prefix is found all the same"
+
+
+def test_a_frontend_that_connects_anew_finds_its_prefixes_again() -> None:
+    core = make_core(service=ServiceConfig(salt_per_frontend=True))
+    for frontend in (0, 1):
+        core.connect(frontend, session=SESSION)
+        core.add_request(frontend, message(0, prompt=range(40)))
+        run_core(core)
+        core.disconnect(frontend)
+    assert core.stats().prefix_hits == 32
+
+
+@pytest.mark.parametrize("per_frontend", [False, True])
+def test_requests_of_different_salts_never_share(per_frontend: bool) -> None:
+    core = make_core(service=ServiceConfig(salt_per_frontend=per_frontend))
+    core.connect(0, session=SESSION)
+    for handle, salt in enumerate(("", "a", "b", "ab")):
+        core.add_request(0, message(handle, prompt=range(40), cache_salt=salt))
+        run_core(core)
+    assert core.stats().prefix_hits == 0
+
+
+# ---------------------------------------------------------------------- how it is
+
+
+def test_the_core_tells_of_each_frontend_what_it_has_and_got() -> None:
+    core = make_core(max_num_seqs=1)
+    core.connect(0, weight=2.5, name="notebook")
+    core.connect(3)
+    for handle in range(3):
+        core.add_request(0, message(handle))
+    core.set_credit(3, False)
+    for _ in range(2):
+        core.step()
+    first, second = core.frontends()
+    assert (first.id, first.name, first.weight) == (0, "notebook", 2.5)
+    assert (first.num_running, first.num_waiting, first.tokens_in_flight) == (1, 2, 21)
+    assert (first.generation_tokens, first.slow) == (2, False)
+    assert (second.id, second.slow) == (3, True)
+
+
+def test_latencies_are_of_what_happened_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core()
+    assert core.latencies() == (Latency(), Latency())
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    core.scheduler._clock = time.monotonic
+    core.connect(0)
+    for handle in range(3):
+        core.add_request(0, message(handle))
+        while core.has_work:
+            now += 0.5
+            core.step()
+        now += 100.0  # idle: nobody waits for a token
+    first, between = core.latencies()
+    assert (first.p50, between.p50, between.p99) == (0.5, 0.5, 0.5)
+
+
+def test_a_frontend_that_is_gone_is_not_missed() -> None:
+    core = make_core()
+    core.disconnect(5)
+    core.set_credit(5, False)
+    assert core.frontends() == []

@@ -1,0 +1,105 @@
+"""What a daemon tells systemd, and what it answers over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mainspring.engine.health import heartbeat, notify, probes
+from mainspring.ipc.errors import AddressInUseError
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """systemd's end of NOTIFY_SOCKET."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+        inbox.bind(str(tmp_path / "notify"))
+        inbox.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        before = signal.getsignal(signal.SIGALRM)
+        yield inbox
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_systemd_is_told(systemd: socket.socket) -> None:
+    notify("READY=1\nSTATUS=serving")
+    assert systemd.recv(1000) == b"READY=1\nSTATUS=serving"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="abstract sockets are Linux's")
+def test_systemd_may_have_an_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"mainspring-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+        inbox.bind(f"\0{name}")
+        inbox.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+        notify("READY=1")
+        assert inbox.recv(1000) == b"READY=1"
+
+
+def test_without_systemd_or_when_it_is_gone_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
+    notify("READY=1")
+
+
+def test_the_watchdog_is_told_twice_in_its_time(systemd: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "40000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    with heartbeat(lambda: "fine"):
+        assert signal.getitimer(signal.ITIMER_REAL)[1] == pytest.approx(0.02)
+        assert systemd.recv(1000) == b"WATCHDOG=1\nSTATUS=fine"
+        assert systemd.recv(1000) == b"WATCHDOG=1\nSTATUS=fine"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_watchdog_meant_for_another_process_is_not_ours(
+    systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "40000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() + 1))
+    with heartbeat(lambda: "fine"):
+        assert signal.getitimer(signal.ITIMER_REAL)[1] > 1
+
+
+def get(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_healthz_is_always_well_and_readyz_when_the_core_serves() -> None:
+    ready = False
+    with probes("127.0.0.1", 0, lambda: ready) as port:
+        assert [get(port, path) for path in ("/healthz", "/readyz", "/", "/readyz?x=1")] == [200, 503, 404, 503]
+        ready = True
+        assert [get(port, path) for path in ("/healthz", "/readyz")] == [200, 200]
+    with pytest.raises(OSError, match="refused"):
+        get(port, "/healthz")
+
+
+def test_one_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
+    with probes("127.0.0.1", 0, lambda: True) as port, socket.create_connection(("127.0.0.1", port)) as silent:
+        assert get(port, "/healthz") == 200
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # its turn has not ended
+            silent.recv(1)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with (
+        probes("127.0.0.1", 0, lambda: True) as port,
+        pytest.raises(AddressInUseError, match=f"http_port is {port}"),
+        probes("127.0.0.1", port, lambda: True),
+    ):
+        pass

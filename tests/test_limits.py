@@ -1,0 +1,99 @@
+"""What may be in flight is limited, for one frontend and for all; past a limit a request may come again later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness import Finished, make_core, message, run_core
+from mainspring.core.engine_core import EngineCore
+
+
+def core_with(frontends: int = 2, **limits: Any) -> EngineCore:
+    core = make_core(**limits)
+    for frontend in range(frontends):
+        core.connect(frontend)
+    return core
+
+
+def refused(core: EngineCore) -> list[Finished]:
+    """What is refused of the requests just added."""
+    return [finished for out in core.scheduler.take_notices().values() for finished in out.finished]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "by"),
+    [
+        ("max_requests_per_frontend", 2, [0, 0, 0]),
+        ("max_tokens_per_frontend", 15, [0, 0, 0]),  # of 3 + 4 each
+        ("max_requests_in_flight", 2, [0, 1, 1]),
+        ("max_tokens_in_flight", 15, [0, 1, 1]),
+    ],
+)
+def test_the_request_past_a_limit_is_refused_as_overload_that_names_limit_and_value(
+    limit: str, value: int, by: list[int]
+) -> None:
+    core = core_with(**{limit: value})
+    for handle, frontend in enumerate(by):
+        core.add_request(frontend, message(handle))
+    [finished] = refused(core)
+    assert (finished.handle, finished.reason, finished.error) == (2, "error", "OverloadedError")
+    assert f"{limit} is {value}" in finished.error_text
+    assert len(run_core(core)) == 2
+
+
+@pytest.mark.parametrize("limit", ["max_requests_per_frontend", "max_requests_in_flight"])
+@pytest.mark.parametrize("end", ["finish", "abort", "disconnect"])
+def test_what_has_ended_counts_no_more(limit: str, end: str) -> None:
+    core = core_with(**{limit: 1}, max_tokens_in_flight=7, max_tokens_per_frontend=7)
+    core.add_request(0, message(0))
+    if end == "finish":
+        run_core(core)
+    elif end == "abort":
+        core.abort(0, [0])
+        run_core(core)
+    else:
+        core.disconnect(0)
+        core.connect(0)
+    core.add_request(0, message(1))
+    assert not refused(core)
+
+
+def test_a_limit_of_one_frontend_does_not_bind_another() -> None:
+    core = core_with(max_requests_per_frontend=1)
+    core.add_request(0, message(0))
+    core.add_request(1, message(0))
+    assert not refused(core)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "binds"),
+    [
+        ("max_requests_in_flight", 1, False),
+        ("max_tokens_in_flight", 8, False),
+        ("max_requests_per_frontend", 1, True),
+        ("max_tokens_per_frontend", 8, True),
+    ],
+)
+def test_only_the_limits_of_its_own_frontend_bind_a_resumed_request(limit: str, value: int, binds: bool) -> None:
+    core = core_with(**{limit: value})
+    for handle in range(2):
+        core.add_request(0, message(handle, resumed=True))
+    assert [finished.handle for finished in refused(core)] == ([1] if binds else [])
+
+
+@pytest.mark.parametrize("limit", ["max_tokens_per_frontend", "max_tokens_in_flight"])
+def test_a_request_that_exceeds_a_limit_alone_is_not_told_to_come_again(limit: str) -> None:
+    core = core_with(**{limit: 6})
+    core.add_request(0, message(0))
+    [finished] = refused(core)
+    assert finished.error == "InvalidRequestError"
+    assert f"7 tokens; {limit} is 6" in finished.error_text
+
+
+def test_tokens_past_the_models_length_do_not_count() -> None:
+    core = core_with(max_tokens_per_frontend=64)
+    core.add_request(0, message(0, max_tokens=10_000))
+    assert not refused(core)
+    assert core.frontends()[0].tokens_in_flight == 64

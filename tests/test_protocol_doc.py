@@ -1,0 +1,197 @@
+"""docs/protocol.md says what the code does: every message, field, type and default, and bytes that decode."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+
+from mainspring import EngineArgs
+from mainspring.core.engine_core import ADMIN_METHODS, EngineCore
+from mainspring.ipc import codec, messages, transport
+from mainspring.ipc.config import SchedulerConfig
+from mainspring.ipc.errors import BY_NAME, NotSupportedError
+from mainspring.ipc.journal import Phase
+
+TEXT = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
+SECTIONS = dict(re.findall(r"^##+ (.+)\n((?:(?!##+ ).*\n)*)", TEXT, re.MULTILINE))
+PLAIN = {int: "int", float: "float", str: "str", bytes: "bin", bool: "bool", msgspec.Raw: "any"}
+
+
+def on_the_wire() -> dict[str, type[msgspec.Struct]]:
+    """Every message, and every struct in one."""
+    found: dict[str, type[msgspec.Struct]] = {}
+
+    def walk(hint: Any) -> None:
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct) and hint.__name__ not in found:
+            found[hint.__name__] = hint
+            for inner in get_type_hints(hint, include_extras=True).values():
+                walk(inner)
+        for inner in get_args(hint):
+            walk(inner)
+
+    for cls in messages.KINDS.values():
+        walk(cls)
+    return found
+
+
+def type_text(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return type_text(args[0])
+    if origin is Literal:
+        return "str"
+    if origin is list:
+        return f"{type_text(args[0])}[]"
+    if origin in (Union, types.UnionType):
+        return f"{type_text(args[0])}?"
+    return PLAIN.get(hint) or str(hint.__name__)
+
+
+def default_text(field: Any) -> str:
+    if field.required:
+        return "required"
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if isinstance(default, msgspec.Raw):
+        default = msgspec.msgpack.decode(default)
+    if isinstance(default, msgspec.Struct):
+        return "all defaults"
+    return "nil" if default is None else "empty" if default == b"" else f"`{json.dumps(default)}`"
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of the section's tables, without heads and links."""
+    lines = [line for line in SECTIONS[section].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    cells = [[re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).strip() for cell in row] for row in cells]
+    return [row for row, after in zip(cells, [*cells[1:], [""]], strict=False) if "---" not in row[0] + after[0]]
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+class Example(NamedTuple):
+    section: str
+    frames: list[bytes]
+    body: Any
+
+
+def examples() -> list[Example]:
+    found = []
+    for section, text in SECTIONS.items():
+        for frames, body in re.findall(r"```hex\n(.*?)```\n\n```json\n(.*?)```", text, re.DOTALL):
+            lines = frames.replace("\n  ", "").split()
+            found.append(Example(section, [bytes.fromhex(line) for line in lines], json.loads(body)))
+    return found
+
+
+def as_json(value: Any) -> Any:
+    match value:
+        case bytes():
+            return {"bin": value.hex()}
+        case list():
+            return [as_json(item) for item in value]
+        case dict():
+            return {key: as_json(item) for key, item in value.items()}
+    return value
+
+
+def test_every_kind_of_message_stands_in_the_table() -> None:
+    table = {int(kind): message for kind, message, _ in rows("Messages")}
+    assert table == {kind: cls.__name__ for kind, cls in messages.KINDS.items()}
+
+
+@pytest.mark.parametrize("name", on_the_wire())
+def test_every_field_stands_in_order_with_its_type_and_default(name: str) -> None:
+    cls = on_the_wire()[name]
+    hints = get_type_hints(cls, include_extras=True)
+    expected = [(f.name, type_text(hints[f.name]), default_text(f)) for f in msgspec.structs.fields(cls)]
+    table = rows(name)
+    if cls.__struct_config__.array_like:
+        assert [row.pop(0) for row in table] == [str(number) for number in range(len(expected))]
+    else:
+        assert "A map." in SECTIONS[name]
+    assert [(named(field)[0], kind, default) for field, kind, default, _ in table] == expected
+    assert all(meaning for *_, meaning in table)
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.section)
+def test_an_example_decodes_to_what_stands_below_it(example: Example) -> None:
+    envelope = codec.decode(example.frames)
+    assert type(envelope.message).__name__ == example.section
+    introduction = example.section in ("Hello", "StatusCall")
+    assert envelope[:2] == ((codec.NO_INSTANCE, 0) if introduction else (bytes(range(8)), 3))
+    assert as_json(msgspec.msgpack.decode(example.frames[1])) == example.body
+    assert codec.encode(envelope.message, *envelope[:2]) == example.frames[:2]
+    assert len(example.body) == len(msgspec.structs.fields(envelope.message)), "a field is not shown"
+
+
+def test_every_kind_of_message_has_an_example() -> None:
+    assert {example.section for example in examples()} == {cls.__name__ for cls in messages.KINDS.values()}
+
+
+def test_the_example_of_a_tensor_reads() -> None:
+    envelope = next(e for e in map(codec.decode, (example.frames for example in examples())) if e.tensors)
+    array = codec.read_tensor(envelope.message.prompt_embeds, envelope.tensors)
+    np.testing.assert_array_equal(array, np.array([[1, 2], [-1, 0.5]], np.float32))
+
+
+def test_the_header_is_described_byte_for_byte() -> None:
+    table = [row for row in rows("Frames") if len(row) == 3 and row[0].isdigit()]
+    header = codec.encode(messages.Bye(), b"instance", 0x01020304)[0]
+    pieces = [header[int(at) : int(at) + int(size)] for at, size, _ in table]
+    assert pieces == [b"ms", b"\x01", b"\x09", b"instance", b"\x01\x02\x03\x04"]
+    assert b"".join(pieces) == header
+    assert "`6d 73`" in table[0][2]
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    limits = {row[0]: row[1] for row in rows("Limits")}
+    assert limits["one frame"] == f"{transport.MAX_MESSAGE_BYTES >> 20} MiB"
+    assert limits["a body"] == f"{codec.MAX_BODY_BYTES >> 20} MiB"
+    assert limits["frames of a message"] == str(codec.MAX_FRAMES)
+    assert limits["an ipc path"] == f"{transport.MAX_PATH_BYTES} bytes"
+    in_flight = [named(cell)[0] for cell in limits.values() if named(cell) and named(cell)[0].startswith("max_")]
+    assert in_flight == [
+        name for name in SchedulerConfig.__struct_fields__ if "in_flight" in name or "per_front" in name
+    ]
+
+
+def test_every_error_is_said_to_travel_or_not_to() -> None:
+    table, rest = SECTIONS["Errors"].split("never travel")
+    travelling = [named(row[0])[0] for row in rows("Errors")]
+    assert sorted([*travelling, *named(rest)]) == sorted(BY_NAME)
+    assert table.count("yes") == 1
+    assert "yes" in next(row for row in rows("Errors") if named(row[0]) == ["OverloadedError"])[3]
+
+
+def test_every_reason_to_finish_is_explained() -> None:
+    reasons = [named(row[0])[0] for row in rows("Results")]
+    assert reasons == list(get_args(messages.FinishReason))
+
+
+def test_the_utility_calls_are_those_of_the_core() -> None:
+    table = {named(row[0])[0]: row for row in rows("Utility calls")}
+    core = EngineCore(EngineArgs(device="cpu", num_gpu_blocks_override=300).create_engine_config())
+    core.connect(0)
+    with pytest.raises(NotSupportedError) as error:
+        core.call("?", codec.encode_value([]))
+    assert sorted(table) == str(error.value).split("it has ")[1].split(", ")
+    assert {method for method, row in table.items() if row[3] == "yes"} == ADMIN_METHODS
+
+
+def test_every_phase_is_named() -> None:
+    assert {phase.name.lower() for phase in Phase} <= set(named(SECTIONS["Status call"]))
+
+
+def test_links_within_the_page_lead_somewhere() -> None:
+    titles = re.findall(r"^##+ (.+)$", TEXT, re.MULTILINE)
+    anchors = {title.lower().replace(",", "").replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= anchors
