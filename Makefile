@@ -18,7 +18,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-all lint format bench size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-all lint format bench bench-ipc chaos fuzz soak size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -61,6 +61,18 @@ bench: $(DEV) ## speed against transformers, readiness, imports, profile; WRITE=
 	$(BIN)/python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m $(WRITE)
 	$(BIN)/python benchmarks/frontend.py $(WRITE)
 	$(BIN)/python benchmarks/profile_step.py $(WRITE)
+
+bench-ipc: $(DEV) ## what the wire costs, how thin a frontend is, a flood; WRITE=--write puts it into docs/reliability.md
+	$(BIN)/python benchmarks/ipc.py $(WRITE)
+
+chaos: $(DEV) ## kill cores, daemons and frontends under streams (about 20 minutes); WRITE=--write as above
+	$(BIN)/python benchmarks/chaos.py --kills 100 $(WRITE)
+
+fuzz: $(DEV) ## a million bad frames beside streams; WRITE=--write as above
+	$(BIN)/python benchmarks/fuzz.py --frames 1000000 $(WRITE)
+
+soak: $(DEV) ## half an hour of mixed load and a crash a minute; WRITE=--write as above
+	$(BIN)/python benchmarks/soak.py --minutes 30 $(WRITE)
 
 size: $(DEV) ## lines of the package, room by room; fails past the limit
 	$(BIN)/python benchmarks/size.py

@@ -103,10 +103,11 @@ class Daemon:
                     return Journal(os.open(link, os.O_RDWR), max_num_seqs)
         raise SystemExit(f"no journal is among the open files of the daemon, {folder}")
 
-    def deaths(self) -> list[str]:
-        """What the supervisor has logged of each core's end."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return [line for line in lines if re.search(r"the core \(pid \d+\) ended ", line)]
+    def deaths(self, lines: int = 1) -> list[str]:
+        """The first lines of what the supervisor has logged of each core's end."""
+        log = self.log.read_text(errors="replace").splitlines()
+        ends = [number for number, line in enumerate(log) if re.search(r"the core \(pid \d+\) ended ", line)]
+        return ["\n".join(log[number : number + lines]) for number in ends]
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -4,7 +4,7 @@
 
 Two frontends, one synchronous and one of asyncio, stay all the time; a third process connects, works and leaves, over
 and over. Bars: memory and descriptors of the supervisor and of all three processes stay flat, those of the cores too
-(each looked at when it is as old as the others), and every request ends exactly once, with the right tokens.
+(each between the middle and the end of its life), and every request ends exactly once, with the right tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ MEMORY_LIMIT = 5 * MB
 DESCRIPTORS_LIMIT = 2
 IN_FLIGHT = 8
 ABORTED = 0.2  # of all requests
-CORE_AGE = 0.6  # of its life, when a core is looked at
-BLOCKS = 1024
+CORE_AGES = (0.5, 0.95)  # of its life, when a core is looked at
+# A small pool and short steps: in half of its life a core has touched every block and seen every shape of a step.
+SMALL = ["--num-gpu-blocks-override=1024", "--max-num-batched-tokens=128", "--max-restarts=1000000"]
 _SPAWN = multiprocessing.get_context("spawn")
 COUNTS = ["begun", "ended", "left", "aborted", "wrong", "twice", "connects"]
 Expected = dict[int, list[Completed]]
@@ -241,41 +242,47 @@ class Sample(NamedTuple):
 
 
 class Watch:
-    """Memory and descriptors of processes, once a second; of each core once, at the same age."""
+    """Memory and descriptors of processes, once a second; of each core twice, at the same ages."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
-        self.samples: dict[str, list[Sample]] = {name: [] for name in [*pids, "core"]}
+        self.samples: dict[str, list[Sample]] = {name: [] for name in pids}
+        self.cores: list[list[Sample]] = []
         self.began = time.monotonic()
 
     def look(self) -> None:
         for name, process in self._processes.items():
-            self._add(name, process)
+            self.samples[name].append(self._sample(process))
 
-    def look_at_core(self, pid: int) -> None:
-        self._add("core", psutil.Process(pid))
+    def look_at_core(self, pid: int, first: bool) -> None:
+        if first:
+            self.cores.append([])
+        self.cores[-1].append(self._sample(psutil.Process(pid)))
 
-    def _add(self, name: str, process: psutil.Process) -> None:
+    def _sample(self, process: psutil.Process) -> Sample:
         with process.oneshot():
-            sample = Sample(time.monotonic() - self.began, process.memory_info().rss, process.num_fds())
-        self.samples[name].append(sample)
+            return Sample(time.monotonic() - self.began, process.memory_info().rss, process.num_fds())
 
-    def bars(self, name: str) -> list[Bar]:
-        """The last quarter against the second one: before that, caches fill."""
-        samples = self.samples[name]
-        if name == "core":
-            early, late = samples[: max(1, len(samples) // 3)], samples[-max(1, len(samples) // 3) :]
-        else:
+    def bars(self) -> list[Bar]:
+        """Of processes that stay, the last quarter against the second one: before that, caches fill."""
+        found = []
+        for name, samples in self.samples.items():
             end = samples[-1].at
             early = [one for one in samples if end / 4 <= one.at < end / 2]
             late = [one for one in samples if one.at >= end * 3 / 4]
-        memory = [median(one.memory for one in part) for part in (early, late)]
-        descriptors = [median(one.descriptors for one in part) for part in (early, late)]
-        grown, more = memory[1] - memory[0], descriptors[1] - descriptors[0]
-        return [
-            Bar(f"{name}: memory", f"{memory[0] / MB:.1f} MB, then {grown / MB:+.1f} MB", grown <= MEMORY_LIMIT),
-            Bar(f"{name}: descriptors", f"{descriptors[0]:.0f}, then {more:+.0f}", more <= DESCRIPTORS_LIMIT),
-        ]
+            found += _flat(name, early, late)
+        lives = [life for life in self.cores if len(life) == len(CORE_AGES)]
+        return found + _flat("core", [life[0] for life in lives], [life[1] for life in lives])
+
+
+def _flat(name: str, early: Sequence[Sample], late: Sequence[Sample]) -> list[Bar]:
+    memory, descriptors = median(one.memory for one in early), median(one.descriptors for one in early)
+    grown = median(one.memory for one in late) - memory
+    more = median(one.descriptors for one in late) - descriptors
+    return [
+        Bar(f"{name}: memory (+5 MB)", f"{memory / MB:.1f} MB, then {grown / MB:+.1f} MB", grown <= MEMORY_LIMIT),
+        Bar(f"{name}: descriptors (+2)", f"{descriptors:.0f}, then {more:+.0f}", more <= DESCRIPTORS_LIMIT),
+    ]
 
 
 def main() -> int:
@@ -295,7 +302,7 @@ def main() -> int:
     reference.close()
     stop = _SPAWN.RawValue("i", 0)
     counts = {name: _SPAWN.RawArray("q", len(COUNTS)) for name in WORKERS}
-    with Daemon("--num-gpu-blocks-override", str(BLOCKS), "--max-restarts", "1000000", threads=args.threads) as daemon:
+    with Daemon(*SMALL, threads=args.threads) as daemon:
         processes = {
             name: _SPAWN.Process(
                 target=_work, args=(name, daemon.address, args.seed, specs, expected, counts[name], stop), daemon=True
@@ -330,9 +337,9 @@ def main() -> int:
         Bar("… that ended twice, or went on after their end (0)", f"{total['twice']}", not total["twice"]),
         Bar("… with wrong tokens or finish reason (0)", f"{total['wrong']}", not total["wrong"]),
         Bar("blocks in use at the end (0)", f"{status.stats.kv_cache_usage:.0%}", not status.stats.kv_cache_usage),
-        *(bar for name in watch.samples for bar in watch.bars(name)),
+        *watch.bars(),
     ]
-    return conclude(bars, {"seed": args.seed, "hung": hung, "samples": watch.samples}, args)
+    return conclude(bars, {"seed": args.seed, "hung": hung, "samples": watch.samples, "cores": watch.cores}, args)
 
 
 def _cumulative(spec: Spec) -> Any:
@@ -348,20 +355,20 @@ def _soak(
     """Sample, and crash the core now and then. → the kinds of crashes."""
     crashes: list[str] = []
     end = watch.began + args.minutes * 60
-    born, looked = watch.began, False
+    born, looks = watch.began, 0
     shown = 0
     while (now := time.monotonic()) < end:
         watch.look()
-        if not looked and now - born > args.crash_every * CORE_AGE:
-            looked = True
-            watch.look_at_core(daemon.status().core_pid)
+        if looks < len(CORE_AGES) and now - born > args.crash_every * CORE_AGES[looks]:
+            watch.look_at_core(daemon.status().core_pid, first=not looks)
+            looks += 1
         if now - born > args.crash_every:
             before = daemon.status()
             kind = rng.choice((signal.SIGKILL, signal.SIGSEGV))
             os.kill(before.core_pid, kind)
             crashes.append(kind.name)
             daemon.served_again(before.epoch)
-            born, looked = time.monotonic(), False
+            born, looks = time.monotonic(), 0
         if (now - watch.began) / (end - watch.began) * 10 > shown:
             ended = sum(array[COUNTS.index("ended")] for array in counts.values())
             sizes = ", ".join(

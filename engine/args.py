@@ -5,11 +5,13 @@ Defaults and docs stand once, in ipc/config.py; a line here gives a field its ty
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
@@ -21,7 +23,7 @@ from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedE
 if TYPE_CHECKING:
     import argparse
 
-FIELDS: dict[str, FieldInfo] = {field.name: field for field in config.fields() if not field.set_by_core}
+FIELDS: dict[str, FieldInfo] = {info.name: info for info in config.fields() if not info.set_by_core}
 
 
 def _default(name: str) -> Any:
@@ -47,11 +49,9 @@ class EngineArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _default("dtype")
     seed: int = _default("seed")
     max_model_len: int | None = _default("max_model_len")
-    hf_overrides: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(FIELDS["hf_overrides"].default))
+    hf_overrides: dict[str, Any] = field(default_factory=_default("hf_overrides").copy)
     generation_config: str = _default("generation_config")
-    override_generation_config: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: dict(FIELDS["override_generation_config"].default)
-    )
+    override_generation_config: dict[str, Any] = field(default_factory=_default("override_generation_config").copy)
     load_format: Literal["auto", "safetensors", "dummy"] = _default("load_format")
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")
@@ -91,43 +91,40 @@ class EngineArgs:
             NotSupportedError: a value asks for a feature that does not exist yet.
             ModelNotFoundError: `model` or `tokenizer` names a folder that is not there.
         """
-        values = {name: typed(field, getattr(self, name)) for name, field in FIELDS.items()}
+        values = {name: typed(info, getattr(self, name)) for name, info in FIELDS.items()}
         _check_ranges(values)
         values["model"] = _located("model", values["model"] or str(MODEL_PATH))
         if values["tokenizer"] is not None:
             values["tokenizer"] = _located("tokenizer", values["tokenizer"])
         sections: dict[str, dict[str, Any]] = {}
-        for name, field in FIELDS.items():
-            sections.setdefault(field.section, {})[name] = values[name]
+        for name, info in FIELDS.items():
+            sections.setdefault(info.section, {})[name] = values[name]
         return msgspec.convert(sections, EngineConfig)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each field, grouped by section. A flag not given leaves no attribute behind."""
-        import argparse
-
-        groups: dict[str, argparse._ArgumentGroup] = {}
-        for name, field in FIELDS.items():
-            group = groups.get(field.section)
-            if group is None:
-                group = groups[field.section] = parser.add_argument_group(field.section.replace("_", " "))
-            default = "none" if field.default is None else field.default
-            text = f"{field.doc} (default: {default})".replace("%", "%%")
-            group.add_argument(
-                f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **flag_of(field.type)
-            )
+        """Add a flag for each field; see `add_flags`."""
+        add_flags(parser, FIELDS.values())
         return parser
 
     @classmethod
-    def from_cli_args(cls: type[Args], args: argparse.Namespace) -> Args:
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Arguments from parsed flags; what was not given keeps its default."""
         return cls(**{name: getattr(args, name) for name in FIELDS if hasattr(args, name)})
 
 
-Args = TypeVar("Args", bound=EngineArgs)
+def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> None:
+    """A flag for each field, grouped by section. One that is not given leaves no attribute behind."""
+    import argparse
+
+    for section, members in itertools.groupby(fields, lambda info: info.section):
+        group = parser.add_argument_group(section.replace("_", " "))
+        for name, kind, default, doc in ((f.name, f.type, f.default, f.doc) for f in members):
+            text = f"{doc} (default: {'none' if default is None else default})".replace("%", "%%")
+            group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag_of(kind))
 
 
-def flag_of(kind: Any) -> dict[str, Any]:
+def _flag_of(kind: Any) -> dict[str, Any]:
     """What argparse must know of a field of this type."""
     import argparse
 
@@ -137,16 +134,26 @@ def flag_of(kind: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is dict:
-        return {"type": json.loads, "metavar": "JSON"}
+        return {"type": _json, "metavar": "JSON"}
     plain = options[0] if options else kind
     return {"type": plain, "metavar": plain.__name__.upper()}
 
 
-def typed(field: FieldInfo, value: Any) -> Any:
+def _json(text: str) -> Any:
+    import argparse
+
     try:
-        return msgspec.convert(value, field.type)
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+
+
+def typed(info: FieldInfo, value: Any) -> Any:
+    """The value as the field's type, or `InvalidArgumentError`."""
+    try:
+        return msgspec.convert(value, info.type)
     except msgspec.ValidationError:
-        raise InvalidArgumentError(f"{field.name} is {value!r}; it must be {_described(field.type)}") from None
+        raise InvalidArgumentError(f"{info.name} is {value!r}; it must be {_described(info.type)}") from None
 
 
 def _described(kind: Any) -> str:
@@ -159,45 +166,39 @@ def _described(kind: Any) -> str:
 
 
 _NAMES = {int: "an int", float: "a number", str: "a str", bool: "True or False", type(None): "None"}
+_AT_LEAST = {
+    0: "long_prefill_token_threshold max_restarts restart_window frontend_timeout slow_frontend_timeout",
+    1: "max_model_len max_num_batched_tokens max_num_seqs kv_cache_memory_bytes num_gpu_blocks_override "
+    "max_requests_in_flight max_tokens_in_flight max_requests_per_frontend max_tokens_per_frontend "
+    "tensor_parallel_size pipeline_parallel_size data_parallel_size",
+}
+_SO_FAR = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "distributed_executor_backend": "uni",
+}
 
 
-_AT_LEAST_ONE = (
-    "max_requests_in_flight",
-    "max_tokens_in_flight",
-    "max_requests_per_frontend",
-    "max_tokens_per_frontend",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-)
+def check_least(name: str, value: float | None, least: int) -> None:
+    """Raise `InvalidArgumentError` unless the value is None, or finite and at least so much."""
+    if value is not None and not least <= value < math.inf:
+        finite = " and finite" if isinstance(value, float) else ""
+        raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}{finite}")
 
 
 def _check_ranges(values: dict[str, Any]) -> None:
-    for name in _AT_LEAST_ONE:
-        if values[name] is not None and values[name] < 1:
-            raise InvalidArgumentError(f"{name} is {values[name]}; it must be at least 1")
-    if values["long_prefill_token_threshold"] < 0:
-        raise InvalidArgumentError(
-            f"long_prefill_token_threshold is {values['long_prefill_token_threshold']}; it must be at least 0"
-        )
-    for name in ("restart_window", "watchdog_timeout", "frontend_timeout", "slow_frontend_timeout", "max_restarts"):
-        if not 0 <= values[name] < float("inf"):
-            raise InvalidArgumentError(f"{name} is {values[name]}; it must be at least 0 and finite")
-    if not 0 < values["gpu_memory_utilization"] <= 1:
-        raise InvalidArgumentError(
-            f"gpu_memory_utilization is {values['gpu_memory_utilization']}; it must be above 0 and at most 1"
-        )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if values[name] > 1:
-            raise NotSupportedError(f"{name} is {values[name]}; only 1 is supported so far")
-    if values["distributed_executor_backend"] != "uni":
-        backend = values["distributed_executor_backend"]
-        raise NotSupportedError(f"distributed_executor_backend is {backend!r}; only 'uni' is supported so far")
+    for least, names in _AT_LEAST.items():
+        for name in names.split():
+            check_least(name, values[name], least)
+    share = values["gpu_memory_utilization"]
+    if not 0 < share <= 1:
+        raise InvalidArgumentError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
+    if values["watchdog_timeout"]:
+        check_least("watchdog_timeout", values["watchdog_timeout"], 2)  # an idle core gives a sign once a second
+    for name, only in _SO_FAR.items():
+        if values[name] != only:
+            raise NotSupportedError(f"{name} is {values[name]!r}; only {only!r} is supported so far")
     budget, longest = values["max_num_batched_tokens"], values["max_model_len"]
     if not values["enable_chunked_prefill"] and longest is not None and budget < longest:
         raise InvalidArgumentError(

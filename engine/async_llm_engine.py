@@ -13,18 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import msgspec
 
 from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from ..ipc.errors import (
-    EngineDeadError,
-    InvalidArgumentError,
-    NotSupportedError,
-    WrongEventLoopError,
-    suggests_names,
-)
+from ..ipc.errors import EngineDeadError, InvalidArgumentError, NotSupportedError, WrongEventLoopError, suggests_names
 from ..ipc.messages import Stats
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .clients import make_async_client
 from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
 from .output_processor import OutputProcessor, Processed
@@ -80,9 +73,11 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         start_engine_loop: bool = True,
         **kwargs: Any,
     ) -> None:
+        from ..ipc.async_client import AsyncClient
+
         config, log_stats = resolve_engine(args, kwargs)
         files = ModelFiles.of(config)
-        self._open(make_async_client(config), files, log_stats)
+        self._open(AsyncClient.launch(config), files, log_stats)
         self._log_requests, self._max_log_len = log_requests, max_log_len
 
     @classmethod
@@ -97,12 +92,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         log_requests = isinstance(engine_args, AsyncEngineArgs) and (
             engine_args.enable_log_requests and not engine_args.disable_log_requests
         )
-        return cls(
-            engine_args.create_engine_config(),
-            log_stats=not engine_args.disable_log_stats,
-            stat_loggers=stat_loggers,
-            log_requests=log_requests,
-        )
+        config, log_stats = engine_args.create_engine_config(), not engine_args.disable_log_stats
+        return cls(config, log_stats=log_stats, stat_loggers=stat_loggers, log_requests=log_requests)
 
     @classmethod
     def from_vllm_config(
@@ -262,10 +253,6 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     def is_running(self) -> bool:
         return not self.errored
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.errored
-
     async def check_health(self) -> None:
         """Nothing, if requests can be served.
 
@@ -285,11 +272,9 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         return self._tokenizer()
 
     async def get_model_config(self) -> ModelConfig:
-        """The model's configuration, as the core filled it in (`max_model_len`, `dtype`)."""
         return self.vllm_config.model_config
 
     async def get_cache_config(self) -> CacheConfig:
-        """The cache's configuration, as the core filled it in (`num_gpu_blocks`)."""
         return self.vllm_config.cache_config
 
     async def get_scheduler_config(self) -> SchedulerConfig:
@@ -297,9 +282,6 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     async def get_parallel_config(self) -> ParallelConfig:
         return self.vllm_config.parallel_config
-
-    async def get_vllm_config(self) -> EngineConfig:
-        return self.vllm_config
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
@@ -338,24 +320,18 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self._enter()
         request = self._prepared(call)
         if self._log_requests:
-            prompt = (request.prompt or "")[: self._max_log_len]
-            logger.info(
-                "request %s: %d tokens, %r, %s",
-                request.request_id,
-                len(request.prompt_token_ids),
-                prompt,
-                request.params,
-            )
-        sending = self._registered(request)
-        sending.state.news = asyncio.Event()
+            tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
+            logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)
+        state, messages, tensors = self._registered(request)
+        state.news = asyncio.Event()
         self._idle.clear()
         try:
-            for message in sending.messages:
-                await self.engine_core.add_request(message, sending.tensors)
+            for message in messages:
+                await self.engine_core.add_request(message, tensors)
         except BaseException:
             await self._end([request.request_id])
             raise
-        return sending.state
+        return state
 
     async def _end(self, request_ids: Iterable[str]) -> None:
         """Abort, here and in the core."""

@@ -43,7 +43,7 @@ _ENGINE_KEYWORDS = (
 
 
 class AddCall(NamedTuple):
-    """A call in the newest form."""
+    """A call in the newest form: the arguments of `InputProcessor.process_inputs`."""
 
     request_id: str
     prompt: Any
@@ -97,15 +97,9 @@ def resolve_add_request(
         raise InvalidRequestError(f"arrival_time is {arrival_time!r:.80}; it must be a number of seconds")
     if tokenization is not None and not isinstance(tokenization, Mapping):
         raise InvalidRequestError(f"tokenization_kwargs is {tokenization!r:.80}; it must be a dict")
-    return AddCall(
-        request_id=str(request_id),
-        prompt=_one_prompt(prompt, older.get("inputs"), prompt_token_ids),
-        params=older.get("sampling_params") if params is None else params,
-        arrival_time=arrival_time,
-        tokenization_kwargs=tokenization,
-        priority=priority,
-        prompt_text=prompt_text,
-    )
+    prompt = _one_prompt(prompt, older.get("inputs"), prompt_token_ids)
+    params = older.get("sampling_params") if params is None else params
+    return AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
 
 
 def resolve_generate(

@@ -30,7 +30,6 @@ def render_chat(
     variables: Mapping[str, Any],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:
@@ -53,9 +52,8 @@ def render_chat(
         text = _compile(template).render(
             messages=messages,
             tools=_plain(tools),
-            documents=_plain(documents),
             add_generation_prompt=add_generation_prompt,
-            **_plain(variables),
+            **{"documents": None, **_plain(variables)},  # a template may ask whether there are any
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise InvalidRequestError(f"the chat template refused the conversation: {error}") from error

@@ -23,6 +23,7 @@ from ..ipc.errors import (
     UnknownArgumentError,
 )
 from ..ipc.params import SamplingParams
+from . import daemon_options
 from .args import FIELDS, EngineArgs
 
 
@@ -37,15 +38,16 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-_STATUS_CODES = "exit status: 0 ready, 1 starting or stopping, 2 unreachable"
-_SAMPLING: dict[str, tuple[Any, str]] = {
-    "temperature": (float, "0: greedy (default: the generation config's, else 1)"),
-    "top_p": (float, "keep the likeliest tokens that make up this probability"),
-    "top_k": (int, "keep so many of the likeliest tokens"),
-    "min_p": (float, "keep tokens of at least this share of the likeliest one's probability"),
-    "max_tokens": (int, "most tokens of an answer (default: 512)"),
-    "min_tokens": (int, "fewest tokens of an answer"),
-    "seed": (int, "makes sampling repeatable; also the seed of --load-format dummy"),
+_SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"type": float, "help": "0: greedy (default: the generation config's, else 1)"},
+    "top_p": {"type": float, "help": "keep the likeliest tokens that make up this probability"},
+    "top_k": {"type": int, "help": "keep so many of the likeliest tokens"},
+    "min_p": {"type": float, "help": "keep tokens of at least this share of the likeliest one's probability"},
+    "max_tokens": {"type": int, "help": "most tokens of an answer (default: 512)"},
+    "min_tokens": {"type": int, "help": "fewest tokens of an answer"},
+    "seed": {"type": int, "help": "makes sampling repeatable; also the seed of --load-format dummy"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "end before this text; may be given several times"},
+    "ignore_eos": {"action": "store_true", "help": "go on to --max-tokens"},
 }
 
 
@@ -55,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.debug:
         os.environ["MAINSPRING_LOG_LEVEL"] = "DEBUG"  # the core's too
     os.environ.setdefault("MAINSPRING_LOG_LEVEL", args.log_level)
-    if args.run is not _daemon:  # which learns its log format later
-        logs.set_up(args.command)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
+        if run is not _daemon:  # which learns its log format later
+            logs.set_up(args.command)
         return run(args) or ExitCode.OK
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -83,32 +85,39 @@ def _exit_code(error: Exception) -> ExitCode:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mainspring", description="An LLM inference engine.")
+    parser = argparse.ArgumentParser(
+        prog="mainspring",
+        description="An LLM inference engine.",
+        epilog="mainspring COMMAND --help explains each; docs/daemon.md says how to run a daemon",
+    )
     parser.add_argument("--version", action="version", version=f"mainspring {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     generate = _command(commands, "generate", _generate, "complete one prompt, streaming, or several")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="one is streamed, several are a batch")
     generate.add_argument("--explain-model", action="store_true", help="say what was fused and why the rest was not")
     chat = _command(commands, "chat", _chat, "talk to the model")
     chat.add_argument("--system", help="a system message to begin with")
     demo = _command(commands, "demo", _demo, "what the engine does, with the embedded model")
     daemon = _command(commands, "daemon", _daemon, "keep a core running that any number of frontends share", "INFO")
-    _add_daemon_flags(daemon)
-    for command in (generate, chat, demo, daemon):
+    daemon_options.add_cli_args(daemon)
+    for command in (generate, chat, demo):
         EngineArgs.add_cli_args(command)
+    for command, takes in ((generate, " PROMPT ..."), (chat, ""), (demo, ""), (daemon, "")):
+        command.usage = f"%(prog)s [OPTION ...]{takes}"  # all options are some thirty lines, before each error, too
     for command in (generate, chat):
         command.add_argument("--connect", metavar="ADDRESS", help="use the daemon there, and start no core")
         _add_keys(command)
         _add_sampling(command)
 
     status = _command(commands, "status", _status, "how a daemon is")
-    status.epilog = _STATUS_CODES
+    status.epilog = "exit status: 0 ready, 1 starting or stopping, 2 unreachable"
     status.add_argument("--json", action="store_true", help="as one JSON object")
     top = _command(commands, "top", _top, "how a daemon is, live; q leaves")
-    top.add_argument("--once", action="store_true", help="print one frame")
     for command in (status, top):
-        command.add_argument("address", nargs="?", metavar="ADDRESS", help="default: a daemon without --listen")
+        command.add_argument(
+            "address", nargs="?", metavar="ADDRESS", help="default: where a daemon without --listen listens"
+        )
         _add_keys(command)
 
     _add_key_commands(_command(commands, "keys", None, "keys for daemons that listen at tcp"))
@@ -132,12 +141,6 @@ def _command(
     return command
 
 
-def _add_daemon_flags(command: argparse.ArgumentParser) -> None:
-    from .daemon_options import add_cli_args
-
-    add_cli_args(command)
-
-
 def _add_keys(command: argparse.ArgumentParser) -> None:
     default = f"default: {keys.DEFAULT_KEY} in ~/.config/mainspring"
     command.add_argument("--key", metavar="FILE", help=f"for tcp: your secret key ({default})")
@@ -149,7 +152,8 @@ def _add_key_commands(command: argparse.ArgumentParser) -> None:
     new = _command(
         commands, "new", _new_key, "make a pair: NAME.key, to be kept secret, and NAME.pub, to be given away"
     )
-    new.add_argument("name", nargs="?", metavar="NAME", default=Path(keys.DEFAULT_KEY).stem)
+    name = Path(keys.DEFAULT_KEY).stem
+    new.add_argument("name", nargs="?", metavar="NAME", default=name, help=f"default: {name}, which --key stands for")
     new.add_argument("--output", metavar="DIR", type=Path, help="default: ~/.config/mainspring")
     allow = _command(commands, "allow", _allow_key, "let the owner of a public key connect")
     allow.add_argument("public", metavar="KEY_OR_FILE", help="the public key, or its file")
@@ -158,26 +162,21 @@ def _add_key_commands(command: argparse.ArgumentParser) -> None:
     allow.add_argument("--admin", action="store_true", help="may change the engine for everyone")
     listed = _command(commands, "list", _list_keys, "who may connect")
     for one in (allow, listed):
-        one.add_argument(
-            "--allowed-keys", metavar="FILE", type=Path, help="default: allowed_keys in ~/.config/mainspring"
-        )
+        default = "allowed_keys in ~/.config/mainspring"
+        one.add_argument("--allowed-keys", metavar="FILE", type=Path, help=f"default: {default}")
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sampling")
-    for name, (kind, text) in _SAMPLING.items():
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), default=argparse.SUPPRESS, help=text)
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help="end before this text"
-    )
-    group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on to --max-tokens")
+    for name, how in _SAMPLING.items():
+        shown = {"metavar": how["type"].__name__.upper()} if "type" in how else {}
+        group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **shown, **how)
 
 
 def _sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     params = defaults.clone()
     params.max_tokens = 512
-    for name in (*_SAMPLING, "stop", "ignore_eos"):
+    for name in _SAMPLING:
         if hasattr(args, name):
             setattr(params, name, getattr(args, name))
     params.validate()
@@ -237,9 +236,8 @@ def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _daemon(args: argparse.Namespace) -> None:
     from .daemon import serve
-    from .daemon_options import from_cli_args
 
-    options, config = from_cli_args(args)
+    options, config = daemon_options.from_cli_args(args)
     os.environ["MAINSPRING_LOG_FORMAT"] = options.log_format  # the core's too
     logs.set_up("daemon")
     serve(options, config, _say)
@@ -251,7 +249,9 @@ def _say(text: str) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from .status import describe, document, is_ready, look
+    from rich.console import Console
+
+    from .status import document, frame, is_ready, look
 
     try:
         found = look(args.address or _default_address(), key=args.key, server_key=args.server_key)
@@ -261,14 +261,17 @@ def _status(args: argparse.Namespace) -> int:
         else:
             print(f"unreachable: {error}")
         return 2
-    print(json.dumps(document(found)) if args.json else describe(found))
+    if args.json:
+        print(json.dumps(document(found)))
+    else:
+        Console().print(frame(found))
     return 0 if is_ready(found) else 1
 
 
 def _top(args: argparse.Namespace) -> None:
     from .top import show
 
-    show(args.address or _default_address(), args.once, key=args.key, server_key=args.server_key)
+    show(args.address or _default_address(), key=args.key, server_key=args.server_key)
 
 
 def _default_address() -> str:

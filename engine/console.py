@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..ipc.errors import InvalidRequestError, OverloadedError, RequestFailedError
-from ..ipc.params import RequestOutputKind, SamplingParams
+from ..ipc.params import SamplingParams
 from .llm import LLM
 from .llm_engine import LLMEngine
 from .outputs import CompletionOutput
@@ -32,23 +32,18 @@ def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> Complet
     Raises:
         MainspringError: the request ended in an error; that error.
     """
-    params = params.clone()
-    params.output_kind = RequestOutputKind.DELTA
     request_id = engine.add_request(f"console-{time.monotonic_ns()}", prompt, params)
-    whole = CompletionOutput(0, "", [])
+    whole, shown = CompletionOutput(0, "", []), 0
     try:
-        while whole.finish_reason is None:
+        while not whole.finished():
             for output in engine.step():
-                for new in output.outputs:
-                    # a model often begins its answer with the space that follows the question
-                    print(new.text if whole.text.strip() else new.text.lstrip(), end="", flush=True)
-                    whole.text += new.text
-                    whole.token_ids += new.token_ids
-                    whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
-                    whole.error = new.error
+                whole = output.outputs[0]
+                text = whole.text.lstrip()  # a model often begins its answer with the space that follows the question
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
     finally:
         print(flush=True)
-        if whole.finish_reason is None:
+        if not whole.finished():
             engine.abort_request(request_id)
             engine.step()  # its last output, which nobody reads
     if whole.error is not None:

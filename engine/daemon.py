@@ -112,8 +112,10 @@ def _absolute(address: str) -> str:
 def _claim(address: str, stack: contextlib.ExitStack) -> None:
     """Make it ours for as long as `stack` is open, or say what stands in the way."""
     try:
-        if (lock := lock_address(address)) is not None:
+        path = ipc_path(address)
+        if path is not None and (lock := lock_address(address)) is not None:
             stack.callback(os.close, lock)
+            stack.callback(path.unlink, missing_ok=True)
         else:  # the core will bind it; whether that can work is known sooner from a try
             with zmq.Context() as context:
                 bind_router(context, address).close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
@@ -11,7 +10,7 @@ import msgspec
 
 from ..ipc.config import Doc, EngineConfig, FieldInfo, Section
 from ..ipc.errors import InvalidArgumentError, unknown_argument
-from .args import FIELDS, EngineArgs, flag_of, typed
+from .args import FIELDS, EngineArgs, add_flags, check_least, typed
 
 if TYPE_CHECKING:
     import argparse
@@ -60,15 +59,9 @@ _ALL = {**OPTIONS, **FIELDS}
 
 
 def add_cli_args(command: argparse.ArgumentParser) -> None:
-    """A flag for each option; one not given leaves no attribute behind."""
-    import argparse
-
-    group = command.add_argument_group("daemon")
-    group.add_argument("--config", metavar="FILE", help="TOML file of the names here, with underscores; flags win")
-    for name, field in OPTIONS.items():
-        default = "none" if field.default is None else field.default
-        text = f"{field.doc} (default: {default})"
-        group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **flag_of(field.type))
+    """A flag for each option, the engine's included; see `add_flags`."""
+    command.add_argument("--config", metavar="FILE", help="TOML file of the names here, with underscores; flags win")
+    add_flags(command, _ALL.values())
 
 
 def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig]:
@@ -85,20 +78,15 @@ def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig
 
 
 def _read(path: str) -> dict[str, Any]:
+    """The entries of all tables in one, each checked to be known, and where it belongs."""
     try:
-        data = tomllib.loads(Path(path).read_text())
+        found = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise InvalidArgumentError(f"config is {path}, which can't be read: {error.strerror}") from None
     except ValueError as error:  # also what is no UTF-8
         raise InvalidArgumentError(f"config is {path}, which is not TOML: {error}") from None
-    return _flat(path, data)
-
-
-def _flat(path: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of all tables in one, each checked to be known, and where it belongs."""
     sections = {field.section for field in _ALL.values()}
-    found = dict(data)
-    for section in sections & data.keys():
+    for section in sections & found.keys():
         table = found.pop(section)
         known = [name for name, field in _ALL.items() if field.section == section]
         if not isinstance(table, dict):
@@ -116,8 +104,7 @@ def _flat(path: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(options: DaemonOptions) -> DaemonOptions:
-    if not 0 <= options.drain_timeout < float("inf"):
-        raise InvalidArgumentError(f"drain_timeout is {options.drain_timeout}; it must be at least 0 and finite")
+    check_least("drain_timeout", options.drain_timeout, 0)
     if options.http_port is not None and not 0 <= options.http_port <= 65_535:
         raise InvalidArgumentError(f"http_port is {options.http_port}; it must be in 0 to 65535 (0: any free one)")
     return options

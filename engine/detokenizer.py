@@ -52,7 +52,7 @@ def text_stream(
     return WindowStream(tokenizer, prompt_token_ids, skip, joined)
 
 
-class PieceTable:
+class PieceTable(dict[int, bytes]):
     """The bytes of each token of one tokenizer, filled as they are met."""
 
     def __init__(self, tokenizer: Tokenizer, form: str, replace: dict[str, str], first_loses: int = 0) -> None:
@@ -62,12 +62,9 @@ class PieceTable:
         self.first_loses = first_loses  # spaces that the first token of a text loses; -1: all it has
         # transformers shows one U+FFFD for each byte of byte fallback, but one for each bad sequence of byte-level BPE
         self.errors = "mainspring.each_byte" if form == "byte_fallback" else "replace"
-        self._pieces: dict[int, bytes] = {}
 
-    def __getitem__(self, token: int) -> bytes:
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._make(token)
+    def __missing__(self, token: int) -> bytes:
+        piece = self[token] = self._make(token)
         return piece
 
     def _make(self, token: int) -> bytes:

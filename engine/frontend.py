@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig
-from ..ipc.errors import (
-    DuplicateRequestError,
-    InvalidArgumentError,
-    InvalidRequestError,
-    WrongProcessError,
-    unknown_argument,
-)
-from ..ipc.messages import AddRequest, ModelFacts
+from ..ipc.errors import DuplicateRequestError, InvalidRequestError, WrongProcessError, unknown_argument
+from ..ipc.messages import AddRequest
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
+from .args import FIELDS, typed
 from .call_forms import AddCall
 from .input_processor import EngineCoreRequest, InputProcessor, core_messages
 from .model_files import eos_token_ids, generation_config
@@ -35,6 +30,8 @@ from .tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..ipc.async_client import AsyncClient
+    from ..ipc.client import CoreClient
     from ..ipc.connection import Connection
 
 logger = logging.getLogger(__name__)
@@ -51,16 +48,7 @@ class UsageContext(StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
-class Client(Protocol):
-    """What the blocking and the async clients have in common."""
-
-    config: EngineConfig
-    model: ModelFacts
-
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=Client)
+C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
 CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init")
 
@@ -86,14 +74,6 @@ class ModelFiles(NamedTuple):
         if model.tokenizer is not None:
             folder = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
         return cls(load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found)
-
-
-class Sending(NamedTuple):
-    """A request that is registered here and about to be sent."""
-
-    state: RequestState
-    messages: list[AddRequest]
-    tensors: Sequence[np.ndarray]
 
 
 class Frontend(Generic[C]):
@@ -128,8 +108,7 @@ class Frontend(Generic[C]):
         for name in options:
             if name not in _CONNECTION:
                 raise unknown_argument("connect", name, CONNECT_OPTIONS)
-        if tokenizer_mode not in ("auto", "hf"):
-            raise InvalidArgumentError(f"tokenizer_mode is {tokenizer_mode!r}; it must be 'auto' or 'hf'")
+        typed(FIELDS["tokenizer_mode"], tokenizer_mode)
         from ..ipc.connection import Connection  # brings zmq, which importing the package is not to
 
         connection = Connection.connect(address, **options)
@@ -164,7 +143,7 @@ class Frontend(Generic[C]):
         self.engine_core = client
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, client, self._pid)
-        self.vllm_config = client.config
+        self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
         self.tokenizer, self.generation_config = files
         eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
@@ -177,28 +156,18 @@ class Frontend(Generic[C]):
     def _prepared(self, call: AddCall) -> EngineCoreRequest:
         """The request of a call, checked."""
         if isinstance(call.prompt, EngineCoreRequest):
-            if call.prompt.request_id != call.request_id:
-                logger.warning(
-                    "request_id %r: the prepared request keeps its own, %r", call.request_id, call.prompt.request_id
-                )
+            if (own := call.prompt.request_id) != call.request_id:
+                logger.warning("request_id %r: the prepared request keeps its own, %r", call.request_id, own)
             return call.prompt
-        return self.input_processor.process_inputs(
-            call.request_id,
-            call.prompt,
-            call.params,
-            call.arrival_time,
-            call.tokenization_kwargs,
-            call.priority,
-            call.prompt_text,
-        )
+        return self.input_processor.process_inputs(*call)
 
-    def _registered(self, request: EngineCoreRequest) -> Sending:
-        """Expect its outputs from now on."""
+    def _registered(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
+        """Expect its outputs from now on. Its state here, and what is to be sent: messages, each with these arrays."""
         if request.request_id in self.output_processor:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
-        return Sending(state, messages, () if request.embeds is None else (request.embeds.array,))
+        return state, messages, () if request.embeds is None else (request.embeds.array,)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -224,6 +193,6 @@ class Frontend(Generic[C]):
             )
 
 
-def _close(client: Client, pid: int) -> None:
+def _close(client: CoreClient | AsyncClient, pid: int) -> None:
     if os.getpid() == pid:  # a forked child inherits the finalizer, but not the core
         client.close()

@@ -72,7 +72,8 @@ def probes(host: str, port: int, ready: Callable[[], bool]) -> Iterator[int]:
     try:
         server = ThreadingHTTPServer((host, port), Handler)
     except (OSError, OverflowError) as error:
-        raise AddressInUseError(f"http_port is {port}, where nobody can listen on {host}: {error}") from None
+        why = f"{getattr(error, 'strerror', error)}; choose another"
+        raise AddressInUseError(f"http_port is {port}, where nobody can listen on {host}: {why}") from None
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="mainspring-http", daemon=True)
     thread.start()
     bound = int(server.server_address[1])

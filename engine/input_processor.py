@@ -51,13 +51,7 @@ class InputProcessor:
         priority: int = 0,
         prompt_text: str | None = None,
     ) -> EngineCoreRequest:
-        """Check everything that can be checked here. `params` is copied, never changed.
-
-        Args:
-            prompt: any form of prompts.py.
-            arrival_time: seconds; None: `time.monotonic()` now.
-            tokenization_kwargs: ``add_special_tokens`` (default True) for a prompt that is text.
-            prompt_text: shown as the prompt in outputs.
+        """Check everything that can be checked here. Arguments as `LLMEngine.add_request`, in their newest form.
 
         Raises:
             InvalidRequestError: it can't be served as it stands. The message names field, value and limit.

@@ -89,11 +89,7 @@ class LLM:
         for at, prompt in enumerate(listed):
             try:
                 request = self.llm_engine.input_processor.process_inputs(
-                    str(next(self._numbers)),
-                    prompt,
-                    params[at],
-                    tokenization_kwargs=tokenization_kwargs,
-                    priority=priorities[at],
+                    str(next(self._numbers)), prompt, params[at], None, tokenization_kwargs, priorities[at]
                 )
             except InvalidRequestError as error:
                 raise type(error)(f"prompt {at}: {error}" if len(listed) > 1 else str(error)) from None
@@ -195,7 +191,7 @@ class LLM:
                     at = waiting.get(output.request_id)
                     if at is None:
                         continue
-                    room.give_back(requests[at])
+                    room.take(requests[at], -1)
                     now = time.monotonic()
                     refused = any(isinstance(completion.error, OverloadedError) for completion in output.outputs)
                     if refused and now < deadline and room.allows(requests[at]):
@@ -234,11 +230,9 @@ class _Room:
     def allows(self, request: EngineCoreRequest, used: Sequence[int] = (0, 0)) -> bool:
         return all(u + c <= limit for u, c, limit in zip(used, _cost(request), self._limits, strict=True))
 
-    def take(self, request: EngineCoreRequest) -> None:
-        self._used = [u + c for u, c in zip(self._used, _cost(request), strict=True)]
-
-    def give_back(self, request: EngineCoreRequest) -> None:
-        self._used = [u - c for u, c in zip(self._used, _cost(request), strict=True)]
+    def take(self, request: EngineCoreRequest, times: int = 1) -> None:
+        """`times` -1: give it back."""
+        self._used = [u + times * c for u, c in zip(self._used, _cost(request), strict=True)]
 
 
 def _cost(request: EngineCoreRequest) -> tuple[int, int]:
@@ -254,7 +248,9 @@ def _connected(address: str, model: str | None, options: Mapping[str, Any]) -> L
     theirs = str(engine.model_config.model)
     if model is not None and model != theirs and str(Path(model).expanduser().resolve()) != theirs:
         engine.shutdown()
-        raise InvalidArgumentError(f"model mismatch: model is {model!r}, but the daemon at {address} serves {theirs!r}")
+        raise InvalidArgumentError(
+            f"model mismatch: model is {model!r}, but the daemon at {address} serves {theirs!r}; leave model out"
+        )
     return engine
 
 
@@ -267,13 +263,10 @@ class _Progress:
     """The progress bar of a batch, with tokens a second."""
 
     def __init__(self, use_tqdm: Progress, total: int) -> None:
-        self._bar = None
-        if use_tqdm and total:
-            if use_tqdm is True:
-                from tqdm.auto import tqdm as make  # type: ignore[import-untyped]
-            else:
-                make = use_tqdm
-            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+        make: Any = use_tqdm
+        if use_tqdm is True:
+            from tqdm.auto import tqdm as make  # type: ignore[import-untyped,no-redef]
+        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if make and total else None
         self._started = time.monotonic()
         self._prompt_tokens = self._output_tokens = 0
 

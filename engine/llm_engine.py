@@ -13,7 +13,6 @@ from ..ipc.errors import EngineDeadError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request
-from .clients import make_client
 from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
 from .outputs import RequestOutput
@@ -23,6 +22,18 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
     from ..ipc.connection import Connection
+
+
+def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
+    """Start a core and connect to it. Only a core in this process brings torch and transformers into it."""
+    if multiprocess:
+        from ..ipc.sync_client import SyncClient
+
+        return SyncClient.launch(config)
+    from ..core.engine_core import EngineCore
+    from ..ipc.inproc_client import InprocClient
+
+    return InprocClient(EngineCore(config))
 
 
 class LLMEngine(Frontend["CoreClient"]):
@@ -138,10 +149,10 @@ class LLMEngine(Frontend["CoreClient"]):
         call = resolve_add_request(request_id, prompt, params, slots, prompt_text, older)
         request = self._prepared(call)
         with self._lock:
-            sending = self._registered(request)
+            _, messages, tensors = self._registered(request)
             try:
-                for message in sending.messages:
-                    self.engine_core.add_request(message, sending.tensors)
+                for message in messages:
+                    self.engine_core.add_request(message, tensors)
             except BaseException:
                 self._end_requests([request.request_id])
                 raise
@@ -207,11 +218,9 @@ class LLMEngine(Frontend["CoreClient"]):
     # ------------------------------------------------------------------ the engine
 
     def get_model_config(self) -> ModelConfig:
-        """The model's configuration, as the core filled it in (`max_model_len`, `dtype`)."""
         return self.vllm_config.model_config
 
     def get_cache_config(self) -> CacheConfig:
-        """The cache's configuration, as the core filled it in (`num_gpu_blocks`)."""
         return self.vllm_config.cache_config
 
     def get_scheduler_config(self) -> SchedulerConfig:

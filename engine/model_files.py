@@ -48,22 +48,13 @@ def eos_token_ids(config: dict[str, Any]) -> list[int]:
     return [eos] if isinstance(eos, int) else list(eos or [])
 
 
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
-
-
 def default_sampling_params(config: dict[str, Any]) -> SamplingParams:
     """The sampling parameters that a generation config asks for; `do_sample: false` written out means greedy."""
-    chosen = {ours: config[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if config.get(theirs) is not None}
+    said = {**config, "max_tokens": config.get("max_new_tokens")}
+    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+    chosen = {name: said[name] for name in names if said.get(name) is not None}
     if config.get("do_sample") is False:
         chosen["temperature"] = 0.0
-    if config.get("repetition_penalty") not in (None, 1.0):
-        logger.warning(
-            "the generation config's repetition_penalty %s is left out: not supported yet", config["repetition_penalty"]
-        )
+    if (penalty := config.get("repetition_penalty")) not in (None, 1.0):
+        logger.warning("the generation config's repetition_penalty %s is left out: not supported yet", penalty)
     return SamplingParams(**chosen)

@@ -128,25 +128,22 @@ def _is_int(value: Any) -> bool:
 def _read_embeds(value: Any) -> Embeds:
     import numpy as np
 
-    torch = sys.modules.get("torch")  # a tensor can only come from a process that has torch
+    torch, dtype = sys.modules.get("torch"), ""  # a tensor can only come from a process that has torch
     try:
         if torch is not None and isinstance(value, torch.Tensor):
-            tensor = value.detach().to("cpu").contiguous()
-            if tensor.dtype == torch.bfloat16:
-                return _checked(Embeds(tensor.view(torch.uint16).numpy(), "bfloat16"))
-            value = tensor.numpy()
+            value = value.detach().to("cpu").contiguous()
+            if value.dtype == torch.bfloat16:
+                value, dtype = value.view(torch.uint16), "bfloat16"
         array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError, AttributeError) as error:
         raise InvalidRequestError(f"prompt_embeds can't be read as an array: {error}") from error
     if array.dtype.name == "bfloat16":  # as ml_dtypes registers it
-        return _checked(Embeds(np.ascontiguousarray(array).view(np.uint16), "bfloat16"))
-    if array.dtype.kind != "f":
-        raise InvalidRequestError(f"prompt_embeds has dtype {array.dtype}; it must be float32, float16 or bfloat16")
-    name = "float16" if array.dtype.itemsize == 2 else "float32"
-    return _checked(Embeds(np.ascontiguousarray(array, dtype=name), name))
-
-
-def _checked(embeds: Embeds) -> Embeds:
-    if embeds.array.ndim != 2:
-        raise InvalidRequestError(f"prompt_embeds has shape {list(embeds.array.shape)}; it must be [tokens, hidden]")
-    return embeds
+        array, dtype = np.ascontiguousarray(array).view(np.uint16), "bfloat16"
+    if not dtype:
+        if array.dtype.kind != "f":
+            raise InvalidRequestError(f"prompt_embeds has dtype {array.dtype}; it must be float32, float16 or bfloat16")
+        dtype = "float16" if array.dtype.itemsize == 2 else "float32"
+        array = np.ascontiguousarray(array, dtype=dtype)
+    if array.ndim != 2:
+        raise InvalidRequestError(f"prompt_embeds has shape {list(array.shape)}; it must be [tokens, hidden]")
+    return Embeds(array, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..ipc.errors import MainspringError, OverloadedError, RequestFailedError, from_wire
@@ -21,46 +22,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Completion:
     """One of a request's completions: its tokens as they come, its text as it is asked for."""
 
-    __slots__ = (
-        "_accept_after",
-        "_decoded",
-        "_include_stop",
-        "_shown_end",
-        "_shown_text",
-        "_shown_tokens",
-        "_stops",
-        "_stream",
-        "_texts",
-        "error",
-        "finish_reason",
-        "handle",
-        "index",
-        "request",
-        "stop_reason",
-        "token_ids",
-    )
+    request: RequestState
+    index: int
+    handle: int
+    _stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: MainspringError | None = None
+    _stops: StopStrings | None = field(init=False)
+    _decoded: int = 0  # tokens whose text is in _texts
+    _texts: list[str] = field(default_factory=list)
+    _shown_text: int = 0  # pieces of _texts and tokens that a DELTA output has had
+    _shown_tokens: int = 0
+    _shown_end: bool = False
 
-    def __init__(self, request: RequestState, index: int, handle: int, stream: TextStream | None) -> None:
-        params = request.source.params
-        self.request = request
-        self.index = index
-        self.handle = handle
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.error: MainspringError | None = None
-        self._stream = stream
+    def __post_init__(self) -> None:
+        params = self.request.source.params
         self._stops = StopStrings(list(params.stop), params.include_stop_str_in_output) if params.stop else None
-        self._accept_after = params.min_tokens  # a stop string counts only past so many tokens
-        self._include_stop = params.include_stop_str_in_output
-        self._decoded = 0  # tokens whose text is in _texts
-        self._texts: list[str] = []
-        self._shown_text = 0  # pieces of _texts and tokens that a DELTA output has had
-        self._shown_tokens = 0
-        self._shown_end = False
 
     def advance(self, ended: Finished | None) -> None:
         """Take in the new tokens and, if so, the end. A text that can't be made is this completion's error alone."""
@@ -80,12 +63,12 @@ class Completion:
         stream, stops = self._stream, self._stops
         if stream is None:
             return False
-        end = len(self.token_ids)
+        end, min_tokens = len(self.token_ids), self.request.source.params.min_tokens
         while self._decoded < end:
             text = stream.push(self.token_ids[self._decoded])
             self._decoded += 1
             if stops is not None:
-                text = stops.push(text, accept=self._decoded > self._accept_after)
+                text = stops.push(text, accept=self._decoded > min_tokens)
             if text:
                 self._texts.append(text)
             if stops is not None and stops.matched is not None:
@@ -96,7 +79,7 @@ class Completion:
 
     def _finish(self, ended: Finished) -> None:
         """Take the core's word for the end. A stop token stands in `token_ids` but not in the text."""
-        by_stop_token = ended.reason == "stop" and not self._include_stop
+        by_stop_token = ended.reason == "stop" and not self.request.source.params.include_stop_str_in_output
         last = self.token_ids.pop() if by_stop_token and len(self.token_ids) > self._decoded else None
         if not self._read():  # else a stop string stood before the end
             self._end(ended.reason)
@@ -128,7 +111,8 @@ class Completion:
         return self._shown_tokens < len(self.token_ids) or (self.finish_reason is not None and not self._shown_end)
 
     def output(self, delta: bool) -> CompletionOutput:
-        self._shown_end = self.finish_reason is not None
+        reason = self.finish_reason
+        self._shown_end = reason is not None
         if delta:
             text, token_ids = "".join(self._texts[self._shown_text :]), self.token_ids[self._shown_tokens :]
             self._shown_text, self._shown_tokens = len(self._texts), len(self.token_ids)
@@ -136,12 +120,7 @@ class Completion:
             self._texts = ["".join(self._texts)]
             text, token_ids = self._texts[0], self.token_ids.copy()
         return CompletionOutput(
-            self.index,
-            text,
-            token_ids,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            error=self.error,
+            self.index, text, token_ids, finish_reason=reason, stop_reason=self.stop_reason, error=self.error
         )
 
 
@@ -162,17 +141,13 @@ class RequestState:
         # text can wait for the end if nobody sees it before, and no stop string is to be found in it
         self.reads_at_end = self.kind == RequestOutputKind.FINAL_ONLY and not params.stop
         prompt = () if source.embeds is not None else source.prompt_token_ids
-        self.completions = [
-            Completion(
-                self,
-                index,
-                handle,
-                text_stream(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)
-                if tokenizer is not None and params.detokenize
-                else None,
-            )
-            for index, handle in enumerate(handles)
-        ]
+
+        def stream() -> TextStream | None:
+            if tokenizer is None or not params.detokenize:
+                return None
+            return text_stream(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)
+
+        self.completions = [Completion(self, index, handle, stream()) for index, handle in enumerate(handles)]
 
     def started(self, said: Started) -> None:
         metrics = self.metrics

@@ -1,4 +1,4 @@
-"""How a core is, for people (`mainspring status`, one frame of `mainspring top`) and for scripts (`--json`)."""
+"""How a core is: for people, what `mainspring status` prints and `mainspring top` shows again and again; as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def look(address: str, **options: Any) -> CoreStatus | int:
     except ConnectError as error:
         holder = lock_holder(address) if ipc_path(address) else None
         if holder is None:
-            raise ConnectError(f"{error}: start one with mainspring daemon --listen {address}") from None
+            keys = "" if ipc_path(address) else ", and check --key and --server-key"
+            raise ConnectError(f"{error}: start one with mainspring daemon --listen {address}{keys}") from None
         return holder
 
 
@@ -50,47 +51,32 @@ def document(found: CoreStatus | int) -> dict[str, Any]:
     return {**core, **msgspec.structs.asdict(found.stats)}
 
 
-def describe(found: CoreStatus | int) -> str:
-    """A few lines for a person."""
-    if isinstance(found, int):
-        return f"starting: daemon {found}"
-    crash = f" (the last {printable(found.last_crash)})" if found.last_crash else ""
-    lines = [
-        f"{found.phase}: {printable(found.model)}",
-        f"core {found.core_pid} of daemon {found.supervisor_pid}, up {found.uptime_s:.0f} s, epoch {found.epoch}, "
-        f"{found.restarts} restarts{crash}",
-        *(f"{name}: {text}" for name, text in _facts(found)),
-        *(
-            f"frontend {printable(one.name)!r} (weight {one.weight:g}): {one.num_running} running, "
-            f"{one.num_waiting} waiting, {one.generation_tokens} tokens generated{', slow' * one.slow}"
-            for one in found.frontends
-        ),
-    ]
-    return "\n".join(lines)
-
-
-def frame(found: CoreStatus, speeds: Sequence[float], trouble: str = "") -> Group:
-    """What `top` shows: the facts, the latest `speeds` (tokens/s) as bars, and a table of frontends."""
+def frame(found: CoreStatus | int, speeds: Sequence[float] = (), trouble: str = "") -> Group:
+    """For a person: the facts, the latest `speeds` (tokens/s) as bars, and a table of frontends."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    if isinstance(found, int):
+        return Group(Text(trouble or starting(found)))
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("core", Text(f"{found.phase}, epoch {found.epoch}, {found.restarts} restarts, pid {found.core_pid}"))
-    facts.add_row("model", Text(printable(found.model)))
     for name, text in _facts(found):
-        facts.add_row(name, Text(text))
+        facts.add_row(name, Text(printable(text)))
     highest = max(speeds, default=0.0) or 1.0
-    facts.add_row("", Text("".join(_BARS[round(speed / highest * (len(_BARS) - 1))] for speed in speeds), "green"))
-    table = Table("frontend", box=None, padding=(0, 2), header_style="bold")
-    for title in ("weight", "running", "waiting", "tokens in flight", "generated"):
+    bars = Text("".join(_BARS[round(speed / highest * (len(_BARS) - 1))] for speed in speeds), "green")
+    table = Table("frontend", box=None, padding=(0, 1), header_style="bold")
+    for title in ("weight", "running", "waiting", "in flight", "generated"):
         table.add_column(title, justify="right")
     table.add_column("")
     for one in sorted(found.frontends, key=lambda one: -one.tokens_in_flight):
         counts = (one.num_running, one.num_waiting, one.tokens_in_flight, one.generation_tokens)
         slow = Text("slow", "yellow") if one.slow else ""
         table.add_row(Text(printable(one.name)), f"{one.weight:g}", *(f"{count:,}" for count in counts), slow)
-    return Group(facts, "", table, *([Text(trouble, "red")] if trouble else []))
+    return Group(facts, bars, table, *([Text(trouble, "red")] if trouble else []))
+
+
+def starting(supervisor_pid: int) -> str:
+    return f"starting: daemon {supervisor_pid} has no core yet that serves"
 
 
 def printable(text: str) -> str:
@@ -101,7 +87,11 @@ def printable(text: str) -> str:
 def _facts(core: CoreStatus) -> list[tuple[str, str]]:
     stats = core.stats
     hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+    crash = f", the last {core.last_crash}" if core.last_crash else ""
     return [
+        (core.phase, core.model),
+        ("process", f"{core.core_pid} of daemon {core.supervisor_pid}, up {core.uptime_s:.0f} s"),
+        ("epoch", f"{core.epoch}, {core.restarts} restarts{crash}"),
         ("requests", f"{stats.num_running} running, {stats.num_waiting} waiting, {stats.num_preemptions} preemptions"),
         ("speed", f"{core.tokens_per_s:,.0f} tokens/s"),
         ("first token", _latency(core.time_to_first_token)),

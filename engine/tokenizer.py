@@ -51,16 +51,9 @@ class Tokenizer:
     def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]:
         return [self.backend.token_to_id(token) for token in tokens]
 
-    def get_vocab(self) -> dict[str, int]:
-        return self.backend.get_vocab(with_added_tokens=True)
-
     def __len__(self) -> int:
         """Size of the vocabulary, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=False)
 
     @functools.cached_property
     def all_special_ids(self) -> frozenset[int]:
@@ -92,10 +85,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._special("eos_token")
 
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._special("pad_token")
-
     def get_chat_template(self, chat_template: str | None = None, with_tools: bool = False) -> str:
         """The template to use: the text given, the one of that name, or the model's own.
 
@@ -117,7 +106,6 @@ class Tokenizer:
         self,
         conversation: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
@@ -134,7 +122,6 @@ class Tokenizer:
             conversation,
             {**self.special_tokens_map, **variables},
             tools=tools,
-            documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
@@ -161,15 +148,8 @@ class SlowTokenizer(Tokenizer):
     def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]:
         return list(self.hf.convert_tokens_to_ids(list(tokens)))
 
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self.hf.get_vocab())
-
     def __len__(self) -> int:
         return len(self.hf)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.hf.vocab_size)
 
     @functools.cached_property
     def all_special_ids(self) -> frozenset[int]:

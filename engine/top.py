@@ -10,49 +10,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from ..ipc.errors import ConnectError
 from ..ipc.messages import CoreStatus
-from .status import describe, frame, look
+from .status import frame, look, starting
 
 _INTERVAL = 1.0  # seconds
 _SPEEDS = 60  # kept for the bars
 
 
-def show(address: str, once: bool, **options: Any) -> None:
-    """Draw frames; `once`: one, and return.
+def show(address: str, **options: Any) -> None:
+    """Draw frames.
 
     Raises:
         ConnectError: nobody is there at the beginning. What goes away later is waited for.
     """
+    found = shown = look(address, **options)
     speeds: deque[float] = deque(maxlen=_SPEEDS)
-    found = look(address, **options)
-    if once:
-        Console().print(_drawn(found, speeds, ""))
-        return
     trouble = ""
     with suppress(KeyboardInterrupt), _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_drawn(found, speeds, trouble), refresh=True)
+            if isinstance(found, CoreStatus) and not trouble:  # between two cores the last frame stays
+                shown = found
+                speeds.append(found.tokens_per_s)
+            live.update(frame(shown, speeds, trouble), refresh=True)
             if pressed(_INTERVAL) == "q":
                 return
             try:
-                now = look(address, **options)
-                # between two cores the last frame stays
-                found, trouble = (now, "") if isinstance(now, CoreStatus) else (found, describe(now))
+                found = look(address, **options)
+                trouble = starting(found) if isinstance(found, int) else ""
             except ConnectError as error:
                 trouble = str(error)
-
-
-def _drawn(found: CoreStatus | int, speeds: deque[float], trouble: str) -> Any:
-    if isinstance(found, int):
-        return Text(trouble or describe(found))
-    if not trouble:
-        speeds.append(found.tokens_per_s)
-    return frame(found, speeds, trouble)
 
 
 @contextmanager

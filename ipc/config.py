@@ -100,7 +100,8 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
     max_restarts: Annotated[int, Doc("Most restarts of the core within `restart_window`; then it stays down.")] = 10
     restart_window: Annotated[float, Doc("Seconds over which restarts are counted.")] = 600.0
     watchdog_timeout: Annotated[
-        float, Doc("Seconds without progress after which a serving core is killed and restarted; 0: never.")
+        float,
+        Doc("Seconds without progress, at least 2, after which a serving core is killed and restarted; 0: never."),
     ] = 300.0
     frontend_timeout: Annotated[
         float, Doc("Seconds without a heartbeat after which a frontend counts as gone; its requests are aborted.")

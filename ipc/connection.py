@@ -26,6 +26,7 @@ from .config import EngineConfig
 from .errors import (
     ConnectError,
     EngineDeadError,
+    InvalidArgumentError,
     MainspringError,
     OverloadedError,
     ProtocolError,
@@ -138,7 +139,7 @@ class Connection:
     ) -> None:
         self._core = core
         self._pid = os.getpid()
-        self._keys = client_keys(key, server_key) if core.address.startswith("tcp://") else None
+        self._keys = _keys(core.address, key, server_key)
         self._hello = Hello(PROTOCOL_VERSION, core.token, name or f"pid {self._pid}", weight, os.urandom(16))
         self._reconnect_timeout = reconnect_timeout
         self.outputs: deque[Outputs] = deque()
@@ -471,6 +472,14 @@ class Connection:
         self._socket.close(linger=linger_ms)
 
 
+def _keys(address: str, key: str | None, server_key: str | None) -> tuple[str, str, str] | None:
+    if ipc_path(address) is None:
+        return client_keys(key, server_key)
+    if key is not None or server_key is not None:
+        raise InvalidArgumentError(f"keys are for tcp, but the address is {address}: leave them out")
+    return None
+
+
 def result_of(answer: UtilityResult) -> Any:
     """The value of a utility call, or its error raised."""
     if answer.error:
@@ -486,9 +495,9 @@ def ask_status(
     Raises:
         ConnectError: nobody answered within `timeout` seconds.
     """
-    ipc_path(address)
     with zmq.Context() as context:
-        socket = make_dealer(context, client_keys(key, server_key) if address.startswith("tcp://") else None)
+        keys = _keys(address, key, server_key)
+        socket = make_dealer(context, keys)
         try:
             socket.connect(address)
             socket.send_multipart(codec.encode(StatusCall(), codec.NO_INSTANCE, 0))
@@ -500,4 +509,4 @@ def ask_status(
                     raise from_wire(message.error, message.reason)
         finally:
             socket.close(linger=0)
-    raise ConnectError(f"no daemon answers at {address}")
+    raise ConnectError(f"no daemon answers at {address}{', or it does not know our key' if keys else ''}")

@@ -71,12 +71,11 @@ def load_keypair(path: str | Path) -> KeyPair:
     Raises:
         InvalidArgumentError: it can't be read, others can read it, or it holds no key.
     """
-    text = _read(path, "make one with `mainspring keys new`")
+    secret = _read(path, "make one with `mainspring keys new`").strip()
+    if not _KEY.fullmatch(secret):
+        raise InvalidArgumentError(f"{path} holds no secret key, which is 40 characters; give the file NAME.key")
     if Path(path).stat().st_mode & _OTHERS:
         raise InvalidArgumentError(f"{path} holds a secret that others can read; run `chmod 600 {path}`")
-    secret = text.strip()
-    if not _KEY.fullmatch(secret):
-        raise InvalidArgumentError(f"{path} holds no secret key, which is one line of 40 characters")
     return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
 
 

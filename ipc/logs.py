@@ -10,6 +10,8 @@ import logging
 import os
 from datetime import UTC, datetime
 
+from .errors import InvalidArgumentError
+
 
 class JsonLines(logging.Formatter):
     """One JSON object a line: time (UTC), level, process, pid, logger, message, and exception where there is one."""
@@ -33,7 +35,11 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(process: str) -> None:
-    """Log from now on as the environment says; `process` names this one in each line."""
+    """Log from now on as the environment says; `process` names this one in each line.
+
+    Raises:
+        InvalidArgumentError: there is no such level.
+    """
     if os.environ.get("MAINSPRING_LOG_FORMAT") == "json":
         formatter: logging.Formatter = JsonLines(process)
     else:
@@ -41,4 +47,6 @@ def set_up(process: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     level = os.environ.get("MAINSPRING_LOG_LEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise InvalidArgumentError(f"MAINSPRING_LOG_LEVEL is {level!r}; it must be DEBUG, INFO, WARNING or ERROR")
     logging.basicConfig(level=level, handlers=[handler])

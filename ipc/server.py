@@ -294,12 +294,8 @@ class CoreServer:
         except MainspringError as error:
             self.malformed_frames += 1
             logger.debug("dropped a frame: %s", error)
-            peer = self._by_origin.get(origin)
-            if peer is not None:
-                fault = Fault(wire_name(error), wire_text(error))
-                self._send(peer, codec.encode(fault, self._instance_id, self._epoch))
-            else:
-                self._reply(origin, Refused(wire_name(error), wire_text(error)))
+            answer = Fault if origin in self._by_origin else Refused
+            self._reply(origin, answer(wire_name(error), wire_text(error)))
 
     def _handle(self, origin: Origin, frames: list[zmq.Frame]) -> None:
         envelope = codec.decode([f.buffer for f in frames])

@@ -41,6 +41,15 @@ from .transport import (
 
 logger = logging.getLogger(__name__)
 
+CORE_ENVIRONMENT = {
+    # OpenMP's threads sleep between two loops: where they spin and the machine has other work, a step takes many times
+    # as long.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # torch keeps what oneDNN has compiled for each of the last shapes, a thousand by default, and every number of rows
+    # is a shape: hundreds of MB over the first hours.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+    "LRU_CACHE_CAPACITY": "32",
+}
 END_SECONDS = 5.0  # for a core that was told to end
 ABORT_SECONDS = 2.0  # for one that hangs to write down where
 SETTLED_SECONDS = 2.0  # one that served for less died at once: the next waits a little
@@ -180,9 +189,7 @@ class Supervisor:
                 stdout=2,  # what a model's code prints is not our output
                 pass_fds=[write, self._journal.fd, self._crash_fd],
                 process_group=0,  # Ctrl-C is the frontend's to handle
-                # OpenMP's threads sleep between two loops: where they spin and the machine has other work, a step takes
-                # many times as long.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env={**CORE_ENVIRONMENT, **os.environ},
             )
         finally:
             os.close(write)
@@ -308,6 +315,7 @@ class Supervisor:
                 self._process.kill()
                 self._process.wait()
         self._close_files()
+        self._journal.close()
 
     def _close_files(self) -> None:
         for fd in (self._reports, self._crash_fd):

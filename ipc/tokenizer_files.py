@@ -97,7 +97,9 @@ def cached_folder(digest: str, fetch: Callable[[], Mapping[str, bytes]]) -> Path
             "token ids"
         )
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mainspring", "tokenizers")
-    folder = base / PurePosixPath(digest).name
+    if not digest.isalnum():
+        raise ProtocolError(f"the core named its tokenizer files {digest!r}, which is no digest")
+    folder = base / digest
     if folder.is_dir():
         return folder
     files = fetch()

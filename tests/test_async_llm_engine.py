@@ -36,7 +36,7 @@ from mainspring import (
     RequestOutputKind,
     SamplingParams,
 )
-from mainspring.engine import async_llm_engine
+from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.errors import (
     DuplicateRequestError,
     EngineDeadError,
@@ -128,7 +128,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLMEngine]:
     """Made with no loop running."""
-    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    monkeypatch.setattr(AsyncClient, "launch", ScriptedClient)
     made = AsyncLLMEngine.from_engine_args(EngineArgs())
     yield made
     made.shutdown()
@@ -513,13 +513,13 @@ def test_a_core_that_is_gone_for_good_is_an_error_in_every_stream(engine: AsyncL
     async def main() -> None:
         tasks = [await begun(engine, collected(engine.generate([5], GREEDY, name))) for name in ("a", "b")]
         await engine.check_health()
-        assert (engine.errored, engine.is_running, engine.is_stopped, engine.dead_error) == (False, True, False, None)
+        assert (engine.errored, engine.is_running, engine.dead_error) == (False, True, None)
         core(engine).die()
         for task in tasks:
             with pytest.raises(EngineDeadError, match="the core is gone"):
                 await task
         await engine.wait_for_requests_to_drain()
-        assert (engine.errored, engine.is_running, engine.is_stopped) == (True, False, True)
+        assert (engine.errored, engine.is_running) == (True, False)
         assert isinstance(engine.dead_error, EngineDeadError)
         with pytest.raises(EngineDeadError):
             await engine.check_health()
@@ -704,7 +704,7 @@ def test_draining_waits_for_the_last_request_or_says_how_many_are_left(engine: A
 def test_what_is_known_of_the_engine_is_there_as_coroutines(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         config = core(engine).config
-        assert await engine.get_vllm_config() is engine.vllm_config is config
+        assert engine.vllm_config is config
         assert await engine.get_model_config() is engine.model_config is config.model_config
         assert await engine.get_cache_config() is config.cache_config
         assert await engine.get_scheduler_config() is config.scheduler_config
@@ -719,7 +719,7 @@ def test_what_is_known_of_the_engine_is_there_as_coroutines(engine: AsyncLLMEngi
 
 
 def test_every_generation_of_the_constructor_makes_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    monkeypatch.setattr(AsyncClient, "launch", ScriptedClient)
     config = EngineArgs(max_num_seqs=3).create_engine_config()
     parts = (config.model_config, config.cache_config, config.parallel_config, config.scheduler_config)
     makers: list[Callable[[], AsyncLLMEngine]] = [
@@ -758,7 +758,7 @@ def test_every_generation_of_the_constructor_makes_an_engine(monkeypatch: pytest
 def test_requests_are_logged_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, run: Run
 ) -> None:
-    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    monkeypatch.setattr(AsyncClient, "launch", ScriptedClient)
     caplog.set_level(logging.INFO)
 
     async def logged(engine: AsyncLLMEngine) -> str:
@@ -783,7 +783,7 @@ def test_requests_are_logged_if_asked_for(
 def test_shutdown_is_done_once_however_it_comes_and_ends_every_stream(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    monkeypatch.setattr(async_llm_engine, "make_async_client", ScriptedClient)
+    monkeypatch.setattr(AsyncClient, "launch", ScriptedClient)
 
     async def main() -> None:
         async with AsyncLLMEngine.from_engine_args(EngineArgs()) as engine:

@@ -1,4 +1,4 @@
-"""The command line. Most commands run here with the core in this process; two are run as users run them."""
+"""The command line. Most commands run in this process, on one daemon; two are run as users run them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,43 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from mainspring import __version__
-from mainspring.engine import llm_engine
+from daemons import COMMAND, PATIENCE_S, Daemon, short_folder
+from mainspring import LLM, __version__
+from mainspring.engine import console, llm_engine
 from mainspring.engine.cli import _parser, main
-from mainspring.engine.clients import make_client
 from mainspring.engine.daemon_options import DaemonOptions
 from mainspring.ipc.keys import AllowedKey, default_allowed, load_allowed, load_keypair
 from mainspring.ipc.logs import JsonLines
 
-COMMAND = [sys.executable, "-P", "-m", "mainspring.engine.cli"]
 DOCKER = Path(__file__).resolve().parent.parent / "docker"
 QUESTIONS = ["What is two plus three?", "What is two plus four?"]
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def core_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAINSPRING_LOG_LEVEL", "WARNING")  # put back afterwards what main() sets
-    monkeypatch.setattr(llm_engine, "make_client", lambda config, multiprocess: make_client(config, False))
+@pytest.fixture(autouse=True)
+def put_back_what_main_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSPRING_LOG_LEVEL", "WARNING")
+
+
+@pytest.fixture(scope="module")
+def connect() -> Iterator[str]:
+    """The flag for a daemon's address, where a test needs no core of its own."""
+    with short_folder() as folder:
+        daemon = Daemon(folder)
+        try:
+            daemon.ready_line()
+            yield f"--connect={daemon.address}"
+        finally:
+            assert daemon.stop() == 0, daemon.log
+            daemon.end()
 
 
 def test_version(capsys: Capture) -> None:
@@ -67,7 +79,6 @@ def test_version(capsys: Capture) -> None:
         (["keys", "list", "--allowed-keys=/no/such"], 2, "mainspring keys allow"),
     ],
 )
-@pytest.mark.usefixtures("core_in_this_process")
 def test_an_error_is_one_line_and_a_status(arguments: list[str], status: int, words: str, capsys: Capture) -> None:
     assert main(arguments) == status
     said = capsys.readouterr()
@@ -78,19 +89,33 @@ def test_an_error_is_one_line_and_a_status(arguments: list[str], status: int, wo
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["generat"], ["generate", "--no-such-flag", "x"], ["generate", "--block-size=7"]]
+    "arguments",
+    [
+        [],
+        ["generat"],
+        ["generate", "--no-such-flag", "x"],
+        ["generate", "--block-size=7"],
+        ["generate", "--hf-overrides={a"],
+    ],
 )
 def test_what_argparse_refuses_is_a_usage_error(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("usage:")
+    assert said.count("\n") == 2, "not some thirty lines of options"
 
 
-@pytest.mark.usefixtures("core_in_this_process")
 def test_debug_shows_where_an_error_came_from() -> None:
     with pytest.raises(OSError, match="no such folder"):
         main(["generate", "--debug", "--model=/no/such/model", "hi"])
+
+
+def test_a_log_level_that_is_none_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSPRING_LOG_LEVEL", "loud")
+    assert main(["version"]) == 2
+    assert "MAINSPRING_LOG_LEVEL is 'LOUD'" in capsys.readouterr().err
 
 
 def test_help_explains_every_flag(capsys: Capture) -> None:
@@ -102,23 +127,21 @@ def test_help_explains_every_flag(capsys: Capture) -> None:
         assert flag in text
 
 
-@pytest.mark.usefixtures("core_in_this_process")
-def test_one_prompt_is_streamed_and_several_are_a_batch_with_a_progress_bar(capsys: Capture) -> None:
+def test_one_prompt_is_streamed_and_several_are_a_batch_with_a_progress_bar(capsys: Capture, connect: str) -> None:
     answers = []
     for question in QUESTIONS:
-        assert main(["generate", "--temperature=0", "--max-tokens=24", question]) == 0
+        assert main(["generate", connect, "--temperature=0", "--max-tokens=24", question]) == 0
         answers.append(capsys.readouterr().out.strip())
     assert all(answers)
-    assert main(["generate", "--temperature=0", "--max-tokens=24", *QUESTIONS]) == 0
+    assert main(["generate", connect, "--temperature=0", "--max-tokens=24", *QUESTIONS]) == 0
     said = capsys.readouterr()
     assert said.out == "".join(f"> {q}\n{a}\n\n" for q, a in zip(QUESTIONS, answers, strict=True))
     assert "Processed prompts" in said.err
     assert "tokens/s" in said.err
 
 
-@pytest.mark.usefixtures("core_in_this_process")
-def test_sampling_flags_reach_the_request(capsys: Capture) -> None:
-    story = ["generate", "--temperature=1.2", "--max-tokens=30", "--ignore-eos", "Tell me a long story."]
+def test_sampling_flags_reach_the_request(capsys: Capture, connect: str) -> None:
+    story = ["generate", connect, "--temperature=1.2", "--max-tokens=30", "--ignore-eos", "Tell me a long story."]
     texts = []
     for seed in ("5", "5", "6"):
         assert main([*story, "--seed", seed]) == 0
@@ -129,14 +152,14 @@ def test_sampling_flags_reach_the_request(capsys: Capture) -> None:
     assert capsys.readouterr().out.strip() == texts[0].strip().partition(stop)[0].strip()
 
 
-@pytest.mark.usefixtures("core_in_this_process")
-def test_explain_model_says_what_was_fused(capsys: Capture) -> None:
-    assert main(["generate", "--explain-model"]) == 0
+def test_explain_model_says_what_was_fused(capsys: Capture, connect: str) -> None:
+    assert main(["generate", connect, "--explain-model"]) == 0
     assert "norm" in capsys.readouterr().out.lower()
 
 
-@pytest.mark.usefixtures("core_in_this_process")
-def test_a_conversation_grows_until_new_and_ends_with_exit(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_grows_until_new_and_ends_with_exit(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, connect: str
+) -> None:
     prompts: list[int] = []
     add_request = llm_engine.LLMEngine.add_request
 
@@ -148,7 +171,7 @@ def test_a_conversation_grows_until_new_and_ends_with_exit(capsys: Capture, monk
     monkeypatch.setattr(
         sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n\n{QUESTIONS[0]}\n/new\n{QUESTIONS[0]}\n/exit\nno\n")
     )
-    assert main(["chat", "--temperature=0"]) == 0
+    assert main(["chat", connect, "--temperature=0"]) == 0
     first, second, third = prompts
     assert second > 2 * first - 2, "question, answer, question"
     assert third == first
@@ -158,33 +181,34 @@ def test_a_conversation_grows_until_new_and_ends_with_exit(capsys: Capture, monk
     assert answers[0] == answers[2]
     assert "/exit" in said.err
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert main(["chat"]) == 0, "the end of input ends it too"
+    assert main(["chat", connect]) == 0, "the end of input ends it too"
 
 
-@pytest.mark.usefixtures("core_in_this_process")
 def test_a_conversation_that_grew_too_long_says_so_and_goes_on(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, connect: str
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 60 + f"\n{QUESTIONS[0]}\n"))
-    assert main(["chat", "--temperature=0", "--max-model-len=40"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 5000 + f"\n{QUESTIONS[0]}\n"))
+    assert main(["chat", connect, "--temperature=0"]) == 0
     said = capsys.readouterr()
-    assert "max_model_len is 40" in said.err
+    assert "max_model_len is 4096" in said.err
     assert said.out.replace(">", "").strip()
 
 
-@pytest.mark.usefixtures("core_in_this_process")
-def test_the_demo_streams_answers_then_a_batch_and_its_speed(capsys: Capture) -> None:
+def test_the_demo_streams_answers_then_a_batch_and_its_speed(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, connect: str
+) -> None:
+    monkeypatch.setattr(console, "_DEMO_BATCH", 3)
+    monkeypatch.setattr(console, "LLM", partial(LLM, connect=connect.partition("=")[2]))
     assert main(["demo"]) == 0
     text = capsys.readouterr().out
     assert text.count("\n> ") == 5
-    assert "64 answers" in text
+    assert "3 answers" in text
     assert text.rstrip().endswith("tokens/s")
 
 
-@pytest.mark.usefixtures("core_in_this_process")
-def test_no_prompt_text_is_logged_above_debug(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_prompt_text_is_logged_above_debug(caplog: pytest.LogCaptureFixture, connect: str) -> None:
     with caplog.at_level(logging.INFO):
-        assert main(["generate", "--max-tokens=4", "--stop=qqq", "Some private words."]) == 0
+        assert main(["generate", connect, "--max-tokens=4", "--stop=qqq", "Some private words."]) == 0
     assert "private" not in caplog.text
 
 
@@ -254,18 +278,18 @@ def test_the_systemd_unit_starts_a_daemon_and_waits_longer_than_it_drains() -> N
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > DaemonOptions().drain_timeout
 
 
-def test_a_closed_pipe_is_no_traceback() -> None:
+def test_a_closed_pipe_is_no_traceback(connect: str) -> None:
     command = " ".join(COMMAND)
-    script = f"{command} generate --max-tokens 20 --ignore-eos 'Tell me a story.' | true"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    script = f"{command} generate {connect} --max-tokens 20 --ignore-eos 'Tell me a story.' | true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 
 
-def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(connect: str) -> None:
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "chat", "--temperature=0", "--ignore-eos", "--max-tokens=3500"],
+        [*COMMAND, "chat", connect, "--temperature=0", "--ignore-eos", "--max-tokens=3500"],
         stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -278,9 +302,11 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
         os.write(controller, b"Tell me a long story.\n")
         assert process.stdout.read(12)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        said = ""
+        while not said.endswith("\n> "):  # it asks again
+            said += process.stdout.read(1)
         os.write(controller, b"/exit\n")
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err
         assert "Traceback" not in err
     finally:

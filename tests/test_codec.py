@@ -202,6 +202,14 @@ def decodes_or_refuses(frames: list[bytes]) -> None:
     assert type(envelope.message) in KINDS.values()
 
 
+def test_every_kind_is_decoded_as_its_own_type_and_nothing_extends_that() -> None:
+    assert {kind: decoder.type for kind, decoder in codec._decoders.items()} == KINDS
+    assert not [d for d in codec._decoders.values() if d.ext_hook or d.dec_hook]
+    for kind in KINDS:
+        with pytest.raises(ProtocolError):
+            codec.decode([header(kind=kind), b"\xc7\x01\x05x"])  # an extension type
+
+
 # ---------------------------------------------------------------------- cost
 
 
@@ -214,5 +222,5 @@ def test_256_one_token_outputs_cost_about_ten_bytes_a_token() -> None:
 
 
 def test_a_hello_is_one_header_and_one_small_body() -> None:
-    frames = codec.encode(Hello(1, bytes(16), "pid 1"), codec.NO_INSTANCE, 0)
-    assert [len(frame) for frame in frames] == [16, 35]
+    frames = codec.encode(Hello(1, bytes(16), "pid 1", session=bytes(16)), codec.NO_INSTANCE, 0)
+    assert [len(frame) for frame in frames] == [16, 53]

@@ -9,109 +9,50 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import termios
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from daemons import COMMAND, PATIENCE_S, Daemon, run, short_folder, until
 from mainspring import LLM, SamplingParams
 from mainspring.ipc.errors import NotPermittedError
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
 
-COMMAND = [sys.executable, "-P", "-m", "mainspring.engine.cli"]
-PATIENCE_S = 120.0  # a guard against hanging
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 QUESTION = "What is two plus three?"
 
 
-class Daemon:
-    """A daemon process. Its log goes to a file, for nobody reads it while it runs."""
-
-    def __init__(self, folder: Path, *arguments: str, listen: str = "", **environment: str) -> None:
-        self.address = listen or f"ipc://{folder}/core.sock"
-        self._log = folder / f"log-{time.monotonic_ns()}"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*COMMAND, "daemon", "--listen", self.address, "--max-num-seqs=16", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **environment},
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def ready_line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log
-        return line
-
-    def status(self, *options: str) -> tuple[int, dict[str, Any]]:
-        done = run("status", self.address, "--json", *options)
-        return done.returncode, json.loads(done.stdout)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-
-
-def until(what: Callable[[], bool], log: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, log()
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A folder with a short name: a socket's path has 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="ms-") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def daemon(place: Path) -> Iterator[Daemon]:
+def daemon() -> Iterator[Daemon]:
     """One for all tests that leave it as it is, or only kill its core."""
-    one = Daemon(place, "--http-port=0")
-    try:
-        one.ready = one.ready_line()  # type: ignore[attr-defined]
-        yield one
-        assert one.stop() == 0, one.log
-        assert one.process.stdout is not None
-        assert one.process.stdout.read() == "", "one line when it is ready, and no more"
-    finally:
-        one.end()
+    with short_folder() as place:
+        one = Daemon(place, "--http-port=0")
+        try:
+            one.ready = one.ready_line()  # type: ignore[attr-defined]
+            yield one
+            assert one.stop() == 0, one.log
+            assert one.process.stdout is not None
+            assert one.process.stdout.read() == "", "one line when it is ready, and no more"
+        finally:
+            one.end()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+def start() -> Iterator[Callable[..., Daemon]]:
     """Starts a daemon of the test's own."""
     started: list[Daemon] = []
 
     def make(*arguments: str, **more: str) -> Daemon:
-        started.append(Daemon(Path(folder), *arguments, **more))
+        started.append(Daemon(folder, *arguments, **more))
         return started[-1]
 
-    with tempfile.TemporaryDirectory(prefix="ms-") as folder:
+    with short_folder() as folder:
         yield make
         for one in started:
             one.end()
@@ -133,15 +74,8 @@ def test_a_frontend_gets_the_tokens_that_a_core_of_its_own_would_give(daemon: Da
 
 
 def test_a_conversation_goes_over_the_daemon_too(daemon: Daemon) -> None:
-    done = subprocess.run(
-        [*COMMAND, "chat", "--connect", daemon.address, "--temperature=0"],
-        input="What is the capital of France?\n",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    assert "Paris" in done.stdout
+    done = run("chat", "--connect", daemon.address, "--temperature=0", said="What is the capital of France?\n")
+    assert "Paris" in done.stdout, done.stderr
 
 
 def test_status_tells_what_the_issue_asks_for(daemon: Daemon) -> None:
@@ -160,12 +94,7 @@ def test_status_tells_what_the_issue_asks_for(daemon: Daemon) -> None:
     assert mine["weight"] == 2.0
     done = run("status", daemon.address)
     assert done.returncode == 0
-    assert done.stdout.startswith("serving: ")
-
-
-def test_top_draws_a_frame(daemon: Daemon) -> None:
-    done = run("top", daemon.address, "--once")
-    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("serving")
     assert "KV cache" in done.stdout
     assert "\x1b" not in done.stdout
 
@@ -283,6 +212,7 @@ def test_the_second_sigterm_ends_everything_at_once(start: Callable[..., Daemon]
         assert daemon.stop() == 0, daemon.log
 
 
+@pytest.mark.slow
 def test_a_daemon_that_was_killed_leaves_nothing_in_the_way_of_the_next(start: Callable[..., Daemon]) -> None:
     first = start()
     until(lambda: first.status()[0] == 1, lambda: first.log)  # it holds the address, and has no core yet that serves
@@ -294,7 +224,7 @@ def test_a_daemon_that_was_killed_leaves_nothing_in_the_way_of_the_next(start: C
     assert first.status()[0] == 2
     second = start()
     second.ready_line()
-    assert run("generate", "--connect", second.address, QUESTION).returncode == 0
+    assert second.status()[0] == 0
     assert second.stop(signal.SIGINT) == 0
 
 
@@ -320,6 +250,7 @@ def test_a_core_that_does_not_start_is_exit_code_1_and_its_own_error(start: Call
     assert daemon.log.splitlines()[-1].startswith("mainspring: error: ")
 
 
+@pytest.mark.slow
 def test_over_tcp_only_listed_keys_are_let_in(start: Callable[..., Daemon], tmp_path: Path) -> None:
     server, laptop = new_keypair(tmp_path / "server.key"), new_keypair(tmp_path / "laptop.key")
     new_keypair(tmp_path / "stranger.key")

@@ -23,7 +23,6 @@ TCP = "tcp://127.0.0.1:5555"
 def read(*arguments: str) -> tuple[DaemonOptions, EngineConfig]:
     parser = argparse.ArgumentParser()
     daemon_options.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
     return daemon_options.from_cli_args(parser.parse_args(arguments))
 
 

@@ -35,7 +35,9 @@ ROOMS = {  # room → rooms it may import, besides itself
 TORCH_ROOMS = {"core", "kernels", "demo"}
 TRANSFORMERS_ROOMS = {"core", "demo"}
 NO_PICKLE_ROOMS = {"", "ipc", "core", "engine"}
-NOT_FROM_THE_WIRE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+NOT_FROM_THE_WIRE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
+RUNS_DATA = {"eval", "exec", "compile", "__import__"}  # builtins
+UNPICKLES = {"recv_pyobj", "send_pyobj", "recv_serialized"}  # of pyzmq's sockets
 CONSOLE = {"mainspring.engine.cli", "mainspring.engine.console"}  # what prints
 PUBLIC_NAMES = ["LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams", "EngineArgs"]
 
@@ -148,6 +150,24 @@ def test_transformers_is_imported_by_core_and_for_tokenizers_inside_a_function()
 
 def test_nothing_from_the_wire_is_unpickled() -> None:
     assert not [f for f in ALL_IMPORTS if f.top in NOT_FROM_THE_WIRE and room_of(f.importer) in NO_PICKLE_ROOMS]
+
+
+def test_what_is_near_the_wire_runs_no_data_and_decodes_by_type() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        if room_of(module) != "ipc":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            untyped = called.startswith("msgspec.") and called.endswith((".decode", ".Decoder"))
+            typed = len(node.args) + len(node.keywords) > (1 if called.endswith(".decode") else 0)
+            hooked = {"ext_hook", "dec_hook"} & {keyword.arg for keyword in node.keywords}
+            if called in RUNS_DATA or called.rpartition(".")[2] in UNPICKLES or (untyped and (not typed or hooked)):
+                wrong.append(f"{module}:{node.lineno} {called}")
+    assert not wrong
+    assert not [f for f in ALL_IMPORTS if f.top == "importlib" and room_of(f.importer) == "ipc"]
 
 
 def test_imports_inside_the_package_are_relative() -> None:

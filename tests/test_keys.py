@@ -58,6 +58,12 @@ def test_no_key_is_overwritten(tmp_path: Path, there: str) -> None:
     assert (tmp_path / there).read_text() == "precious"
 
 
+def test_a_public_key_in_place_of_the_secret_one_says_so(tmp_path: Path) -> None:
+    new_keypair(tmp_path / "a.key")
+    with pytest.raises(InvalidArgumentError, match=r"a\.pub holds no secret key.*give the file NAME\.key"):
+        load_keypair(tmp_path / "a.pub")
+
+
 @pytest.mark.parametrize("bits", [0o640, 0o604, 0o610])
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, bits: int) -> None:
     new_keypair(path := tmp_path / "a.key")

@@ -12,15 +12,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 import mainspring
-from mainspring.ipc.config import CacheConfig, EngineConfig, ModelConfig
+from mainspring.ipc.config import CacheConfig, EngineConfig, ModelConfig, ServiceConfig
 from mainspring.ipc.errors import EngineDeadError, EngineStartError, ModelNotFoundError, NotSupportedError
-from mainspring.ipc.messages import AddRequest, Outputs, Sampling
+from mainspring.ipc.messages import AddRequest, Sampling
 from mainspring.ipc.sync_client import SyncClient
 
 MODEL = str(Path(mainspring.__path__[0]) / "demo" / "model")
@@ -37,7 +39,7 @@ client = SyncClient.launch(EngineConfig(model_config=ModelConfig(model=sys.argv[
 for handle in range(4):
     client.add_request(AddRequest(handle, "", [5, 6, 7], Sampling(4000)))
 client.get_outputs()
-print(client._connection.core.pid, flush=True)
+print(client._connection._core.supervisor.core_pid, flush=True)
 {then}
 """
 GO_ON = "while True: client.get_outputs()"
@@ -103,7 +105,7 @@ def frontend(then: str) -> subprocess.Popen[str]:
     ("then", "sent", "code"),
     [
         pytest.param("", None, 0, id="normal exit"),
-        pytest.param("raise RuntimeError('mine')", None, 1, id="exception"),
+        pytest.param("raise RuntimeError('mine')", None, 1, id="exception", marks=pytest.mark.slow),
         pytest.param(GO_ON, signal.SIGINT, -signal.SIGINT, id="ctrl-c"),
         pytest.param(GO_ON, signal.SIGKILL, -signal.SIGKILL, id="kill -9"),
         pytest.param(GO_ON, signal.SIGTERM, -signal.SIGTERM, id="kill", marks=pytest.mark.slow),
@@ -186,22 +188,27 @@ def test_only_this_user_may_enter_the_sockets_folder_and_closing_twice_leaves_no
 # ---------------------------------------------------------------------- the core ends
 
 
-def test_a_core_that_is_killed_is_named_with_its_signal_to_all_who_wait(client: SyncClient) -> None:
-    (core,) = cores_of()
+def test_a_core_that_may_not_start_again_is_named_with_its_signal_to_all_who_wait(folder: Path) -> None:
+    client = SyncClient.launch(msgspec.structs.replace(config(), service_config=ServiceConfig(max_restarts=0)))
     client.add_request(AddRequest(0, "", [5, 6, 7], Sampling(4000)))
     assert client.get_outputs(STARTS_WITHIN) is not None
-    threading.Timer(0.1, core.kill).start()
-    started = time.monotonic()
 
-    def read() -> Outputs | None:
-        while time.monotonic() < started + PROMPTLY:
-            client.get_outputs(PROMPTLY)
-        return None
+    def read() -> None:
+        while client.get_outputs(STARTS_WITHIN) is not None:
+            pass
 
-    with pytest.raises(EngineDeadError, match=rf"core \(pid {core.pid}\) ended by signal SIGKILL"):
-        read()
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
+    with ThreadPoolExecutor() as pool:
+        reading = [pool.submit(read), pool.submit(read)]
+        (core,) = cores_of()
+        core.kill()
+        for reader in reading:
+            with pytest.raises(
+                EngineDeadError, match="the core ended by signal SIGKILL, after 0 restarts within 600 s"
+            ):
+                reader.result(STARTS_WITHIN)
+    with pytest.raises(EngineDeadError, match="the limit is max_restarts, 0"):
         client.call("ping")
+    client.close()
 
 
 def test_a_core_that_does_not_find_its_model_raises_its_own_error_here(folder: Path) -> None:

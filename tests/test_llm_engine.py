@@ -7,6 +7,7 @@ test_llm.py.
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import os
@@ -376,6 +377,16 @@ def test_every_public_name_is_there_and_listed() -> None:
         assert name in dir(mainspring)
     with pytest.raises(AttributeError, match="Nothing"):
         _ = mainspring.Nothing  # type: ignore[attr-defined]
+
+
+def test_the_stub_for_type_checkers_names_what_is_there() -> None:
+    import mainspring
+
+    stub = ast.parse((Path(mainspring.__file__).parent / "__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert {(node.module, one.asname) for node in imports for one in node.names} == {
+        (module, name) for module, names in mainspring._MODULES.items() for name in names.split()
+    }
 
 
 # ------------------------------------------------------------------ with a real core

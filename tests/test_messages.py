@@ -12,22 +12,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainspring.ipc import codec, messages
+from mainspring.ipc import codec
 from mainspring.ipc.errors import ProtocolError
 from mainspring.ipc.messages import (
+    KINDS,
     Abort,
     AddRequest,
     Bye,
+    CoreStatus,
+    DesiredState,
+    Fault,
     Finished,
+    FrontendStatus,
     Hello,
+    Latency,
     ModelFacts,
     Outputs,
+    Probe,
     Ready,
     Refused,
     Sampling,
     Started,
     StartReport,
     Stats,
+    Status,
+    StatusCall,
     Tensor,
     UtilityCall,
     UtilityResult,
@@ -38,12 +47,12 @@ INSTANCE = bytes(range(8))
 # kind → (a message with every field set, its body in hex)
 GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
     1: (
-        Hello(1, b"\xaa\xbb", "pid 7", 2.5),
-        "9401c402aabba57069642037cb4004000000000000",
+        Hello(1, b"\xaa\xbb", "pid 7", 2.5, bytes(range(16))),
+        "9501c402aabba57069642037cb4004000000000000c410000102030405060708090a0b0c0d0e0f",
     ),
     2: (
-        Ready(INSTANCE, 3, ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d"), b"{}", ["admin"]),
-        "95c40800010203040506070396cd020040cd0800a862666c6f61743136920102a466303064c4027b7d91a561646d696e",
+        Ready(INSTANCE, 3, ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef"), b"{}", ["admin"]),
+        "95c40800010203040506070397cd020040cd0800a862666c6f61743136920102a466303064a462656566c4027b7d91a561646d696e",
     ),
     3: (Refused("ProtocolError", "no"), "92ad50726f746f636f6c4572726f72a26e6f"),
     4: (
@@ -56,10 +65,12 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             [9],
             "salt",
             Tensor(0, "bfloat16", [2, 64]),
+            1.5,
+            True,
         ),
-        "98cd012ca3722d319205ce00011170"
+        "9acd012ca3722d319205ce00011170"
         "9810fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
-        "ff9109a473616c749300a862666c6f61743136920240",
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
     6: (UtilityCall(7, "ping", msgspec.Raw(b"\x91\x01")), "9307a470696e679101"),
@@ -78,7 +89,60 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "9b0102cb3fe0000000000000030405060708090a",
     ),
     9: (Bye("over"), "91a46f766572"),
+    10: (Fault("E", "why"), "92a145a3776879"),
+    11: (Probe(), "90"),
+    12: (StatusCall(b"\xaa"), "91c401aa"),
+    13: (
+        Status(
+            CoreStatus(
+                3,
+                11,
+                10,
+                "serving",
+                "m",
+                2,
+                "why",
+                1.5,
+                100,
+                2.5,
+                Latency(0.5, 0.25, 0.125),
+                Latency(1.0, 2.0, 4.0),
+                Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10),
+                [FrontendStatus(1, "a", 2.5, 3, 4, 5, 6, True)],
+                7,
+            )
+        ),
+        "918fa565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
+        "a56d6f64656ca16da8726573746172747302aa6c6173745f6372617368a3776879a8757074696d655f73cb3ff8000000000000"
+        "aa6e756d5f626c6f636b7364ac746f6b656e735f7065725f73cb4004000000000000"
+        "b374696d655f746f5f66697273745f746f6b656e"
+        "83a3703530cb3fe0000000000000a3703935cb3fd0000000000000a3703939cb3fc0000000000000"
+        "b3696e7465725f746f6b656e5f6c6174656e6379"
+        "83a3703530cb3ff0000000000000a3703935cb4000000000000000a3703939cb4010000000000000"
+        "a573746174739b0102cb3fe0000000000000030405060708090a"
+        "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
+        "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
+        "a4736c6f77c3b06d616c666f726d65645f6672616d657307",
+    ),
 }
+
+# What versions before sent, whose messages had fewer fields: (kind, body, the fields that were not there)
+EARLIER: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "9401c402aabba57069642037cb4004000000000000", {"session": b""}),
+    (
+        2,
+        "95c40800010203040506070396cd020040cd0800a862666c6f61743136920102a466303064c4027b7d91a561646d696e",
+        {"model": ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d")},
+    ),
+    (
+        4,
+        "98cd012ca3722d319205ce00011170"
+        "9810fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "ff9109a473616c749300a862666c6f61743136920240",
+        {"age_s": 0.0, "resumed": False},
+    ),
+]
+MAPS = {CoreStatus, FrontendStatus, Latency}  # for people and scripts
 
 
 @pytest.mark.parametrize("kind", sorted(GOLDEN))
@@ -91,11 +155,26 @@ def test_each_message_has_these_bytes(kind: int) -> None:
 
 
 def test_every_kind_of_message_has_golden_bytes_and_its_number_for_ever() -> None:
-    assert {kind: type(message) for kind, (message, _) in GOLDEN.items()} == messages.KINDS
+    assert {kind: type(message) for kind, (message, _) in GOLDEN.items()} == KINDS
 
 
-def test_a_start_report_has_these_bytes() -> None:
-    assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "92a145a3776879"
+@pytest.mark.parametrize(("kind", "body", "missing"), EARLIER, ids=[KINDS[kind].__name__ for kind, _, _ in EARLIER])
+def test_what_earlier_versions_sent_still_reads(kind: int, body: str, missing: dict[str, Any]) -> None:
+    message = GOLDEN[kind][0]
+    header = codec.encode(message, INSTANCE, 3)[0]
+    assert codec.decode([header, bytes.fromhex(body)]).message == msgspec.structs.replace(message, **missing)
+
+
+def test_what_a_core_reports_over_its_pipe_has_these_bytes() -> None:
+    assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "94a145a3776879c0c0"
+    assert msgspec.msgpack.encode(DesiredState(True)).hex() == "91c3"
+
+
+def test_in_a_status_unknown_keys_are_passed_over_and_missing_ones_have_defaults() -> None:
+    header = codec.encode(Status(CoreStatus(1, 2, 3, "")), INSTANCE, 3)[0]
+    few = {"epoch": 1, "core_pid": 2, "supervisor_pid": 3, "phase": "loading"}
+    body = msgspec.msgpack.encode([{**few, "what a later version added": [1]}])
+    assert codec.decode([header, body]).message == Status(CoreStatus(**few))
 
 
 @pytest.mark.parametrize("kind", sorted(GOLDEN))
@@ -122,18 +201,19 @@ def test_an_older_peers_message_without_the_optional_fields_is_whole(kind: int) 
             codec.decode([header, msgspec.msgpack.encode(fields[: required - 1])])
 
 
-@pytest.mark.parametrize("cls", [*messages.KINDS.values(), Tensor, Sampling, Started, Finished, Stats, ModelFacts])
+@pytest.mark.parametrize("cls", [*KINDS.values(), Tensor, Sampling, Started, Finished, Stats, ModelFacts, *MAPS])
 def test_required_fields_stand_before_optional_ones_and_nothing_is_inherited(cls: type[msgspec.Struct]) -> None:
     required = [field.required for field in msgspec.structs.fields(cls)]
     assert required == sorted(required, reverse=True)
     assert cls.__bases__ == (msgspec.Struct,)
-    assert cls.__struct_config__.array_like
+    assert cls.__struct_config__.array_like == (cls not in MAPS)
     assert cls.__struct_config__.frozen
 
 
 # ---------------------------------------------------------------------- round trips
 
 _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
     int: st.integers(0, 2**63 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=20),
@@ -163,9 +243,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     return st.builds(hint, **{field.name: values_of(hints[field.name]) for field in msgspec.structs.fields(hint)})
 
 
-@given(
-    st.one_of(*map(values_of, messages.KINDS.values())), st.binary(min_size=8, max_size=8), st.integers(0, 2**32 - 1)
-)
+@given(st.one_of(*map(values_of, KINDS.values())), st.binary(min_size=8, max_size=8), st.integers(0, 2**32 - 1))
 def test_whatever_is_encoded_comes_back(message: msgspec.Struct, instance_id: bytes, epoch: int) -> None:
     frames = codec.encode(message, instance_id, epoch)
     envelope = codec.decode(frames)

@@ -1,0 +1,155 @@
+"""The core process, but for its model: what `mainspring.core` runs is real, what it would load is a `StandInCore` that
+keeps the journal, tries suspects alone, and dies as its requests and callers tell it to. Starts in a fraction of a
+second."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from mainspring.ipc.codec import decode_value, encode_value
+from mainspring.ipc.config import EngineConfig
+from mainspring.ipc.errors import InvalidArgumentError
+from mainspring.ipc.journal import Journal, request_key
+from mainspring.ipc.messages import AddRequest, Finished, FrontendStatus, Latency, Outputs, Stats
+from stand_in_core import StandInCore
+
+# The second token of a prompt says how the core dies when it computes this request, the third at which output token.
+HARMLESS, SEGV, KILL, RAISE, HANG, EXIT = range(6)
+
+
+def die(how: int) -> None:
+    if how in (SEGV, KILL):
+        os.kill(os.getpid(), signal.SIGSEGV if how == SEGV else signal.SIGKILL)
+    elif how == RAISE:
+        raise RuntimeError("this step fails")
+    elif how == HANG:
+        time.sleep(600)
+    elif how == EXIT:
+        os._exit(7)
+
+
+class _Executor(NamedTuple):
+    decisions: Any
+
+
+class ScriptedCore(StandInCore):
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_executor: Callable[[EngineConfig], _Executor],
+        journal: Journal,
+        suspects: Collection[int],
+        quarantined: Mapping[int, str],
+    ) -> None:
+        super().__init__()
+        self.executor = make_executor(config)
+        script = config.model_config.model
+        order = Path(script).read_text() if script else ""  # what to do while it loads
+        if order == "wait":
+            time.sleep(600)
+        elif order:
+            raise InvalidArgumentError(order)
+        cache, replace = config.cache_config, msgspec.structs.replace
+        blocks = cache.num_gpu_blocks_override or secrets.randbelow(10**6) + 1
+        self.config = replace(config, cache_config=replace(cache, num_gpu_blocks=blocks))
+        self.on_paused: Callable[[bool], None] = lambda paused: None
+        self._journal, self._suspects, self._quarantined = journal, set(suspects), quarantined
+        self._sessions: dict[int, bytes] = {}
+        self._order = HARMLESS
+        self._steps = 0
+        self._draining = False
+
+    def connect(self, frontend: int, weight: float = 1.0, session: bytes = b"", *more: Any) -> None:
+        super().connect(frontend, weight, session, *more)
+        self._sessions[frontend] = session
+
+    def _key(self, frontend: int, handle: int) -> int:
+        return request_key(self._sessions[frontend], handle)
+
+    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None:
+        reason = self._quarantined.get(self._key(frontend, request.handle))
+        if reason is not None:
+            ended = Finished(request.handle, "error", error="RequestFailedError", error_text=reason)
+            self._notices.append((frontend, ended))
+        elif not self._draining:
+            super().add_request(frontend, request, tensors)
+
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw:
+        if method == "die_in_step":
+            (self._order,) = decode_value(args)
+        elif method == "die_now":
+            die(*decode_value(args))
+        elif method == "pause_generation":
+            self.paused.set()
+            self.on_paused(True)
+        elif method == "resume_generation":
+            self.paused.clear()
+            self.on_paused(False)
+        elif method == "facts":
+            return encode_value([self.config.cache_config.num_gpu_blocks, self.executor.decisions])
+        return super().call(method, args, frontend)
+
+    def step(self) -> dict[int, Outputs]:
+        mine = dict(self._requests)
+        tried = [place for place in mine if self._key(*place) in self._suspects][:1]
+        chosen = tried or list(mine)
+        self._journal.launched(
+            self._steps,
+            np.array([self._key(*place) for place in chosen], np.uint64),
+            np.array([mine[place][1] for place in chosen], np.int64),
+            bool(tried),
+        )
+        die(self._order)
+        for place in chosen:
+            request, done = mine[place]
+            how, at = request.prompt_token_ids[1:]
+            if done >= at:
+                die(how)
+        self._requests = {place: mine[place] for place in chosen}
+        outputs = super().step()
+        self._requests = {p: self._requests.get(p, mine[p]) for p in mine if p not in chosen or p in self._requests}
+        self._suspects -= {self._key(*place) for place in tried}
+        self._journal.set_suspects(self._suspects)
+        self._journal.retired(self._steps)
+        self._steps += 1
+        return outputs
+
+    def drain(self) -> None:
+        self._draining = True
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and not self.has_work
+
+    def stats(self) -> Stats:
+        return Stats(num_running=len(self._requests), num_steps=self._steps)
+
+    def latencies(self) -> tuple[Latency, Latency]:
+        return Latency(), Latency()
+
+    def frontends(self) -> list[FrontendStatus]:
+        return []
+
+
+def make_executor(config: EngineConfig, decisions: Any = None) -> _Executor:
+    return _Executor(secrets.token_hex(4) if decisions is None else decisions)
+
+
+if __name__ == "__main__":
+    engine_core, executor = types.ModuleType("engine_core"), types.ModuleType("executor")
+    engine_core.EngineCore, executor.UniprocExecutor = ScriptedCore, make_executor  # type: ignore[attr-defined]
+    sys.modules["mainspring.core.engine_core"], sys.modules["mainspring.core.executor"] = engine_core, executor
+    from mainspring.core.__main__ import main
+
+    sys.exit(main())
