@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def conclude(bars: list[Bar], details: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table and write the JSON, and the page if asked to. → the program's exit code."""
     program = Path(sys.argv[0]).stem
-    command = " ".join(["python", f"benchmarks/{program}.py", *map(shlex.quote, sys.argv[1:])])
+    words = iter(sys.argv[1:])
+    given = [word for word in words if word != "--write" and not (word == "--json" and next(words))]
+    command = shlex.join(["python", f"benchmarks/{program}.py", *given])
     result = {
         "program": program,
         "command": command,

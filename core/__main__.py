@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -63,6 +64,8 @@ def main() -> int:
 
 
 def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one, and libzmq aborts where none is left
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     journal = Journal(launch.journal_fd, launch.config.scheduler_config.max_num_seqs)
     journal.set_phase(Phase.LOADING)
     status = CoreStatus(

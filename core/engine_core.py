@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, get_args
 
@@ -17,7 +17,6 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import (
     InvalidArgumentError,
     InvalidRequestError,
-    MainspringError,
     NotPermittedError,
     NotSupportedError,
     RequestFailedError,
@@ -35,6 +34,7 @@ from .step import Step
 
 logger = logging.getLogger(__name__)
 
+MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
 ADMIN_METHODS = frozenset({"reset_prefix_cache", "pause_generation", "resume_generation"})
 
 
@@ -50,7 +50,8 @@ class EngineCore:
 
     Args:
         journal: told what each step computes, before it is launched.
-        suspects: keys of requests that are to run in steps of their own until they have brought a token.
+        suspects: keys of requests that are to run in steps of their own until they have brought the token at this
+            output position.
         quarantined: keys of requests that are refused, and why.
 
     Raises:
@@ -62,7 +63,7 @@ class EngineCore:
         config: EngineConfig,
         make_executor: Callable[[EngineConfig], Executor] = UniprocExecutor,
         journal: Journal | None = None,
-        suspects: Collection[int] = (),
+        suspects: Mapping[int, int] | None = None,
         quarantined: Mapping[int, str] | None = None,
     ) -> None:
         started = time.monotonic()
@@ -159,7 +160,7 @@ class EngineCore:
                 message, frontend, arrival, self.executor.max_model_len, embeds, key=key, salt=connection.salt
             )
             limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
-        except MainspringError as error:
+        except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
         self.scheduler.add(request)
@@ -176,13 +177,15 @@ class EngineCore:
         """
         function = self._methods.get(method)
         if function is None:
-            raise NotSupportedError(f"the core has no method {method!r}; it has {', '.join(sorted(self._methods))}")
+            raise NotSupportedError(f"the core has no method {method!r:.80}; it has {', '.join(sorted(self._methods))}")
         connection = self._connections.get(frontend)
         if method in ADMIN_METHODS and connection is not None and not connection.admin:
             raise NotPermittedError(
                 f"{method} changes the engine for everyone: connect to the daemon's admin address, or have this "
                 "client's key listed with `admin` among the allowed keys"
             )
+        if len(args) > MAX_ARGUMENT_BYTES:
+            raise InvalidRequestError(f"{method} was called with {len(args)} bytes; the limit is {MAX_ARGUMENT_BYTES}")
         return encode_value(function(*decode_value(args, list)))
 
     # ------------------------------------------------------------------ for everyone
@@ -277,7 +280,7 @@ class EngineCore:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
                 token = min(tokens) if min(tokens) < 0 else max(tokens)
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
-        if not (0 <= sampling.temperature < float("inf") and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
+        if not (0 <= sampling.temperature < 3e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
         integers = (sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens)
         if not all(0 <= value < 2**62 for value in integers) or not -MAX_SEED - 1 <= sampling.seed <= MAX_SEED:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
 
 from ..ipc.config import SchedulerConfig
-from ..ipc.errors import MainspringError, wire_name, wire_text
+from ..ipc.errors import wire_name, wire_text
 from ..ipc.messages import Finished, FinishReason, Outputs, Started, Stats
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
@@ -46,13 +46,13 @@ class Scheduler:
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
         log_stats: bool = True,
-        suspects: Collection[int] = (),
+        suspects: Mapping[int, int] | None = None,
         on_suspects: Callable[[Collection[int]], None] = lambda keys: None,
     ) -> None:
         self.kv = kv
         by_priority, num_blocks = config.scheduling_policy == "priority", kv.pool.num_blocks - 1
         self.fair = FairShare(by_priority, config.max_num_seqs, max(1, num_blocks), kv.held)
-        self.suspects = Suspects(suspects, on_suspects)
+        self.suspects = Suspects(suspects or {}, on_suspects)
         self._preemption = Preemption(self.fair, kv, self.suspects)
         self.paused: PauseMode | None = None
         self.first_token, self.between_tokens = Latest(), Latest()
@@ -102,7 +102,7 @@ class Scheduler:
                 self.suspects.clear(requests[handle])
                 self._finish(requests[handle], "abort")
 
-    def refuse(self, frontend: int, handle: int, error: MainspringError) -> None:
+    def refuse(self, frontend: int, handle: int, error: Exception) -> None:
         """Answer a request that was never queued."""
         self._outbox.put(frontend, Finished(handle, "error", error=wire_name(error), error_text=wire_text(error)))
 
@@ -419,8 +419,10 @@ class Scheduler:
         self._count["generation_tokens"] += len(tokens)
         self._publish(slots[alive], ends[alive])
         if step.solo and rows.size:
-            self._rows.held_up[rows] = False
-            self.suspects.clear(self._running[int(rows[0])])
+            suspect = self._running[int(rows[0])]
+            if step.positions[0] >= self.suspects.keys.get(suspect.key, 0):
+                self._rows.held_up[rows] = False
+                self.suspects.clear(suspect)
         self._observe(rows)
         started = [self._started(int(slot)) for slot in rows[self._rows.silent[rows]]]
         stop = self._rows.stop[rows]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from .request import Request
 
 
 class Suspects:
     """Who is to be tried. One at a time is on trial: it has a seat, and each of its steps computes nothing else, until
-    it has brought a token. Its steps alternate with those of all others.
+    it has got past the token that was being computed when the core died. Its steps alternate with those of all others.
 
     Args:
-        keys: of the suspects; most of them are not here yet, for frontends come back one by one.
+        keys: of the suspects, each with that token's output position; most of them are not here yet, for frontends come
+            back one by one.
         on_change: told the keys that are left.
     """
 
-    def __init__(self, keys: Collection[int], on_change: Callable[[Collection[int]], None]) -> None:
-        self.keys = set(keys)
+    def __init__(self, keys: Mapping[int, int], on_change: Callable[[Collection[int]], None]) -> None:
+        self.keys = dict(keys)
         self.on_trial: Request | None = None
         self.step: int | None = None  # of a trial, in flight
         self.have_turn = True  # the next step is theirs, if one can be tried
@@ -47,5 +48,5 @@ class Suspects:
         if request is self.on_trial:
             self.on_trial = None
         if request.key in self.keys:
-            self.keys.remove(request.key)
+            del self.keys[request.key]
             self._on_change(self.keys)

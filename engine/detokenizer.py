@@ -56,7 +56,7 @@ class PieceTable(dict[int, bytes]):
     """The bytes of each token of one tokenizer, filled as they are met."""
 
     def __init__(self, tokenizer: Tokenizer, form: str, replace: dict[str, str], first_loses: int = 0) -> None:
-        self.tokenizer = tokenizer
+        self._backend = tokenizer.backend  # not the tokenizer itself, with which the table is to go
         self.form = form  # "byte_level", "byte_fallback" or "text"
         self.replace = replace
         self.first_loses = first_loses  # spaces that the first token of a text loses; -1: all it has
@@ -68,7 +68,7 @@ class PieceTable(dict[int, bytes]):
         return piece
 
     def _make(self, token: int) -> bytes:
-        text = self.tokenizer.convert_ids_to_tokens([token])[0]
+        text = self._backend.id_to_token(token)
         if text is None:
             return b""
         if self.form == "byte_level":

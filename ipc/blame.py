@@ -20,19 +20,20 @@ class Blame:
     """Kept by the supervisor over all its cores.
 
     After a death during a step the requests of that step are suspects. The next core computes each of them in steps of
-    its own until it has brought one token. One whose own step died `STRIKES` times at the same output position
-    (`STRIKES_BY_KILL` times, if by SIGKILL alone) is quarantined: cores refuse it.
+    its own until it has brought the token that it was accused at. One whose own step died `STRIKES` times at the same
+    output position (`STRIKES_BY_KILL` times, if by SIGKILL alone) is quarantined: cores refuse it.
     """
 
     def __init__(self) -> None:
-        self.suspects: set[int] = set()
+        self.suspects: dict[int, int] = {}  # key → output position that it has to get past
         self.quarantined: dict[int, str] = {}  # key → why
         self._strikes: dict[int, _Strikes] = {}
 
     def crashed(self, journal: Journal, cause: str, killed: bool) -> None:
         """Take a death into account. `cause` completes "the core died …"; `killed`: by a SIGKILL not our own."""
         accused = journal.accused()
-        self.suspects = {one.key for one in accused}.union(journal.suspects())
+        untried = {key: self.suspects[key] for key in journal.suspects() if key in self.suspects}
+        self.suspects = {**untried, **{one.key: one.position for one in accused}}
         strikes = {}
         for key, position, solo in accused:
             if not solo:
@@ -45,7 +46,7 @@ class Blame:
                     f"the core died {now.deaths} times while it computed this request alone, at output token "
                     f"{position}; the last time {cause}"
                 )
-                self.suspects.discard(key)
+                del self.suspects[key]
         # A request that is not a suspect any more has brought a token since its last strike.
         kept = {key: strike for key, strike in self._strikes.items() if key in self.suspects}
         self._strikes = {**kept, **{key: strike for key, strike in strikes.items() if key in self.suspects}}

@@ -104,7 +104,8 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
         Doc("Seconds without progress, at least 2, after which a serving core is killed and restarted; 0: never."),
     ] = 300.0
     frontend_timeout: Annotated[
-        float, Doc("Seconds without a heartbeat after which a frontend counts as gone; its requests are aborted.")
+        float,
+        Doc("Seconds without an answer from its machine after which a frontend is gone; one that died is at once."),
     ] = 10.0
     slow_frontend_timeout: Annotated[
         float, Doc("Seconds a frontend may leave unread what it is sent before it is disconnected.")

@@ -103,7 +103,7 @@ class _Entry:
 
     def __init__(self, request: AddRequest, tensors: Sequence[np.ndarray]) -> None:
         self.request = request
-        self.tensors = tensors
+        self.tensors = [tensor.copy() for tensor in tensors]  # the caller may fill its own anew
         self.tokens = list(request.output_token_ids)  # all that have come
         self.began = time.monotonic() - request.age_s
         self.sent = request.resumed
@@ -225,7 +225,9 @@ class Connection:
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
-        entry = self._ledger[request.handle] = _Entry(request, tensors)
+        entry = _Entry(request, tensors)
+        codec.encode_value(request.request_id + request.cache_salt)  # text that no message can hold is refused here
+        self._ledger[request.handle] = entry
         if self._ready is not None:
             self._send_entry(entry)
 
@@ -361,7 +363,7 @@ class Connection:
             except zmq.Again:
                 return lost
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._reached = True
+                self._reached, self._trouble = True, ""
             elif event == zmq.EVENT_DISCONNECTED:
                 lost = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -383,8 +385,10 @@ class Connection:
     def _reopen(self) -> None:
         if self._ready is not None:
             self._ready = None
-            self._lost_at = time.monotonic()
             self._end_aborted()
+            self._lost_at = time.monotonic()
+        if self._reached:  # one that listened, or loaded: it has died only now
+            self._lost_at = time.monotonic()
         self._close_socket(0)
         self._open()
 

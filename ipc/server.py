@@ -60,7 +60,8 @@ MAX_INBOX = 1024  # messages that the main thread has not taken yet
 MAX_INBOX_BYTES = 64 << 20
 MAX_BACKLOG_BYTES = 16 << 20  # of one frontend; what is more is not waited for
 MAX_EARLY = 1000  # Hellos kept while the model loads
-MAX_WEIGHT = 100.0  # that a frontend can give itself
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # that a frontend can give itself
+MAX_BODY_BYTES = 16 << 20  # of a frontend's message, arrays aside: what is decoded may be many times as large
 SESSION_BYTES = 16
 FRAMES_A_TURN = 256
 FAREWELL_MS = 500  # for the last frames to leave
@@ -298,6 +299,8 @@ class CoreServer:
             self._reply(origin, answer(wire_name(error), wire_text(error)))
 
     def _handle(self, origin: Origin, frames: list[zmq.Frame]) -> None:
+        if len(frames) > 1 and len(frames[1]) > MAX_BODY_BYTES:
+            raise ProtocolError(f"a body of {len(frames[1])} bytes; the limit is {MAX_BODY_BYTES}")
         envelope = codec.decode([f.buffer for f in frames])
         message = envelope.message
         if isinstance(message, Hello):
@@ -329,8 +332,8 @@ class CoreServer:
             )
         key = self._admit(frame, hello.token)
         limit = key.weight if key else MAX_WEIGHT
-        if not 0 < hello.weight < math.inf:
-            raise ProtocolError(f"weight is {hello.weight}; it must be above 0 and finite")
+        if not MIN_WEIGHT <= hello.weight < math.inf:
+            raise ProtocolError(f"weight is {hello.weight}; it must be at least {MIN_WEIGHT} and finite")
         if len(hello.session) not in (0, SESSION_BYTES):
             raise ProtocolError(
                 f"session has {len(hello.session)} bytes; it must have {SESSION_BYTES}, drawn at random"
@@ -345,7 +348,7 @@ class CoreServer:
         self._peers[number] = self._by_origin[origin] = peer
         if hello.session:
             self._by_session[hello.session] = peer
-        admin = bool(self._endpoints.token or origin[0] or (key and key.admin))
+        admin = key.admin if key else bool(self._endpoints.token or origin[0])
         name = key.name if key else hello.client_name
         greeted = msgspec.structs.replace(
             hello,
@@ -449,7 +452,8 @@ class CoreServer:
             with contextlib.suppress(zmq.Again):
                 while True:
                     monitor.recv_multipart(zmq.NOBLOCK)
-                    self._probes = [now + after for after in _PROBES_S]
+                    soonest = min([*self._probes, now + _PROBES_S[0]])  # not put off by one disconnection after another
+                    self._probes = [soonest, now + _PROBES_S[1]]
         if any(at <= now for at in self._probes):
             self._probes = [at for at in self._probes if at > now]
             probe = codec.encode(Probe(), self._instance_id, self._epoch)
@@ -490,4 +494,5 @@ class CoreServer:
 
 
 def _size(frames: list[Any]) -> int:
-    return sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+    """Bytes that a waiting message costs, with what Python and libzmq add to it."""
+    return 300 + sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)

@@ -130,7 +130,7 @@ class Supervisor:
                     return
                 quick = quick + 1 if time.monotonic() - began < SETTLED_SECONDS else 0
                 self._account(trouble)
-                if not self._wait_to_restart(min(MAX_WAIT_SECONDS, 0.1 * 2**quick) if quick > 1 else 0.0):
+                if not self._wait_to_restart(min(MAX_WAIT_SECONDS, 0.1 * 2 ** min(quick, 6)) if quick > 1 else 0.0):
                     return
                 trouble = ""
                 try:
@@ -176,7 +176,7 @@ class Supervisor:
                 self._crash_fd,
                 self._runtime_dir,
                 self._drain_timeout,
-                sorted(self._blame.suspects),
+                self._blame.suspects,
                 self._blame.quarantined,
                 self._decisions,
                 self._state.paused,
@@ -198,7 +198,7 @@ class Supervisor:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(launch))
-        data = _read_message(self._reports)
+        data = self._first_report(process)
         if data is None:
             process.wait()
             raise EngineStartError(
@@ -215,6 +215,22 @@ class Supervisor:
         self.ready = True
         logger.info("the core (pid %d) serves, epoch %d", process.pid, self.epoch)
 
+    def _first_report(self, process: subprocess.Popen[bytes]) -> bytes | None:
+        """None if the core ended before it made one, or did not end though it was told to."""
+        give_up_at: float | None = None
+        while not self._readable(_LOOK_SECONDS):
+            if self._stops and give_up_at is None:
+                give_up_at = time.monotonic() + END_SECONDS
+            if give_up_at is not None and time.monotonic() > give_up_at:
+                process.kill()
+        return _read_message(self._reports)
+
+    def _readable(self, seconds: float) -> bool:
+        """Whether the core has reported something, or closed its end, within so many seconds."""
+        poll = select.poll()
+        poll.register(self._reports, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
     # ------------------------------------------------------------------ watching
 
     def _watch(self) -> None:
@@ -223,6 +239,7 @@ class Supervisor:
         assert process is not None
         watch = ProcessWatch(process.pid, lambda: process.poll() is not None)
         give_up_at: float | None = None
+        looks = 0  # in a row at which it was silent: after a freeze of both, we may wake first
         try:
             while not watch.ended():
                 poll = select.poll()
@@ -238,13 +255,16 @@ class Supervisor:
                     give_up_at = now + self._drain_timeout + END_SECONDS
                 if give_up_at is not None and now > give_up_at:
                     process.kill()
-                if not self._hung and self._is_silent():
+                looks = looks + 1 if self._is_silent() else 0
+                if not self._hung and looks > 1:
                     self._hung = True
                     self._end_hung_core(process)
         finally:
             watch.close()
             self.ready = False
         process.wait()
+        while self._reports >= 0 and self._readable(0):
+            self._read_state()
 
     def _read_state(self) -> None:
         data = _read_message(self._reports)
@@ -280,9 +300,10 @@ class Supervisor:
             process.kill()
             process.wait()
         cause = "by hanging" if self._hung else describe_exit(process.returncode) + trouble
-        self._blame.crashed(self._journal, cause, process.returncode == -signal.SIGKILL and not self._hung)
+        if process.returncode:  # else somebody told it to end
+            self._blame.crashed(self._journal, cause, process.returncode == -signal.SIGKILL and not self._hung)
         self.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
-        trace = os.pread(self._crash_fd, 100_000, 0).decode(errors="replace").strip()
+        trace = os.pread(self._crash_fd, 100_000, 0).decode(errors="replace").strip() if self._crash_fd >= 0 else ""
         logger.error("the core (pid %d) ended %s%s", process.pid, cause, f"\n{trace}" if trace else "")
         now = time.monotonic()
         window, most = self._service.restart_window, self._service.max_restarts

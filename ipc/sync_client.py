@@ -74,7 +74,8 @@ class SyncClient:
         try:
             answer = self._wait_for(lambda: self._connection.results.pop(call_id, None), timeout)
         finally:
-            self._connection.end_call(call_id)
+            with self._lock:
+                self._connection.end_call(call_id)
         if answer is None:
             raise TimeoutError(f"the core did not answer {method!r} within {timeout} s")
         return result_of(answer)

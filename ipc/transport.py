@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import select
@@ -22,6 +23,7 @@ from .errors import AddressInUseError, InvalidArgumentError
 
 MAX_PATH_BYTES = 107  # of a Unix socket, by the kernel
 MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of whoever sends more
+CORE_TIMEOUT = 30.0  # seconds without an answer from its machine after which a frontend takes a core for gone
 RECEIVE_QUEUE, SEND_QUEUE = 100, 100  # messages that libzmq holds for each peer of the core
 Socket = zmq.Socket[bytes]
 
@@ -49,7 +51,7 @@ class CoreLaunch(msgspec.Struct):
     crash_fd: int  # where its last traceback goes
     runtime_dir: str  # removed by the core if its parent dies
     drain_timeout: float  # seconds; 0: SIGTERM ends it at once
-    suspects: list[int] = []  # requests to compute alone until they have brought a token
+    suspects: dict[int, int] = {}  # requests to compute alone until they have brought the token at this output position
     quarantined: dict[int, str] = {}  # requests to refuse, and why
     decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing, by the first core
     paused: bool = False
@@ -167,23 +169,24 @@ def lock_holder(address: str) -> int | None:
     return None
 
 
-def bind_router(
-    context: zmq.Context[Socket], address: str, heartbeat_timeout: float = 10.0, secret_key: str = ""
-) -> Socket:
-    """A core's socket. Sends never block: a peer that is gone or slow is an error to handle, not to wait for.
+def bind_router(context: zmq.Context[Socket], address: str, peer_timeout: float = 10.0, secret_key: str = "") -> Socket:
+    """A core's socket. Sends never block: a peer that is gone or slow is an error to handle, not to wait for. One whose
+    machine has not answered for `peer_timeout` seconds is gone.
 
     Raises:
         AddressInUseError: another process listens there.
         InvalidArgumentError: nobody can.
     """
+    # libzmq numbers its peers from an unseeded rand(): one who guesses the next number and takes it for its name would
+    # make the process abort.
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "big"))
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-    router.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_timeout * 1000 / 3))
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_timeout * 1000))
+    _keep_alive(router, peer_timeout)
     if secret_key:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt_string(zmq.CURVE_SECRETKEY, secret_key)
@@ -200,6 +203,17 @@ def bind_router(
     return router
 
 
+def _keep_alive(socket: Socket, timeout: float) -> None:
+    """Let the kernels find out, within `timeout` seconds, that the other machine is gone. Only their word counts for a
+    lost connection: a process that is stopped, or busy, is not lost. (ZMTP's heartbeats would take it for lost; and
+    with them libzmq 4.3.5 aborts the process when a peer goes away while its messages wait to be read.)"""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(timeout / 2)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(timeout / 6)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_MAXRT, int(timeout * 1000))
+
+
 def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None = None) -> Socket:
     """A frontend's socket, to be connected when it has its monitor, which else misses what happens first; new for each
     connection, for frames queued in an old one would reach the next core. `keys`: own public, own secret, and the
@@ -210,11 +224,7 @@ def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None 
     dealer.setsockopt(zmq.RCVHWM, 0)  # what was asked for is taken in, even while nobody calls step()
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    # Only the kernel's word counts for a lost connection: a core that is stopped, or busy, is not lost.
-    dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
+    _keep_alive(dealer, CORE_TIMEOUT)
     if keys is not None:
         own, secret, server = keys
         dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, own)

@@ -190,7 +190,7 @@ class Engine:
             self.kv,
             max_model_len,
             clock=lambda: self.now,
-            suspects=self.suspects,
+            suspects=dict.fromkeys(self.suspects, 0),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
         )
         self.model = StandInModel(windows, block_size, num_blocks + 1, limits["max_num_seqs"], max_model_len)

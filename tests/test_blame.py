@@ -36,7 +36,7 @@ class Cores:
 
     @property
     def suspects(self) -> set[int]:
-        return self.blame.suspects
+        return set(self.blame.suspects)
 
     @property
     def quarantined(self) -> set[int]:

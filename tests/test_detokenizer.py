@@ -7,7 +7,9 @@ stays, where `decode` would replace all of it by U+FFFD.
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -142,6 +144,17 @@ def test_spaces_between_special_tokens_can_be_left_out() -> None:
     for spaces, text in ((True, " <s> </s> a"), (False, " <s></s> a")):
         stream = text_stream(NO_DECODER, [0], False, spaces)
         assert "".join(stream.push(token) for token in (bos, eos, 0)) + stream.flush() == text
+
+
+def test_a_tokenizer_that_nobody_holds_any_more_is_freed_with_its_table() -> None:
+    rust = RustTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    rust.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(rust, {})
+    assert text_stream(tokenizer, []).push(0) == "a"
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert gone() is None
 
 
 def test_which_decoders_are_concatenations() -> None:

@@ -48,7 +48,7 @@ def test_a_step_that_fails_leaves_its_requests_in_the_journal(journal: Journal) 
     def fail(step: Step) -> None:
         raise RuntimeError("broken")
 
-    core = make_core(fail, journal=journal, max_num_batched_tokens=4, suspects={request_key(SESSION, 1)})
+    core = make_core(fail, journal=journal, max_num_batched_tokens=4, suspects={request_key(SESSION, 1): 0})
     core.connect(0, session=SESSION)
     core.add_request(0, message(1, prompt=range(9), output_token_ids=[5, 6], max_tokens=9))
     with pytest.raises(RuntimeError, match="broken"):
@@ -58,7 +58,7 @@ def test_a_step_that_fails_leaves_its_requests_in_the_journal(journal: Journal) 
 
 def test_the_suspects_that_are_left_stand_in_the_journal(journal: Journal) -> None:
     keys = {request_key(SESSION, handle) for handle in range(3)}
-    core = make_core(journal=journal, suspects=keys)
+    core = make_core(journal=journal, suspects=dict.fromkeys(keys, 0))
     core.connect(0, session=SESSION)
     core.add_request(0, message(1))
     run_core(core)
