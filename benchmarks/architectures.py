@@ -46,6 +46,7 @@ from mainspring.kernels.reference import ReferenceBackend
 
 ENOUGH = 100
 CPU_LIMIT_S = 60
+MEMORY_LIMIT_BYTES = 16 << 30
 TIMEOUT_S = 300
 WORKERS = 2
 PROMPT_LENGTHS = (5, 37, 18, 9)
@@ -328,6 +329,8 @@ def _one_line(error: BaseException) -> str:
 
 def _child(model_type: str, pipe: multiprocessing.connection.Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    # Some configs' defaults ask for hundreds of GB whatever the sizes set here.
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")

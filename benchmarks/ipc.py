@@ -42,7 +42,7 @@ SEATS = 32
 FLOOD_PROMPT, FLOOD_OUTPUT = 1_000, 1_000
 FLOOD_WAITING = 1_000
 SINGLES = 100
-BLOCKS = SEATS * (FLOOD_PROMPT + FLOOD_OUTPUT) // 16  # so that the flood fills the pool as well
+BLOCKS = SEATS * 1_250 // 16  # fewer than the flood's requests come to, so that it fills the pool as well
 _SPAWN = multiprocessing.get_context("spawn")
 
 THIN = """
@@ -239,7 +239,7 @@ def flood(threads: int) -> list[Bar]:
 
         def is_full() -> bool:
             stats = daemon.status().stats
-            return stats.num_running >= SEATS and stats.num_waiting >= FLOOD_WAITING and stats.kv_cache_usage > 0.5
+            return stats.num_running >= SEATS and stats.num_waiting >= FLOOD_WAITING and stats.kv_cache_usage > 0.95
 
         wait_for(is_full, "the flood fills every seat and keeps 1,000 waiting")
         before, began = _steps(engine), time.monotonic()

@@ -158,6 +158,7 @@ class Engine:
         weights: of the frontends.
         num_blocks: without the null block; none: what the longest request needs, and as much again.
         suspects: how many requests may be added as suspects.
+        accused_at: output position of the token that they have to get past.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -172,6 +173,7 @@ class Engine:
         weights: Sequence[float] = (1.0,),
         prefix_caching: bool = True,
         suspects: int = 0,
+        accused_at: int = 0,
         **limits: Any,
     ) -> None:
         limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
@@ -184,13 +186,14 @@ class Engine:
         self.now = 0.0
         self.suspects = set(range(suspects))  # keys; those of all others are larger
         self.told_suspects = set(self.suspects)  # left, as the scheduler says
+        self._accused_at = accused_at
         self._suspect_keys = iter(range(suspects))
         self.scheduler = Scheduler(
             SchedulerConfig(**limits),
             self.kv,
             max_model_len,
             clock=lambda: self.now,
-            suspects=dict.fromkeys(self.suspects, 0),
+            suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
         )
         self.model = StandInModel(windows, block_size, num_blocks + 1, limits["max_num_seqs"], max_model_len)
@@ -335,7 +338,8 @@ class Engine:
                 resumed = self.messages[frontend, handle].output_token_ids
                 assert (frontend, handle) in self.started or resumed, "a token without Started"
                 assert (frontend, handle) not in self.finished, "a token after the end"
-                self.suspects.discard(self.keys[frontend, handle])
+                if len(resumed) + len(self.outputs[frontend, handle]) >= self._accused_at:
+                    self.suspects.discard(self.keys[frontend, handle])
                 self.outputs[frontend, handle].append(token)
             for finished in out.finished:
                 assert (frontend, finished.handle) not in self.finished, "ended twice"

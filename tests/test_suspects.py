@@ -23,6 +23,16 @@ def test_a_suspect_runs_alone_until_its_first_token_and_then_with_the_others(dep
     engine.check_outputs()
 
 
+def test_a_suspect_runs_alone_until_it_is_past_the_token_it_was_accused_at() -> None:
+    engine = Engine(suspects=1, accused_at=2)  # two tokens had come, and the core died over the third
+    other = engine.add(tokens(5), 10)
+    suspect = engine.add(tokens(6, 5), 6, suspect=True)
+    engine.run()
+    steps = [step.requests for step in engine.steps if suspect in step.requests]
+    assert steps[:4] == [{suspect: 6}, {suspect: 1}, {suspect: 1}, {suspect: 1, other: 1}]
+    engine.check_outputs()
+
+
 def test_a_suspect_waits_until_no_step_is_in_flight() -> None:
     engine = Engine(suspects=1, depth=2)
     engine.add(tokens(5), 10)
