@@ -277,10 +277,9 @@ def frontend_stopped(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
         usual = rate(2.0)
         process = psutil.Process(load.processes[0].pid)
         process.suspend()
-        at = time.monotonic()
-        meanwhile = rate(FRONTEND_TIMEOUT * 1.5)
+        meanwhile, had = rate(FRONTEND_TIMEOUT * 1.5), load.board.tokens[0]
         process.resume()
-        wait_for(lambda: load.board.resumed[0] > at, "the frontend that woke has tokens again")
+        wait_for(lambda: load.board.tokens[0] > had, "the frontend that woke has tokens again")
         records, unfinished = load.finish()
     tally = compare(records, chaos.reference)
     return [
