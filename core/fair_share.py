@@ -97,9 +97,6 @@ class FairShare:
     def of(self, frontend: int) -> Frontend:
         return self._frontends[frontend]
 
-    def __contains__(self, frontend: int) -> bool:
-        return frontend in self._frontends
-
     def __iter__(self) -> Iterator[Frontend]:
         return iter(self._frontends.values())
 

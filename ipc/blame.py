@@ -29,8 +29,9 @@ class Blame:
         self.quarantined: dict[int, str] = {}  # key → why
         self._strikes: dict[int, _Strikes] = {}
 
-    def crashed(self, journal: Journal, cause: str, killed: bool) -> None:
-        """Take a death into account. `cause` completes "the core died …"; `killed`: by a SIGKILL not our own."""
+    def crashed(self, journal: Journal, cause: str, killed: bool) -> bool:
+        """Take a death into account. `cause` completes "the core died …"; `killed`: by a SIGKILL not our own. Whether
+        that has quarantined a request."""
         accused = journal.accused()
         untried = {key: self.suspects[key] for key in journal.suspects() if key in self.suspects}
         self.suspects = {**untried, **{one.key: one.position for one in accused}}
@@ -50,3 +51,4 @@ class Blame:
         # A request that is not a suspect any more has brought a token since its last strike.
         kept = {key: strike for key, strike in self._strikes.items() if key in self.suspects}
         self._strikes = {**kept, **{key: strike for key, strike in strikes.items() if key in self.suspects}}
+        return any(key in self.quarantined for key in strikes)

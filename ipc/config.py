@@ -97,7 +97,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
 class ServiceConfig(Section, frozen=True, kw_only=True):
     """Crashes of the core, and frontends that are slow or gone."""
 
-    max_restarts: Annotated[int, Doc("Most restarts of the core within `restart_window`; then it stays down.")] = 10
+    max_restarts: Annotated[
+        int, Doc("Most restarts within `restart_window`; then the core stays down. A quarantine sets the count to 0.")
+    ] = 10
     restart_window: Annotated[float, Doc("Seconds over which restarts are counted.")] = 600.0
     watchdog_timeout: Annotated[
         float,

@@ -383,12 +383,11 @@ class Connection:
         self._socket.send_multipart(codec.encode(self._hello, codec.NO_INSTANCE, 0))
 
     def _reopen(self) -> None:
+        if self._ready is not None or self._reached:  # one that served, listened or loaded: it has died only now
+            self._lost_at = time.monotonic()
         if self._ready is not None:
             self._ready = None
             self._end_aborted()
-            self._lost_at = time.monotonic()
-        if self._reached:  # one that listened, or loaded: it has died only now
-            self._lost_at = time.monotonic()
         self._close_socket(0)
         self._open()
 

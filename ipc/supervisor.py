@@ -301,7 +301,9 @@ class Supervisor:
             process.wait()
         cause = "by hanging" if self._hung else describe_exit(process.returncode) + trouble
         if process.returncode:  # else somebody told it to end
-            self._blame.crashed(self._journal, cause, process.returncode == -signal.SIGKILL and not self._hung)
+            killed = process.returncode == -signal.SIGKILL and not self._hung
+            if self._blame.crashed(self._journal, cause, killed):
+                self._restarted_at.clear()  # these deaths have found their cause: they do not count towards the limit
         self.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
         trace = os.pread(self._crash_fd, 100_000, 0).decode(errors="replace").strip() if self._crash_fd >= 0 else ""
         logger.error("the core (pid %d) ended %s%s", process.pid, cause, f"\n{trace}" if trace else "")

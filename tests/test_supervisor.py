@@ -310,6 +310,17 @@ def test_past_max_restarts_it_stays_down_and_all_hear_why(start: Callable[..., S
     assert one.client.error is not None
 
 
+def test_deaths_that_end_in_a_quarantine_do_not_count(start: Callable[..., Supervised]) -> None:
+    one = start(max_restarts=4)
+    for handle in range(2):
+        one.client.add_request(poisoned(handle, SEGV))
+    one.client.add_request(harmless(2))
+    tokens, ended = finish(one.client, 3)
+    assert [ended[handle].reason for handle in range(3)] == ["error", "error", "length"]
+    assert tokens[2] == whole(2)
+    assert one.supervisor.restarts > 4
+
+
 @pytest.mark.slow
 def test_restarts_longer_ago_than_the_window_do_not_count(start: Callable[..., Supervised]) -> None:
     one = start(max_restarts=1, restart_window=0.0)
