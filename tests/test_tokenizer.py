@@ -86,6 +86,17 @@ def test_mode_hf_uses_the_rust_part_of_transformers_tokenizer(tmp_path: Path) ->
     assert through_hf.decode(ours.encode("é")) == "é"
 
 
+def test_the_tables_are_read_once_until_a_file_changes(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {})
+    first, second = load_tokenizer(tmp_path), load_tokenizer(tmp_path)
+    assert first.backend is second.backend
+    assert first is not second
+    write_tokenizer(tmp_path, {"additional_special_tokens": ["<new>"]})
+    third = load_tokenizer(tmp_path)
+    assert third.backend is not first.backend
+    assert third.convert_tokens_to_ids(["<new>"]) != [None]
+
+
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="skip_tokenizer_init"):
         load_tokenizer(tmp_path)
