@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_RUST_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_RUST_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _SLOW_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -190,11 +190,12 @@ def _load_rust(folder: Path) -> Tokenizer:
     """From tokenizer.json and the small files around it. The tables of the last one stay: who connects again need not
     read them, and the library loses a kilobyte or two with each reading."""
     stats = [(path.stat() if path.exists() else None) for path in (folder / name for name in _RUST_FILES)]
-    return Tokenizer(*_read_rust(folder, tuple(s and (s.st_ino, s.st_mtime_ns, s.st_size) for s in stats)))
+    backend, named = _read_rust(folder, tuple(s and (s.st_ino, s.st_mtime_ns, s.st_size) for s in stats))
+    return Tokenizer(backend, named, _chat_template(folder, read_json(folder / "tokenizer_config.json")))
 
 
 @functools.lru_cache(maxsize=1)
-def _read_rust(folder: Path, version: Any) -> tuple[RustTokenizer, dict[str, str], str | dict[str, str] | None]:
+def _read_rust(folder: Path, version: Any) -> tuple[RustTokenizer, dict[str, str]]:
     """Completed the way transformers does. What is added around a prompt is tokenizer.json's to say; `add_bos_token` in
     the config is not looked at, there or here."""
     from tokenizers import AddedToken
@@ -218,7 +219,7 @@ def _read_rust(folder: Path, version: Any) -> tuple[RustTokenizer, dict[str, str
     others = extra.values() if isinstance(extra, dict) else extra
     missing = [token for token in (*named.values(), *map(_text, others)) if token not in known]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(missing)])
-    return backend, named, _chat_template(folder, config)
+    return backend, named
 
 
 _ADDED_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
