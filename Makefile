@@ -14,11 +14,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/.mainspring
 DEV := $(VENV)/.mainspring-dev
+GPU_LIBRARIES := $(VENV)/gpu
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-all lint format bench bench-ipc chaos fuzz soak size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-ipc chaos fuzz soak gpu-kernels gpu-check size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -35,16 +36,26 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) $(PIP_ARGS) -e '.[dev]'
 	@touch $(RUNTIME) $@
 
+# Beside the environment, not in it: nothing else is to see them.
+$(GPU_LIBRARIES): constraints.txt | $(DEV)
+	$(PIP) $(PIP_ARGS) --no-deps --upgrade --target $@ flashinfer-python apache-tvm-ffi nvidia-ml-py requests urllib3 certifi einops \
+		tabulate ninja triton
+	@touch $@
+
 demo: $(RUNTIME) ## install, then generate with the embedded model
 	@$(BIN)/mainspring demo
 
 test: $(DEV) ## the fast tier of the tests
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu_kernels" $(PYTEST_ARGS)
 
 test-slow: $(DEV) ## the rest of the tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: test test-slow ## all tests
+test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are to us; they need both, but no GPU
+	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_flashinfer_contract.py tests/test_prebuilt.py $(PYTEST_ARGS)
+	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_compile.py $(PYTEST_ARGS)
+
+test-all: test test-slow test-gpu-libraries ## all tests
 
 lint: $(DEV) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -73,6 +84,12 @@ fuzz: $(DEV) ## a million bad frames beside streams; WRITE=--write as above
 
 soak: $(DEV) ## half an hour of mixed load and a crash a minute; WRITE=--write as above
 	$(BIN)/python benchmarks/soak.py --minutes 30 $(WRITE)
+
+gpu-kernels: $(DEV) ## compile CUDA kernels with nvcc, which takes no GPU, and look into them (a few minutes)
+	$(BIN)/pytest -m gpu_kernels tests/test_gpu_kernels.py $(PYTEST_ARGS)
+
+gpu-check: $(DEV) ## all that needs an NVIDIA GPU, in under 10 minutes; WRITE=--write puts it into docs/gpu.md
+	$(BIN)/python benchmarks/gpu_check.py $(WRITE)
 
 size: $(DEV) ## lines of the package, room by room; fails past the limit
 	$(BIN)/python benchmarks/size.py

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
+import torch
 
 from ..ipc.codec import Frame, decode_value, encode_value, read_tensor
 from ..ipc.config import EngineConfig
@@ -19,9 +20,10 @@ from ..ipc.errors import (
     InvalidRequestError,
     NotPermittedError,
     NotSupportedError,
+    OutOfMemoryError,
     RequestFailedError,
 )
-from ..ipc.journal import Journal, request_key
+from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
 from ..ipc.params import MAX_SEED
 from ..ipc.tokenizer_files import digest_of, read_files
@@ -68,6 +70,9 @@ class EngineCore:
     ) -> None:
         started = time.monotonic()
         self.executor = make_executor(config)
+        if journal:
+            journal.set_phase(Phase.CAPTURING)
+        self.executor.warm_up()
         self.config = _filled_in(config, self.executor)
         model, download_dir = config.model_config, config.load_config.download_dir
         files = digest_of(read_files(model, download_dir)) if model.model else ""
@@ -96,8 +101,10 @@ class EngineCore:
         self._quarantined = quarantined or {}
         self._connections: dict[int, _Connection] = {}
         self._draining = False
-        self._depth = 1  # steps in flight
+        overlap = config.scheduler_config.async_scheduling
+        self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._methods: dict[str, Callable[..., Any]] = {
             "ping": lambda: None,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
@@ -253,18 +260,28 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or self._failed is not None
 
     def step(self) -> dict[int, Outputs]:
         """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
-        while len(self._in_flight) < self._depth and (step := self.scheduler.schedule()) is not None:
+        while self._failed is None and len(self._in_flight) < self._depth and (step := self.scheduler.schedule()):
             if self._journal:
                 self._journal.launched(step.id, step.keys, step.positions, step.solo)
-            self._in_flight.append((step, self.executor.sample(self.executor.execute(step))))
-        if not self._in_flight:
+            try:
+                self._in_flight.append((step, self.executor.sample(self.executor.execute(step))))
+            except torch.OutOfMemoryError as error:
+                self._failed = step, str(error).partition("\n")[0]
+        if self._in_flight:
+            step, sampled = self._in_flight.popleft()
+            outputs = self.scheduler.update(step, self.executor.tokens(sampled))
+        elif self._failed:
+            (step, why), self._failed = self._failed, None
+            logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.num_tokens, why)
+            self.scheduler.undo(step, OutOfMemoryError(f"the device lacks memory for this request alone: {why}"))
+            self.executor.release_memory()
+            outputs = self.scheduler.take_notices()
+        else:
             return self.scheduler.take_notices()
-        step, sampled = self._in_flight.popleft()
-        outputs = self.scheduler.update(step, self.executor.tokens(sampled))
         if self._journal:
             self._journal.retired(step.id)
         return outputs

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from ..ipc.config import EngineConfig
 from ..ipc.messages import ModelFacts
-from ..kernels import backend as make_backend
-from .kv_layout import KVLayout, plan_layout
+from .device import Tokens
+from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
+from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .memory import count_blocks
 from .model.loader import load_model
 from .model.paged_model import PagedModel
@@ -30,6 +30,13 @@ class Executor(Protocol):
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
     decisions: dict[str, Any]  # what a restart need not find out again
+    asynchronous: bool  # whether the host has time to spare while a step runs
+
+    def warm_up(self) -> None:
+        """Do once what would make the first steps slow."""
+
+    def release_memory(self) -> None:
+        """After a step that found none."""
 
     def facts(self) -> ModelFacts:
         """What frontends must know of the model."""
@@ -51,30 +58,46 @@ class UniprocExecutor:
     """The model in this process, on one device."""
 
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
-        device = pick_device(config.device_config.device)
-        self._backend = make_backend(config.device_config.attention_backend, device)
-        self.model = load_model(
+        options, cache, scheduler = config.device_config, config.cache_config, config.scheduler_config
+        device = pick_device(options.device)
+        if decisions is not None:
+            wait_for_memory(device, decisions["device_bytes"])
+        free = free_bytes(device)
+        backend = choose_backend(options, device)
+        self.model = model = load_model(
             config.model_config,
             config.load_config,
             device,
             config.model_config.max_model_len,
-            self._backend,
-            decisions,
+            backend,
+            None if decisions is None else decisions["fusing"],
         )
-        cache, scheduler = config.cache_config, config.scheduler_config
-        self.layout = plan_layout(self.model.layers, self.model.sources, cache.block_size, self.model.dtype)
-        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, self.model, self._backend)
-        self.accepts_embeddings = self.model.accepts_embeddings
-        self.decisions = self.model.decisions
+        kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
+        prepare_kernels(backend, model.layers, model.dtype, kv_dtype)
+        self.layout = plan_layout(model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim)
+        sizes = graph_sizes(options, device, scheduler.max_num_seqs)
+        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes)
+        self.accepts_embeddings = model.accepts_embeddings
         self._runner = ModelRunner(
-            self.model,
+            model,
             self.layout,
-            self._backend,
+            backend,
             self.num_blocks,
             scheduler.max_num_seqs,
             self.max_model_len,
             scheduler.max_num_batched_tokens,
         )
+        self.asynchronous = self._runner.device.asynchronous
+        self._graph_sizes, self._free_at_first = sizes, free
+        self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
+
+    def warm_up(self) -> None:
+        if self.asynchronous:
+            self._runner.warm_up(self._graph_sizes)
+            self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self.model.device))
+
+    def release_memory(self) -> None:
+        self._runner.device.release_memory()
 
     def facts(self) -> ModelFacts:
         model = self.model
@@ -93,17 +116,11 @@ class UniprocExecutor:
     def execute(self, step: Step) -> Launched:
         return self._runner.execute(step)
 
-    def sample(self, launched: Launched) -> torch.Tensor:
+    def sample(self, launched: Launched) -> Tokens:
         return self._runner.sample(launched)
 
-    def tokens(self, sampled: torch.Tensor) -> np.ndarray:
-        return sampled.cpu().numpy()
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    def tokens(self, sampled: Tokens) -> np.ndarray:
+        return sampled.wait()
 
 
 def _fingerprint(model: PagedModel) -> str:

@@ -8,7 +8,7 @@ all groups have one byte size, so that one pool serves them all: a block holds `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class KVLayout(NamedTuple):
     block_elements: int  # elements of `dtype` a block takes
     groups: tuple[KVGroup, ...]
     specs: tuple[AttentionSpec, ...]  # one a layer: an attention call with keys and values of its own
+    dims: tuple[tuple[int, int], ...]  # how long each layer's key and value heads lie in the cache
     offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
     layer_of_call: tuple[int, ...]  # which layer each attention call of a forward uses; some share one
 
@@ -50,31 +51,43 @@ class KVLayout(NamedTuple):
         """Views into `pool` ``[blocks, block_elements]``, one pair a layer."""
         blocks = pool.shape[0]
         out = []
-        for spec, (key_at, value_at) in zip(self.specs, self.offsets, strict=True):
+        for spec, dims, offsets in zip(self.specs, self.dims, self.offsets, strict=True):
             shape = (blocks, self.block_size, spec.num_kv_heads)
             pair = [
                 pool.as_strided(
                     (*shape, dim), (self.block_elements, spec.num_kv_heads * dim, dim, 1), pool.storage_offset() + at
                 )
-                for dim, at in ((spec.key_dim, key_at), (spec.value_dim, value_at))
+                for dim, at in zip(dims, offsets, strict=True)
             ]
             out.append(LayerCache(*pair))
         return out
 
 
+def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """What the option `kv_cache_dtype` stands for, in a model of `model_dtype`."""
+    if name.startswith("fp8"):
+        return torch.float8_e4m3fn
+    return model_dtype if name == "auto" else getattr(torch, name)
+
+
 def plan_layout(
-    calls: Sequence[AttentionSpec], sources: Sequence[int], block_size: int, dtype: torch.dtype
+    calls: Sequence[AttentionSpec],
+    sources: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dim: Callable[[int], int] = lambda dim: dim,
 ) -> KVLayout:
-    """Group the layers and place them in blocks. `sources` names for each attention call the one whose keys and values
-    it reads: itself, for most."""
+    """Group the layers and place them in blocks of `dtype`. `sources` names for each attention call the one whose keys
+    and values it reads: itself, for most. `cache_dim` is the backend's: how long a head lies in the cache."""
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
+    dims = [(cache_dim(s.key_dim), cache_dim(s.value_dim)) for s in specs]
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for layer, s in enumerate(specs):
         # Blocks are kept as far back as the widest window of all calls that read them.
         windows = [call.window for call, source in zip(calls, sources, strict=True) if source == own[layer]]
         window = None if None in windows else max(w for w in windows if w is not None)
-        kinds.setdefault((s.num_kv_heads, s.key_dim, s.value_dim, window), []).append(layer)
+        kinds.setdefault((s.num_kv_heads, *dims[layer], window), []).append(layer)
 
     def elements(kind: tuple[int, int, int, int | None]) -> int:
         return block_size * kind[0] * (kind[1] + kind[2])
@@ -101,13 +114,14 @@ def plan_layout(
                 at += elements(kind)
             largest = max(largest, at)
     # A block's length divides by every dim, so that the pool can be read as rows of one head.
-    unit = math.lcm(*(dim for s in specs for dim in (s.key_dim, s.value_dim)))
+    unit = math.lcm(*(dim for pair in dims for dim in pair))
     return KVLayout(
         block_size,
         dtype,
         -(-largest // unit) * unit,
         tuple(groups),
         tuple(specs),
+        tuple(dims),
         tuple(offsets),
         tuple(own.index(source) for source in sources),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from ..ipc.config import CacheConfig, EngineConfig
+from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, OutOfMemoryError
 from ..kernels.interface import ROW_MULTIPLE, Backend
 from .kv_layout import KVLayout
@@ -20,9 +21,16 @@ logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded
 CPU_DEFAULT_BYTES = 4 << 30
+GRAPH_BYTES = 8 << 20  # of a captured graph, beside the memory it works in
 
 
-def count_blocks(config: EngineConfig, layout: KVLayout, model: PagedModel, backend: Backend) -> tuple[int, int]:
+def count_blocks(
+    config: EngineConfig,
+    layout: KVLayout,
+    model: PagedModel,
+    backend: Backend,
+    graph_sizes: Sequence[int] = (),
+) -> tuple[int, int]:
     """Blocks in the pool (the null block among them), and the longest request they and the model allow.
 
     Without `max_model_len` the model's own limit holds, cut to what the cache can hold. There are never more blocks
@@ -39,7 +47,13 @@ def count_blocks(config: EngineConfig, layout: KVLayout, model: PagedModel, back
         raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {model.max_position}")
     available = cache.num_gpu_blocks_override
     if available is None:
-        available = _cache_bytes(cache, layout, model, backend, budget) // layout.block_bytes
+        if cache.kv_cache_memory_bytes is not None:
+            memory = cache.kv_cache_memory_bytes
+        elif model.device.type == "cuda":
+            memory = _profile_cuda(model, layout, backend, cache.gpu_memory_utilization, budget, graph_sizes)
+        else:
+            memory = min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
+        available = memory // layout.block_bytes
         available = min(available, 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget))
     needed = 1 + layout.blocks_for(limit, budget)
     if needed > available and wanted is None:
@@ -56,14 +70,6 @@ def count_blocks(config: EngineConfig, layout: KVLayout, model: PagedModel, back
     return available, limit
 
 
-def _cache_bytes(cache: CacheConfig, layout: KVLayout, model: PagedModel, backend: Backend, budget: int) -> int:
-    if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes
-    if model.device.type == "cuda":
-        return _profile_cuda(model, layout, backend, cache.gpu_memory_utilization, budget)
-    return min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
-
-
 def free_host_bytes() -> int:
     """Memory that can be taken without swapping; where the system does not tell, half of what it has."""
     try:
@@ -76,23 +82,49 @@ def free_host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _profile_cuda(model: PagedModel, layout: KVLayout, backend: Backend, share: float, budget: int) -> int:
-    """What the cache may take of a GPU: its share, less weights, the peak of the largest step and other programs."""
-    torch.cuda.reset_peak_memory_stats(model.device)
+def _profile_cuda(
+    model: PagedModel,
+    layout: KVLayout,
+    backend: Backend,
+    share: float,
+    budget: int,
+    graph_sizes: Sequence[int],
+) -> int:
+    """What the cache may take of a GPU: its share, less weights, the peak of the largest step, graphs and what other
+    programs have."""
+    device = model.device
+    torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(model, layout, backend, budget)
-    torch.cuda.synchronize(model.device)
-    free, total = torch.cuda.mem_get_info(model.device)
-    others = total - free - torch.cuda.memory_reserved(model.device)
-    return max(0, int(total * share) - torch.cuda.max_memory_allocated(model.device) - others)
+    peak = torch.cuda.max_memory_allocated(device)
+    if graph_sizes:  # graphs keep the memory of the largest of them to themselves
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run_largest_step(model, layout, backend, max(graph_sizes), requests=max(graph_sizes))
+        peak += torch.cuda.max_memory_allocated(device) - before + GRAPH_BYTES * len(graph_sizes)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    logger.info(
+        "a step takes up to %.2f GB of the GPU, weights included; others have %.2f GB", peak / 1e9, others / 1e9
+    )
+    return max(0, int(total * share) - peak - others)
 
 
-def run_largest_step(model: PagedModel, layout: KVLayout, backend: Backend, budget: int) -> torch.Tensor:
+def run_largest_step(
+    model: PagedModel,
+    layout: KVLayout,
+    backend: Backend,
+    budget: int,
+    requests: int = 0,
+) -> torch.Tensor:
     """Requests that fill the whole budget, over a pool of two blocks that are named again and again: takes the memory
-    of such a step without the cache's. Returns logits ``[8, vocab]``."""
-    longest = min(budget, model.max_position or budget)
+    of such a step without the cache's. `requests`: so many; 0: as few as can be. Returns logits ``[8, vocab]``, or as
+    many as there are requests."""
+    longest = budget // requests if requests else min(budget, model.max_position or budget)
     starts = np.arange(0, budget, longest)
     runner = ModelRunner(model, layout, backend, 2, len(starts), longest, budget)
     runner.tables[:] = 1
     counts = np.minimum(longest, budget - starts)
-    ids, rows = np.zeros(budget, np.int64), np.zeros(ROW_MULTIPLE, np.int64)
+    ids, rows = np.zeros(budget, np.int64), np.zeros(max(requests, ROW_MULTIPLE), np.int64)
     return runner.forward(np.arange(len(starts)), np.zeros_like(starts), counts, ids, rows)

@@ -1,19 +1,29 @@
-"""A step's arrays in, logits and tokens out: block tables and buffers on the device, one forward over all rows."""
+"""A step's arrays in, logits and tokens out: one forward over all rows of a step, launched or replayed."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, PagedBatch
+from ..kernels.interface import AttentionSpec, Backend, LayerCache, PagedBatch
+from .device import TURNS, Device, Mark, Tokens, device_for
+from .gpu import backends_for
 from .kv_layout import KVLayout
 from .model.attention import StepAttention
 from .model.paged_model import PagedModel
 from .request import Request
 from .sampler import Sampler
 from .step import IN_FLIGHT, Step
+from .step_inputs import Rows, StepInputs, padded
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_SECONDS = 30.0  # for all graphs; sizes that are left when it is over run without
 
 
 class Launched(NamedTuple):
@@ -22,10 +32,19 @@ class Launched(NamedTuple):
     logits: torch.Tensor  # [sampling rows, vocab]
     slots: np.ndarray  # int64 [sampling rows]
     positions: np.ndarray  # int64 [sampling rows], of the tokens to come
+    turn: int
+
+
+class _Graph(NamedTuple):
+    replay: Callable[[], None]
+    logits: torch.Tensor  # [size, vocab], where a replay leaves them
 
 
 class ModelRunner:
-    """Owns what a forward needs on the device: the block pool, block tables, input buffers, last tokens by slot."""
+    """Owns what a forward needs on the device: the block pool, input buffers, graphs, last tokens by slot.
+
+    An attention call that `backend` refuses is run by the reference kernels.
+    """
 
     def __init__(
         self,
@@ -36,44 +55,55 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         max_tokens: int,
+        device: Device | None = None,
     ) -> None:
         self.model = model
-        self._layout = layout
-        self._backend = backend
-        self._device = model.device
+        self.inputs = StepInputs(
+            device := device or device_for(model.device), layout, max_num_seqs, max_model_len, max_tokens
+        )
+        self.device = device
+        self._max_model_len = max_model_len
         # Zeroed, for rows that are masked are still multiplied by 0; untouched pages cost nothing on a CPU.
         self.pool = torch.zeros(num_blocks, layout.block_elements, dtype=layout.dtype, device=model.device)
+        self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
         caches = layout.caches(self.pool)
-        model.bind([caches[i] for i in layout.layer_of_call], backend)
-        columns = -(-max_model_len // layout.block_size)
-        self.tables = np.zeros((len(layout.groups), max_num_seqs, columns), np.int32)  # block of each slot's columns
+        calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
+        model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls], backend)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
-        self._sampler = Sampler(max_num_seqs, model.device)
-        padded = -(-max_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._ids = np.zeros(padded, np.int64)
-        self._positions = np.zeros(padded, np.int64)
-        self._blocks = np.zeros((len(layout.groups), padded), np.int64)
-        self._rows = np.zeros(padded, np.int64)
-        # Padding stands at the last position there is. It changes nothing in a model that passed verification, which
-        # runs the same way: frequencies that depend on a neighbour's position would show there.
-        self._last_position = max_model_len - 1
+        self._sampler = Sampler(max_num_seqs, device, backend)
+        self._turn = 0
+        self._marks: list[Mark] = [device.mark()] * TURNS
+        self._graphs: dict[int, _Graph] = {}  # by number of rows, smallest first
         # One plan a step for each distinct kind of call in a group; the calls of that kind share it.
         self._plans: dict[tuple[int, AttentionSpec], list[int]] = {}
         group_of = {layer: g for g, group in enumerate(layout.groups) for layer in group.layers}
         for call, spec in enumerate(model.layers):
             self._plans.setdefault((group_of[layout.layer_of_call[call]], spec), []).append(call)
+        limits = [b.graph_max_kv_len for b in self._backends]
+        self._graph_max_len = min((limit for limit in limits if limit is not None), default=max_model_len)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        return list(self._graphs)
+
+    @property
+    def tables(self) -> np.ndarray:
+        """int32 ``[groups, slots, columns]``."""
+        return self.inputs.tables
+
+    # ------------------------------------------------------------------ a step
 
     def execute(self, step: Step) -> Launched:
         """Launch the forward of `step`, up to the logits of the rows that sample."""
-        for request in step.admitted:
-            self._admit(request)
         group, slot, column, block = step.tables
         self.tables[group, slot, column] = block
+        for request in step.admitted:
+            self._admit(request)
         slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
         last_rows = (np.cumsum(counts) - 1)[step.samples]
         logits = self.forward(slots, starts, counts, step.token_ids, last_rows)
-        return Launched(logits, slots[step.samples], (starts + counts)[step.samples])
+        return Launched(logits, slots[step.samples], (starts + counts)[step.samples], self._turn)
 
     @torch.inference_mode()
     def forward(
@@ -81,29 +111,111 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits ``[len(rows), vocab]`` of chosen rows of a step, in whose arrays one entry is one request: int64
         slots, starts and counts, and the token ids of all, one after another, as in `Step`."""
-        padded = self._fill_inputs(slots, starts, counts, token_ids)
-        ids = self._put(self._ids[:padded])
-        if (token_ids == IN_FLIGHT).any():
-            at = np.flatnonzero(token_ids == IN_FLIGHT)
-            ids[self._put(at)] = self._last_tokens[self._put(np.repeat(slots, counts)[at])]
-        attention = self._plan(slots, starts + counts, counts, padded)
-        wanted = np.zeros(max(ROW_MULTIPLE, -(-len(rows) // ROW_MULTIPLE) * ROW_MULTIPLE), np.int64)
-        wanted[: len(rows)] = rows
-        logits = self.model.forward(
-            ids,
-            self._put(self._positions[:padded]),
-            attention,
-            self._put(wanted),
-            self._mix_embeds(ids, slots, starts, counts) if self._embeds else None,
-        )
-        return logits[: len(rows)]
+        self._turn = (self._turn + 1) % TURNS
+        self._marks[self._turn].wait()
+        step = Rows(slots, starts, counts, token_ids, rows).singles_first()
+        try:
+            size = self._graph_size(step)
+            return self._launch(step) if size is None else self._replay(step, size)
+        finally:
+            self._marks[self._turn] = self.device.mark()
 
     @torch.inference_mode()
-    def sample(self, launched: Launched) -> torch.Tensor:
-        """Choose the tokens of a launched step: int64 ``[sampling rows]``, on the device."""
-        tokens = self._sampler.choose(launched.logits, launched.slots, launched.positions)
-        self._last_tokens[self._put(launched.slots)] = tokens
-        return tokens
+    def sample(self, launched: Launched) -> Tokens:
+        """Choose the tokens of a launched step: int64 ``[sampling rows]``, on their way to the host."""
+        tokens, slots = self._sampler.choose(launched.logits, launched.slots, launched.positions, launched.turn)
+        self._last_tokens[slots] = tokens
+        self._marks[launched.turn] = self.device.mark()
+        return self.device.download(tokens)
+
+    def _launch(self, step: Rows) -> torch.Tensor:
+        count, batches = self.inputs.fill(step, self._turn)
+        ids = self.inputs.ids.device[:count]
+        if self.device.asynchronous or (step.token_ids == IN_FLIGHT).any():
+            ids = self._with_last_tokens(ids, count)
+        embeds = self._mix_embeds(ids, step) if self._embeds else None
+        wanted = self.inputs.wanted.device[: padded(len(step.wanted))]
+        logits = self.model.forward(
+            ids, self.inputs.positions.device[:count], self._plan(batches, count), wanted, embeds
+        )
+        return logits[: len(step.wanted)]
+
+    def _with_last_tokens(self, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Ids with what each slot sampled last in place of `IN_FLIGHT`: such a token never was on the host."""
+        return torch.where(ids == IN_FLIGHT, self._last_tokens[self.inputs.row_slots.device[:count]], ids)
+
+    def _plan(self, batches: list[PagedBatch], count: int, graph: bool = False) -> list[StepAttention]:
+        attention: list[StepAttention | None] = [None] * len(self.model.layers)
+        offsets = self.inputs.offsets.device[:count]
+        for (group, spec), calls in self._plans.items():
+            backend = self._backends[calls[0]]
+            plan = backend.plan(spec, batches[group], self.model.device, self._turn, graph)
+            shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend)
+            for call in calls:
+                attention[call] = shared
+        return attention  # type: ignore[return-value]  # every call has a plan
+
+    # ------------------------------------------------------------------ graphs
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Run each kind of kernel once, so that none has to be built while somebody waits, and record graphs of steps
+        in which so many requests compute one token each. The largest comes first: its memory serves the others."""
+        starts, counts = np.zeros(3, np.int64), np.array([1, 1, 5])[-self._last_tokens.shape[0] :]
+        starts = starts[: len(counts)]
+        logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
+        self._sampler.warm_up(logits)
+        began = time.monotonic()
+        for size in sorted(sizes if self._graph_max_len else (), reverse=True):
+            if time.monotonic() - began > CAPTURE_SECONDS:
+                logger.warning("no time to capture graphs of %d rows and fewer: such steps are launched", size)
+                break
+            try:
+                self._capture(size)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # the model waits for the device in its forward
+                logger.warning("no graph can be captured, so all steps are launched: %s", str(error).partition("\n")[0])
+                self._graphs.clear()
+                break
+        self._graphs = dict(sorted(self._graphs.items()))
+        if self._graphs:
+            logger.info("captured %d graphs in %.1f s", len(self._graphs), time.monotonic() - began)
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        nothing = np.zeros(1, np.int64)
+        step = Rows(nothing, nothing, np.ones(1, np.int64), nothing, np.zeros(size, np.int64))
+        self._turn = (self._turn + 1) % TURNS
+        self._marks[self._turn].wait()
+        _, batches = self.inputs.fill(step, self._turn, size)
+        attention = self._plan(batches, size, graph=True)
+        every_row = torch.arange(size, device=self.model.device)
+
+        def run() -> torch.Tensor:
+            ids = self._with_last_tokens(self.inputs.ids.device[:size], size)
+            return self.model.forward(ids, self.inputs.positions.device[:size], attention, every_row)
+
+        self._graphs[size] = _Graph(*self.device.capture(run))
+        self._marks[self._turn] = self.device.mark()
+
+    def _graph_size(self, step: Rows) -> int | None:
+        """The smallest graph that this step fits in."""
+        num = len(step.slots)
+        if self._embeds or len(step.token_ids) > num or len(step.wanted) < num:
+            return None
+        if int(step.starts.max()) >= self._graph_max_len:
+            return None
+        return next((size for size in self._graphs if size >= num), None)
+
+    def _replay(self, step: Rows, size: int) -> torch.Tensor:
+        _, batches = self.inputs.fill(step, self._turn, size)
+        self._plan(batches, size, graph=True)
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.logits[: len(step.slots)]
+
+    # ------------------------------------------------------------------ requests
 
     def _admit(self, request: Request) -> None:
         self._sampler.admit(request)
@@ -112,64 +224,26 @@ class ModelRunner:
             embeds = torch.from_numpy(request.embeds.copy())
             if request.embeds.dtype == np.uint16:
                 embeds = embeds.view(torch.bfloat16)
-            self._embeds[request.slot] = embeds.to(self._device, self.model.dtype)
+            self._embeds[request.slot] = embeds.to(self.model.device, self.model.dtype)
 
-    def _fill_inputs(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, token_ids: np.ndarray) -> int:
-        """Token ids, positions and cache places of every row; returns the number of rows, padding included."""
-        total = len(token_ids)
-        padded = -(-total // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._ids[:total] = token_ids
-        self._positions[:total] = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        column, self._rows[:total] = np.divmod(self._positions[:total], self._layout.block_size)
-        self._blocks[:, :total] = self.tables[:, np.repeat(slots, counts), column]
-        self._ids[total:padded] = self._rows[total:padded] = 0
-        self._positions[total:padded] = self._last_position
-        self._blocks[:, total:padded] = 0  # the null block
-        return padded
-
-    def _plan(self, slots: np.ndarray, ends: np.ndarray, counts: np.ndarray, padded: int) -> list[StepAttention]:
-        size = self._layout.block_size
-        num_blocks = -(-ends // size)
-        qo_indptr = _indptr(counts)
-        kv_indptr = _indptr(num_blocks)
-        last_page_len = torch.from_numpy((ends - (num_blocks - 1) * size).astype(np.int32))
-        listed = np.arange(int(num_blocks.max())) < num_blocks[:, None]
-        rows = self._put(self._rows[:padded])
-        places: dict[int, tuple[PagedBatch, torch.Tensor]] = {}
-        attention: list[StepAttention | None] = [None] * len(self.model.layers)
-        for (group, spec), calls in self._plans.items():
-            if group not in places:
-                indices = torch.from_numpy(self.tables[group, slots, : listed.shape[1]][listed])
-                batch = PagedBatch(qo_indptr, kv_indptr, indices, last_page_len, size)
-                places[group] = (batch, self._put(self._blocks[group, :padded]))
-            batch, blocks = places[group]
-            shared = StepAttention(self._backend.plan(spec, batch, self._device), blocks, rows)
-            for call in calls:
-                attention[call] = shared
-        return attention  # type: ignore[return-value]  # every call has a plan
-
-    def _mix_embeds(
-        self, ids: torch.Tensor, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
-    ) -> torch.Tensor | None:
+    def _mix_embeds(self, ids: torch.Tensor, step: Rows) -> torch.Tensor | None:
         """Input rows with prompt embeddings in their places; None if this step computes no such prompt."""
         rows = None
-        firsts = np.cumsum(counts) - counts
-        for slot, start, count, first in zip(*(a.tolist() for a in (slots, starts, counts, firsts)), strict=True):
+        firsts = np.cumsum(step.counts) - step.counts
+        entries = (a.tolist() for a in (step.slots, step.starts, step.counts, firsts))
+        for slot, start, count, first in zip(*entries, strict=True):
             embeds = self._embeds.get(slot)
             if embeds is None or start >= len(embeds):
                 continue
             rows = self.model.embed(ids) if rows is None else rows
             part = embeds[start : start + count]
             rows[first : first + len(part)] = part
+            if start + count >= len(embeds):
+                del self._embeds[slot]
         return rows
 
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device: the buffer may be refilled at once."""
-        tensor = torch.from_numpy(array)
-        return tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
 
-
-def _indptr(lengths: np.ndarray) -> torch.Tensor:
-    out = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=out[1:])
-    return torch.from_numpy(out)
+def _seen_by(backend: Backend, spec: AttentionSpec, cache: LayerCache) -> LayerCache:
+    """A layer's cache without the padding of its heads, where `backend` wants none."""
+    keys, values = backend.cache_dim(spec.key_dim), backend.cache_dim(spec.value_dim)
+    return LayerCache(cache.keys[..., :keys], cache.values[..., :values])

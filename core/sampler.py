@@ -8,16 +8,28 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..kernels.gumbel import keyed_choice
-from ..kernels.sampling import mask_top_k_top_p_min_p
+from ..kernels.interface import Backend
+from .device import Device, Staged
 from .request import Request
+
+_COLUMNS = {
+    "temperature": torch.float32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "top_k": torch.int64,
+    "seed": torch.int64,
+    "position": torch.int64,
+    "slot": torch.int64,
+    "sampled": torch.bool,
+}
+_OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 
 
 class Sampler:
     """Chooses one token for each row of logits. A row's choice depends on its logits, parameters and position alone."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, max_num_seqs: int, device: Device, backend: Backend) -> None:
+        self._device, self._backend = device, backend
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_p = np.ones(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int64)
@@ -25,6 +37,7 @@ class Sampler:
         self._seed = np.zeros(max_num_seqs, np.int64)
         self._unstoppable_until = np.zeros(max_num_seqs, np.int64)  # position of the first token that may be a stop
         self._stop_tokens: dict[int, torch.Tensor] = {}  # by slot, where min_tokens is set
+        self._rows = {name: Staged(device, (max_num_seqs,), dtype) for name, dtype in _COLUMNS.items()}
 
     def admit(self, request: Request) -> None:
         slot, sampling = request.slot, request.sampling
@@ -36,28 +49,43 @@ class Sampler:
         self._unstoppable_until[slot] = request.prompt_len + sampling.min_tokens if request.stop_tokens else 0
         self._stop_tokens.pop(slot, None)
         if request.stop_tokens and sampling.min_tokens:
-            self._stop_tokens[slot] = torch.tensor(sorted(request.stop_tokens), device=self._device)
+            self._stop_tokens[slot] = torch.tensor(sorted(request.stop_tokens), device=self._device.torch)
 
-    def choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def choose(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits` ``[rows, vocab]``, for the tokens at `positions` of the requests at `slots` (both ``[rows]``) →
-        int64 ``[rows]`` on the device. Changes `logits`."""
+        the tokens and the slots, int64 ``[rows]``, on the device. Changes `logits`."""
+        on_device = self._send("slot", slots, turn)
         for row in np.flatnonzero(positions < self._unstoppable_until[slots]).tolist():
             logits[row, self._stop_tokens[int(slots[row])]] = -torch.inf
-        temperature = self._temperature[slots]
-        sampled = np.flatnonzero(temperature > 0)
-        if sampled.size == 0:
-            return logits.argmax(dim=-1)
-        tokens = logits.argmax(dim=-1) if sampled.size < len(slots) else None
-        rows, slots = self._put(sampled), slots[sampled]
-        scaled = logits[rows].float() / self._put(temperature[sampled]).unsqueeze(1)
-        limits = self._top_k[slots], self._top_p[slots], self._min_p[slots]
-        if limits[0].any() or (limits[1] < 1).any() or limits[2].any():
-            scaled = mask_top_k_top_p_min_p(scaled, *map(self._put, limits))
-        chosen = keyed_choice(scaled, self._put(self._seed[slots]), self._put(positions[sampled]))
-        if tokens is None:
-            return chosen
-        tokens[rows] = chosen
-        return tokens
+        sampled = self._temperature[slots] > 0
+        if not sampled.any():
+            return logits.argmax(dim=-1), on_device
 
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        def limit(name: str, column: np.ndarray) -> torch.Tensor | None:
+            values = np.where(sampled, column[slots], _OFF[name])
+            return self._send(name, values, turn) if (values != _OFF[name]).any() else None
+
+        scores = logits.float()
+        temperature = limit("temperature", self._temperature)
+        if temperature is not None:
+            scores = scores / temperature.unsqueeze(1)
+        limits = limit("top_k", self._top_k), limit("top_p", self._top_p), limit("min_p", self._min_p)
+        if any(values is not None for values in limits):
+            scores = self._backend.mask(scores, *limits)
+        seeds = self._send("seed", self._seed[slots], turn)
+        where = self._send("position", positions, turn)
+        return self._backend.choose(scores, seeds, where, self._send("sampled", sampled, turn)), on_device
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Run every kernel once."""
+        one = np.ones(len(logits))
+        limits = [self._send(name, one * value, 0) for name, value in (("top_k", 2), ("top_p", 0.5), ("min_p", 0.1))]
+        seeds, sampled = (self._send(name, one, 0) for name in ("seed", "sampled"))
+        self._backend.choose(self._backend.mask(logits.float(), *limits), seeds, seeds, sampled)
+
+    def _send(self, name: str, values: np.ndarray, turn: int) -> torch.Tensor:
+        column = self._rows[name]
+        column.host[turn][: len(values)] = values
+        return column.send(turn, len(values))

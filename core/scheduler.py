@@ -31,6 +31,8 @@ from .suspects import Suspects
 
 PauseMode = Literal["abort", "keep", "wait"]
 
+GROW_AFTER_STEPS = 64  # that succeeded with a budget cut for lack of memory, it is doubled
+
 
 class Scheduler:
     """Decides what each step computes, and takes in what it brought.
@@ -56,9 +58,10 @@ class Scheduler:
         self._preemption = Preemption(self.fair, kv, self.suspects)
         self.paused: PauseMode | None = None
         self.first_token, self.between_tokens = Latest(), Latest()
-        self._budget = config.max_num_batched_tokens
+        self._full_budget = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
-        self._chunk = min((config.long_prefill_token_threshold if self._chunked else 0) or self._budget, self._budget)
+        self._full_chunk = (config.long_prefill_token_threshold if self._chunked else 0) or self._full_budget
+        self._set_budget(self._full_budget)
         self._clock = clock
         self._log_stats = log_stats  # whether outputs carry them
         slots = config.max_num_seqs
@@ -436,6 +439,10 @@ class Scheduler:
             elif done[i]:
                 self._finish(request, "length")
         self._retire(step)
+        if self._budget < self._full_budget:
+            self._steps_until_grown -= 1
+            if self._steps_until_grown == 0:
+                self._set_budget(2 * self._budget)
         stats = self.stats() if self._log_stats else None
         outputs = self._outbox.take(stats, handles, owners, tokens, started)
         for frontend, out in outputs.items():
@@ -481,6 +488,29 @@ class Scheduler:
         while self._freed_slots and self._freed_slots[0][0] <= step.id:
             self._free_slots.append(self._freed_slots.pop(0)[1])
 
+    # ------------------------------------------------------------------ a step fails
+
+    def undo(self, step: Step, error: Exception) -> None:
+        """Take back `step`, the only one in flight: the device lacked the memory for it. What was in it catches up in
+        steps of half the size; the budget grows back. A request that could not be cut any further ends with `error`."""
+        requests = [self._running[slot] for slot in step.slots.tolist() if self._rows.alive[slot]]
+        self._retire(step)
+        self._stalled = False
+        if len(step.slots) == 1 and (step.num_tokens == 1 or not self._chunked):
+            for request in requests:
+                self.suspects.clear(request)
+                self._finish(request, "error", error=error)
+            return
+        for request in requests:
+            self._preempt(request)
+        longest = 1 if self._chunked else max((len(request.tokens) for request in requests), default=1)
+        self._set_budget(max(step.num_tokens // 2, longest))
+
+    def _set_budget(self, tokens: int) -> None:
+        self._budget = min(tokens, self._full_budget)
+        self._chunk = min(self._full_chunk, self._budget)
+        self._steps_until_grown = GROW_AFTER_STEPS
+
     # ------------------------------------------------------------------ leaving a slot
 
     def _preempt(self, request: Request) -> None:
@@ -492,7 +522,9 @@ class Scheduler:
         self._unseat(request)
         self._wait(request)
 
-    def _finish(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_token: int | None = None, error: Exception | None = None
+    ) -> None:
         if request.slot >= 0:
             self._unseat(request)
         if request is self._promised:
@@ -500,7 +532,9 @@ class Scheduler:
         self._stalled = False
         self.suspects.leave(request)
         self.fair.end(request)
-        self._outbox.put(request.frontend, Finished(request.handle, reason, stop_token, request.num_preemptions))
+        name, text = (wire_name(error), wire_text(error)) if error else ("", "")
+        finished = Finished(request.handle, reason, stop_token, request.num_preemptions, name, text)
+        self._outbox.put(request.frontend, finished)
 
     def _unseat(self, request: Request) -> None:
         slot, request.slot = request.slot, -1

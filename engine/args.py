@@ -56,6 +56,7 @@ class EngineArgs:
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")
     block_size: Literal[8, 16, 32, 64] = _default("block_size")
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"] = _default("kv_cache_dtype")
     gpu_memory_utilization: float = _default("gpu_memory_utilization")
     kv_cache_memory_bytes: int | None = _default("kv_cache_memory_bytes")
     num_gpu_blocks_override: int | None = _default("num_gpu_blocks_override")
@@ -69,6 +70,7 @@ class EngineArgs:
     max_tokens_in_flight: int | None = _default("max_tokens_in_flight")
     max_requests_per_frontend: int | None = _default("max_requests_per_frontend")
     max_tokens_per_frontend: int | None = _default("max_tokens_per_frontend")
+    async_scheduling: bool | None = _default("async_scheduling")
     max_restarts: int = _default("max_restarts")
     restart_window: float = _default("restart_window")
     watchdog_timeout: float = _default("watchdog_timeout")
@@ -80,7 +82,11 @@ class EngineArgs:
     data_parallel_size: int = _default("data_parallel_size")
     distributed_executor_backend: str = _default("distributed_executor_backend")
     device: Literal["auto", "cpu", "cuda"] = _default("device")
-    attention_backend: Literal["auto", "reference"] = _default("attention_backend")
+    attention_backend: Literal["auto", "flashinfer", "reference"] = _default("attention_backend")
+    deterministic: bool = _default("deterministic")
+    enforce_eager: bool = _default("enforce_eager")
+    cudagraph_capture_sizes: list[int] | None = field(default=_default("cudagraph_capture_sizes"))
+    kernels_dir: str | None = _default("kernels_dir")
     disable_log_stats: bool = _default("disable_log_stats")
 
     def create_engine_config(self) -> EngineConfig:
@@ -131,10 +137,12 @@ def _flag_of(kind: Any) -> dict[str, Any]:
     options = [option for option in get_args(kind) if option is not type(None)]
     if get_origin(kind) is Literal:
         return {"choices": options, "type": type(options[0])}
-    if kind is bool:
+    if kind is bool or bool in options:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is dict:
         return {"type": _json, "metavar": "JSON"}
+    if list[int] in options:
+        return {"type": _ints, "metavar": "INT,INT,..."}
     plain = options[0] if options else kind
     return {"type": plain, "metavar": plain.__name__.upper()}
 
@@ -146,6 +154,15 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+
+
+def _ints(text: str) -> list[int]:
+    import argparse
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
 
 
 def typed(info: FieldInfo, value: Any) -> Any:
@@ -165,7 +182,14 @@ def _described(kind: Any) -> str:
     return " or ".join(_NAMES[option] for option in options or (kind,))
 
 
-_NAMES = {int: "an int", float: "a number", str: "a str", bool: "True or False", type(None): "None"}
+_NAMES = {
+    int: "an int",
+    float: "a number",
+    str: "a str",
+    bool: "True or False",
+    list[int]: "a list of ints",
+    type(None): "None",
+}
 _AT_LEAST = {
     0: "long_prefill_token_threshold max_restarts restart_window frontend_timeout slow_frontend_timeout",
     1: "max_model_len max_num_batched_tokens max_num_seqs kv_cache_memory_bytes num_gpu_blocks_override "
@@ -191,6 +215,8 @@ def _check_ranges(values: dict[str, Any]) -> None:
     for least, names in _AT_LEAST.items():
         for name in names.split():
             check_least(name, values[name], least)
+    for size in values["cudagraph_capture_sizes"] or ():
+        check_least("a size in cudagraph_capture_sizes", size, 1)
     share = values["gpu_memory_utilization"]
     if not 0 < share <= 1:
         raise InvalidArgumentError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")

@@ -1,4 +1,4 @@
-"""The command line: ``mainspring generate | chat | demo | daemon | status | top | keys | version``."""
+"""The command line: ``mainspring generate | chat | demo | daemon | status | top | keys | kernels | version``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -121,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         _add_keys(command)
 
     _add_key_commands(_command(commands, "keys", None, "keys for daemons that listen at tcp"))
+    kernels = _command(commands, "kernels", _kernels, "CUDA kernels ahead of time: kernels build, kernels list")
+    kernels.add_argument("arguments", nargs=argparse.REMAINDER, metavar="build | list [OPTION ...]")
     _command(commands, "version", lambda args: print(__version__), "print the version")
     return parser
 
@@ -299,6 +302,11 @@ def _allow_key(args: argparse.Namespace) -> None:
 def _list_keys(args: argparse.Namespace) -> None:
     for key, allowed in keys.load_allowed(args.allowed_keys or keys.default_allowed()).items():
         print(f"{key} {allowed.name} weight={allowed.weight:g}{' admin' * allowed.admin}")
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    command = [sys.executable, "-P", "-m", "mainspring.core.build_kernels", *args.arguments]
+    return subprocess.run(command, check=False).returncode  # it needs torch, which nothing here may import
 
 
 if __name__ == "__main__":

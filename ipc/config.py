@@ -64,6 +64,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     """The paged KV cache."""
 
     block_size: Annotated[Literal[8, 16, 32, 64], Doc("Tokens a block holds.")] = 16
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"],
+        Doc("Dtype of keys and values in the cache; `auto`: the model's; `fp8` (`fp8_e4m3`): twice the blocks."),
+    ] = "auto"
     gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory the core may use, in (0, 1].")] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None, Doc("Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU.")
@@ -92,6 +96,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     max_requests_per_frontend: Annotated[int | None, Doc("Most requests of one frontend in flight.")] = None
     max_tokens_per_frontend: Annotated[int | None, Doc("Most tokens of one frontend's requests in flight.")] = None
+    async_scheduling: Annotated[
+        bool | None,
+        Doc("Launch a step before the last one's tokens are known: the same tokens, sooner; none: on a GPU."),
+    ] = None
 
 
 class ServiceConfig(Section, frozen=True, kw_only=True):
@@ -128,7 +136,24 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
     """Where and with which kernels the model runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Doc("`auto`: CUDA where there is a GPU.")] = "auto"
-    attention_backend: Annotated[Literal["auto", "reference"], Doc("Kernel backend.")] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "flashinfer", "reference"],
+        Doc("Kernel backend; `auto`: FlashInfer on a GPU, the reference elsewhere."),
+    ] = "auto"
+    deterministic: Annotated[
+        bool, Doc("On a GPU, too, let a request's tokens not depend on the others of a step. On a CPU they never do.")
+    ] = False
+    enforce_eager: Annotated[bool, Doc("Capture no CUDA graphs.")] = False
+    cudagraph_capture_sizes: Annotated[
+        list[int] | None, Doc("Numbers of decoding requests to capture CUDA graphs for; none: a set that fits.")
+    ] = None
+    kernels_dir: Annotated[
+        str | None,
+        Doc(
+            "Folder of kernels that `mainspring kernels build` made; none: `$MAINSPRING_KERNELS`, else "
+            "`~/.cache/mainspring/kernels`."
+        ),
+    ] = None
 
 
 class ObservabilityConfig(Section, frozen=True, kw_only=True):

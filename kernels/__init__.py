@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
     from .interface import Backend
 
-BACKENDS = ("reference",)
+
+class BackendUnavailableError(RuntimeError):
+    """These kernels can't run here. The message says what to install or set."""
 
 
-def backend(name: str, device: torch.device) -> Backend:
-    """The backend of this name; ``auto``: the fastest there is for `device`.
+def flashinfer_backend(device: torch.device, deterministic: bool, kernels_dir: str | None) -> Backend:
+    """FlashInfer's kernels on a GPU.
 
     Raises:
-        ValueError: no such backend.
+        BackendUnavailableError: FlashInfer is missing or too old, or can't use this GPU.
     """
-    if name in ("auto", "reference"):
-        from .reference import ReferenceBackend
+    from .flashinfer import FlashInferBackend
 
-        return ReferenceBackend()
-    raise ValueError(f"attention_backend is {name!r}; it must be auto or one of {', '.join(BACKENDS)}")
+    return FlashInferBackend(device, deterministic=deterministic, kernels_dir=kernels_dir)

@@ -14,34 +14,56 @@ and clockwork. Three habits make it so:
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
+import torch.nn.functional as F
 
+from .gumbel import keyed_choice
 from .interface import ROW_MULTIPLE, AttentionSpec, LayerCache, PagedBatch
+from .sampling import mask_top_k_top_p_min_p
 from .worklist import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
 
 ELEMENTS_AT_A_TIME = 1 << 18
 """fp32 elements that an elementwise kernel handles at a time (1 MiB): its intermediates then stay in the cache."""
+
+FP8_LARGEST = 448.0
+"""of float8_e4m3fn, which has no infinity; some versions of torch make NaN of what is larger."""
 
 
 class ReferenceBackend:
     """Plain torch. See `interface.Backend` for what the methods promise."""
 
     name = "reference"
+    graph_max_kv_len: int | None = 0
 
-    def __init__(self) -> None:
+    def __init__(self, deterministic: bool = True) -> None:
+        """`deterministic`: whether it is on a CPU; a GPU's matrix products depend on their number of rows."""
+        self.deterministic = deterministic
         self._workspaces: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._exact_unpadded: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+
+    def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        """Nothing."""
+        return None
+
+    def cache_dim(self, dim: int) -> int:
+        """As long as it is."""
+        return dim
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """Write the keys and values of this step's tokens to their rows of the cache."""
-        cache.keys.index_put_((blocks, rows), keys)
-        cache.values.index_put_((blocks, rows), values)
+        """Write the keys and values of this step's tokens to their rows of the cache, in its dtype."""
+        for target, source in ((cache.keys, keys), (cache.values, values)):
+            if target.dtype == torch.float8_e4m3fn:
+                source = source.clamp(-FP8_LARGEST, FP8_LARGEST)
+            target.index_put_((blocks, rows), source.to(target.dtype))
 
-    def plan(self, spec: AttentionSpec, batch: PagedBatch, device: torch.device) -> AttentionPlan:
+    def plan(
+        self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
+    ) -> AttentionPlan:
         """Cut the step into tiles. Raises ValueError where the block size does not fit the tiles."""
         return plan_attention(spec, batch, device)
 
@@ -81,12 +103,12 @@ class ReferenceBackend:
         key_rows, key_indices = _rows_of(cache.keys, work)
         value_rows, value_indices = _rows_of(cache.values, work)
         for chunk, key_index, value_index in zip(work.chunks, key_indices, value_indices, strict=True):
-            keys = self._gather(key_rows, key_index)
+            keys = self._gather(key_rows, key_index, query.dtype)
             scores = self._scores(spec, work, chunk, rows, keys)
             tile_largest = scores.amax(-1, keepdim=True)
             weights = _exp(scores.sub_(tile_largest))
             tile_total = weights.sum(-1, keepdim=True)
-            values = self._gather(value_rows, value_index)
+            values = self._gather(value_rows, value_index, query.dtype)
             tile_weighted = self._weigh(weights, values, padded)
 
             for at, of in chunk.segments:
@@ -140,10 +162,26 @@ class ReferenceBackend:
         torch.bmm(left.view(-1, padded, KV_TILE), values, out=product)
         return product.view(pairs, kv_heads, padded, -1)[:, :, :width].to(torch.float32, copy=True)
 
-    def _gather(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Cache rows ``index`` → ``[pairs * kv_heads, KV_TILE, dim]``, in a workspace that the next call overwrites."""
+    def _gather(self, rows: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cache rows ``index`` → ``[pairs * kv_heads, KV_TILE, dim]`` of ``dtype``, in a workspace that the next call
+        overwrites."""
         out = self._workspace("gathered", (len(index), rows.shape[1]), rows.dtype, rows.device)
-        return torch.index_select(rows, 0, index, out=out).view(-1, KV_TILE, rows.shape[1])
+        torch.index_select(rows, 0, index, out=out)
+        if rows.dtype != dtype:
+            out = self._converted(out, dtype)
+        return out.view(-1, KV_TILE, rows.shape[1])
+
+    def _converted(self, gathered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same numbers in another dtype, in a workspace. fp8 is looked up, two numbers at a time, which takes a
+        fourteenth of torch's own conversion on a CPU; it is exact either way."""
+        out = self._workspace("converted", gathered.shape, dtype, gathered.device)
+        if gathered.dtype != torch.float8_e4m3fn:
+            return out.copy_(gathered)
+        table = _fp8_pairs(dtype, gathered.device)
+        pairs = gathered.view(-1).view(torch.uint16)
+        index = self._workspace("fp8 pairs", pairs.shape, torch.int32, pairs.device).copy_(pairs)
+        torch.index_select(table, 0, index, out=out.view(-1).view(table.dtype))
+        return out
 
     def _workspace(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised memory that is kept from call to call: fresh megabytes would cost a page fault per 4 KiB."""
@@ -176,6 +214,56 @@ class ReferenceBackend:
             target.copy_(wide * mean_square.add_(eps).rsqrt_() * factor)
         return out
 
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the rounded sum, and the sum."""
+        total = residual.add_(x)
+        return self.rms_norm(total, weight, eps, offset), total
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> None:
+        """RoPE (Su et al. 2021), in fp32."""
+        half = cos_sin.shape[-1] // 2
+        cos, sin = cos_sin[:, None, None].split(half, dim=-1)
+        for heads in (query, key):
+            pairs = heads[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+            if interleaved:
+                pairs = pairs.transpose(-1, -2)
+            wide = pairs.float()
+            turned, across = wide * cos, wide * sin
+            turned[..., 0, :].sub_(across[..., 1, :])
+            turned[..., 1, :].add_(across[..., 0, :])
+            pairs.copy_(turned)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`."""
+        return F.linear(x, weight, bias)
+
+    def mask(
+        self,
+        scores: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        min_p: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Top-k, top-p and min-p, in this order; see sampling.py."""
+        rows = len(scores)
+        return mask_top_k_top_p_min_p(
+            scores,
+            torch.zeros(rows, dtype=torch.int64) if top_k is None else top_k,
+            torch.ones(rows) if top_p is None else top_p,
+            torch.zeros(rows) if min_p is None else min_p,
+        )
+
+    def choose(
+        self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """The largest score, with noise in rows that are sampled; see gumbel.py."""
+        chosen = scores.argmax(-1)
+        if len(rows := sampled.nonzero().flatten()):
+            chosen[rows] = keyed_choice(scores[rows], seeds[rows], positions[rows])
+        return chosen
+
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
         if activation not in ACTIVATIONS:
@@ -187,6 +275,13 @@ class ReferenceBackend:
             gate, up = source[:, :width].to(torch.float32, copy=True), source[:, width:]
             target.copy_(ACTIVATIONS[activation](gate).mul_(up))
         return out
+
+
+@functools.cache
+def _fp8_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """All pairs of fp8 numbers in ``dtype``, each pair as one integer, in the order of the two bytes read as one."""
+    pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float8_e4m3fn)
+    return pairs.to(dtype).view(torch.int32 if dtype.itemsize == 2 else torch.int64).to(device)
 
 
 def _rows_agree(rows: int, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:

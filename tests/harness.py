@@ -22,6 +22,7 @@ from mainspring.core.request import Request
 from mainspring.core.scheduler import PauseMode, Scheduler
 from mainspring.core.step import IN_FLIGHT, Step
 from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
+from mainspring.ipc.errors import OutOfMemoryError
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
@@ -70,12 +71,16 @@ class StandInModel:
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[tuple[int, dict[int, tuple[Request, frozenset[int]]]]] = deque()
 
-    def execute(self, step: Step) -> np.ndarray:
-        """The tokens that `step` samples."""
-        for request in step.admitted:
-            self._requests[request.slot] = request
+    def begin(self, step: Step) -> None:
+        """What happens before there can be a lack of memory."""
         group, slot, column, block = step.tables
         self._tables[group, slot, column] = block
+        for request in step.admitted:
+            self._requests[request.slot] = request
+
+    def execute(self, step: Step) -> np.ndarray:
+        """The tokens that `step` samples."""
+        self.begin(step)
         ends = np.cumsum(step.counts)
         rows = [
             (int(slot), int(start), step.token_ids[end - count : end].astype(np.int64))
@@ -200,6 +205,8 @@ class Engine:
         for frontend, weight in enumerate(weights):
             self.scheduler.fair.register(frontend, weight)
         self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
+        self.lacks_memory: Callable[[Step], bool] = lambda step: False
+        self.num_lacking = 0
         self.messages: dict[Key, AddRequest] = {}
         self.keys: dict[Key, int] = {}
         self.slow: set[int] = set()  # frontends without credit
@@ -270,7 +277,13 @@ class Engine:
             for (frontend, _), count in sent.items():
                 by_frontend[frontend] += count
             self.steps.append(Sent(step.num_tokens, by_frontend, dict(sent)))
-            self.in_flight.append((step, self.model.execute(step)))
+            if self.lacks_memory(step):
+                self.model.begin(step)
+                while self.in_flight:
+                    self.retire()
+                self.scheduler.undo(step, OutOfMemoryError("as ordered"))
+            else:
+                self.in_flight.append((step, self.model.execute(step)))
         self.check()
         return step
 
@@ -309,14 +322,15 @@ class Engine:
     def step(self) -> bool:
         """One round of the core's loop; False if it brought nothing and nothing is in flight."""
         self.now += 0.001
+        launched = False
         while len(self.in_flight) < self.depth and self.launch() is not None:
-            pass
+            launched = True
         if self.in_flight:
             self.retire()
             return True
         notices = self.scheduler.take_notices()
         self._tell(notices)
-        return bool(notices)
+        return bool(notices) or launched
 
     def run(self, steps: int = 5_000) -> None:
         """Until nothing is left to do."""
@@ -396,6 +410,13 @@ class StandInExecutor:
 
     accepts_embeddings = False
     max_model_len = 64
+    asynchronous = False
+
+    def warm_up(self) -> None:
+        pass
+
+    def release_memory(self) -> None:
+        pass
 
     def __init__(self, config: EngineConfig, launched: Callable[[Step], None] = lambda step: None) -> None:
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
@@ -411,6 +432,7 @@ class StandInExecutor:
         return []
 
     def execute(self, step: Step) -> tuple[Step, np.ndarray]:
+        self._model.begin(step)
         self._launched(step)
         return step, self._model.execute(step)
 

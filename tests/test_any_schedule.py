@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine, Key, blocks_for, expected_output
+from mainspring.core.step import Step
 from mainspring.ipc.messages import AddRequest, Sampling
 
 
@@ -39,6 +40,7 @@ class Schedule(NamedTuple):
     engine: dict[str, Any]
     jobs: list[Job]
     launch_first: list[bool]  # whether a round launches before it retires, where both can be done
+    lack: list[bool]  # whether a step that could be cut finds no memory
 
 
 part = st.floats(0, 1)
@@ -83,7 +85,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
     }
-    return Schedule(engine, draw(st.lists(jobs, min_size=1, max_size=24)), draw(st.lists(st.booleans(), max_size=8)))
+    lack = st.lists(st.sampled_from([False, False, True]), max_size=12)
+    return Schedule(
+        engine, draw(st.lists(jobs, min_size=1, max_size=24)), draw(st.lists(st.booleans(), max_size=8)), draw(lack)
+    )
 
 
 def run(schedule: Schedule) -> Engine:
@@ -94,7 +99,14 @@ def run(schedule: Schedule) -> Engine:
     common = [numbers.randrange(VOCAB) for _ in range(longest)]
     keys: list[Key] = []
     whole: dict[Key, list[int]] = {}
-    launch_first = list(schedule.launch_first)
+    launch_first, lack, chunked = list(schedule.launch_first), list(schedule.lack), engine.scheduler._chunked
+
+    def lacks_memory(step: Step) -> bool:
+        lacking = bool(lack) and lack.pop() and (step.num_tokens > 1 if chunked else len(step.slots) > 1)
+        engine.num_lacking += lacking
+        return lacking
+
+    engine.lacks_memory = lacks_memory
 
     def round_() -> None:
         """As `Engine.step`, but that a step may be retired before as many are in flight as could be."""
@@ -159,6 +171,7 @@ def run_any_schedules(max_examples: int) -> None:
             prefix_hits=stats.prefix_hits,
             chunked_prefills=stats.chunked_prefills,
             mixed_steps=stats.mixed_steps,
+            out_of_memory=engine.num_lacking,
             cleared_suspects=24 - len(engine.suspects),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,10 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.kernels import backend as make_backend
+from mainspring.kernels.gumbel import keyed_choice
 from mainspring.kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
+from mainspring.kernels.native_backend import NativeBackend
+from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.sampling import mask_top_k_top_p_min_p
 
-BACKENDS = ["reference"]
+BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend, "native": NativeBackend}
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -37,7 +40,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return make_backend(request.param, CPU)
+    return BACKENDS[request.param]()
 
 
 @dataclass(frozen=True)
@@ -384,7 +387,7 @@ def random_work(draw: st.DrawFn) -> tuple[Setup, list[int], list[Step], int]:
 @given(work=random_work())
 def test_any_mix_of_requests_is_right_and_clockwork(name: str, work: tuple[Setup, list[int], list[Step], int]) -> None:
     setup, lengths, steps, seed = work
-    backend = make_backend(name, CPU)
+    backend = BACKENDS[name]()
     check(backend, setup, lengths, steps, seed)
     assert_clockwork(backend, setup, lengths, {"as drawn": steps, "together": whole(lengths)}, seed)
 
@@ -429,6 +432,58 @@ def test_act_and_mul_is_right(backend: Backend, dtype: torch.dtype, activation: 
 
 
 @by_backend
+@by_dtype
+def test_add_rms_norm_is_the_norm_of_the_rounded_sum(backend: Backend, dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(9, 48, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    weight, total = torch.randn(48, generator=torch.Generator().manual_seed(2)).to(dtype), x + residual
+    normed, got = backend.add_rms_norm(x, residual, weight, 1e-5, 1.0)
+    assert torch.equal(got, total)
+    assert_close(normed, backend.rms_norm(total, weight, 1e-5, 1.0).double())
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotate_turns_pairs_of_strided_heads_in_place(backend: Backend, dtype: torch.dtype, interleaved: bool) -> None:
+    """As complex numbers: a pair times e^(i angle). What lies beyond rotary_dim stays."""
+    rows, q_heads, kv_heads, dim, rotary_dim = 7, 4, 2, 20, 12
+    generator = torch.Generator().manual_seed(0)
+    joined = torch.randn(rows, q_heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+    angles = torch.randn(rows, rotary_dim // 2, generator=generator) * 9
+    query, key, value = joined.clone().split([q_heads, kv_heads, kv_heads], dim=1)
+    backend.rotate(query, key, torch.cat([angles.cos(), angles.sin()], -1), interleaved)
+    turned = joined.double()
+    pairs = turned[..., :rotary_dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None].to(torch.complex128)
+    product = torch.complex(first, second) * turn
+    want = torch.stack([product.real, product.imag], -1 if interleaved else -2).flatten(-2)
+    torch.testing.assert_close(
+        torch.cat([query, key], 1)[..., :rotary_dim].double(),
+        want[:, :-kv_heads],
+        rtol=0,
+        atol=4 * 2.0**-8 if dtype.itemsize == 2 else 4e-6,
+    )
+    for part, kept in zip((query, key, value), joined.split([q_heads, kv_heads, kv_heads], dim=1), strict=True):
+        assert torch.equal(part[..., rotary_dim:], kept[..., rotary_dim:])
+    assert torch.equal(value, joined[:, -kv_heads:])
+
+
+@by_backend
+def test_masks_and_choices_are_those_of_sampling_and_gumbel(backend: Backend) -> None:
+    scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3
+    top_k, top_p = torch.tensor([0, 5, 0, 1, 0, 40]), torch.tensor([1.0, 1.0, 0.5, 1.0, 0.9, 0.7])
+    off = torch.zeros(6)
+    masked = backend.mask(scores, top_k, top_p, None)
+    assert torch.equal(masked, mask_top_k_top_p_min_p(scores, top_k, top_p, off))
+    assert torch.equal(backend.mask(scores, None, None, None), scores)
+    seeds, positions = torch.arange(6) * 977, torch.arange(6)
+    sampled = torch.tensor([True, False, True, False, False, True])
+    chosen = backend.choose(masked, seeds, positions, sampled)
+    assert torch.equal(chosen, torch.where(sampled, keyed_choice(masked, seeds, positions), masked.argmax(-1)))
+
+
+@by_backend
 def test_large_gates_stay_finite(backend: Backend) -> None:
     x = torch.tensor([[-1000.0, -90.0, 90.0, 1000.0, 1, 1, 1, 1]])
     for activation in ACTIVATIONS:
@@ -448,12 +503,21 @@ def test_rows_of_elementwise_kernels_do_not_depend_on_the_others(
     by_columns = x.T.contiguous().T
     kernels = [lambda rows: backend.rms_norm(rows, weight, 1e-6)]
     kernels += [lambda rows, name=name: backend.act_and_mul(rows, name) for name in ACTIVATIONS]
+    kernels += [lambda rows: _rotated(backend, rows)]
     for kernel in kernels:
         together = kernel(x)
         assert torch.equal(kernel(further_apart), together)
         assert torch.equal(kernel(by_columns), together)
         for start, count in ((0, 1), (1, 1), (2998, 2), (5, 3), (11, 8), (100, 1501)):
             assert torch.equal(kernel(x[start : start + count]), together[start : start + count])
+
+
+def _rotated(backend: Backend, rows: torch.Tensor) -> torch.Tensor:
+    """Rotated by angles that are each row's own."""
+    heads = rows.clone(memory_format=torch.contiguous_format).unsqueeze(1)
+    angles = rows[:, : rows.shape[1] // 2].float().contiguous()
+    backend.rotate(heads, heads[:, :0], torch.cat([angles.cos(), angles.sin()], -1))
+    return heads
 
 
 # Errors.
@@ -469,11 +533,4 @@ def test_the_reference_refuses_block_sizes_that_do_not_fit_its_tiles() -> None:
     one = torch.tensor([0, 1], dtype=torch.int32)
     for block_size in (0, 12, 128):
         with pytest.raises(ValueError, match=f"block_size is {block_size}.*power of two up to 64"):
-            make_backend("reference", CPU).plan(spec_of(), PagedBatch(one, one, one[:1], one[1:], block_size), CPU)
-
-
-def test_backends_are_made_by_name() -> None:
-    assert make_backend("reference", CPU).name == "reference"
-    assert make_backend("auto", CPU).name in BACKENDS
-    with pytest.raises(ValueError, match=r"'fast'.*reference"):
-        make_backend("fast", CPU)
+            ReferenceBackend().plan(spec_of(), PagedBatch(one, one, one[:1], one[1:], block_size), CPU)

@@ -100,6 +100,17 @@ def test_views_into_a_part_of_a_larger_pool_stay_in_that_part() -> None:
     assert not whole[:2].any()
 
 
+def test_heads_that_a_backend_pads_lie_padded_and_share_a_group_with_those_of_that_size() -> None:
+    calls = [spec(key_dim=6), spec(key_dim=8), spec(key_dim=8, value_dim=3)]
+    layout = plan_layout(calls, [0, 1, 2], BLOCK, torch.float32, lambda dim: -(-dim // 8) * 8)
+    assert [group.layers for group in layout.groups] == [(0, 1, 2)]
+    assert layout.specs == tuple(calls)
+    for keys, values in layout.caches(torch.zeros(3, layout.block_elements)):
+        assert keys.shape == values.shape == (3, BLOCK, 2, 8)
+    assert layout.block_elements == 3 * BLOCK * 2 * (8 + 8)
+    assert_every_element_has_one_owner(layout)
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 9, 40])
 @pytest.mark.parametrize("budget", [1, 7, 8, 33])
 def test_blocks_for_is_the_most_that_a_request_holds_at_any_chunking(window: int | None, budget: int) -> None:

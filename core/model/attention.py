@@ -25,8 +25,9 @@ class StepAttention(NamedTuple):
     """What one layer's attention needs to know about a step; layers of one KV group and one plan share the object."""
 
     plan: Any  # from Backend.plan
-    blocks: torch.Tensor  # [tokens] int64: where each token's keys and values go; padding rows go to block 0
-    rows: torch.Tensor  # [tokens] int64
+    blocks: torch.Tensor  # [tokens] int32: where each token's keys and values go; padding rows go to block 0
+    rows: torch.Tensor  # [tokens] int32
+    backend: Backend | None = None  # that made the plan; None: the model's
 
 
 class AttentionCalls:
@@ -53,7 +54,8 @@ class AttentionCalls:
         """Attention of ``[tokens, heads, dim]`` views → ``[tokens, q_heads, value_dim]``."""
         index = self._next
         self._next = index + 1
-        backend, cache, step = self.backend, self.caches[index], self._step[index]
+        cache, step = self.caches[index], self._step[index]
+        backend = step.backend or self.backend
         assert backend is not None
         if self.sources[index] == index:
             backend.append(cache, key, value, step.blocks, step.rows)

@@ -3,7 +3,8 @@
 A pass over a loaded model replaces, in place, what it recognises: RMSNorms by one kernel, gated MLPs by one product for
 gate and up and one kernel for ``act(gate) * up``, and linear layers that are given the same tensor (query, key and
 value, but also any others) by one product whose parts are handed out. Each replacement is run against the original on
-fixed random rows and kept only if both agree within `fuse_match.TOLERANCE`. Decisions are plain values; given back at a
+fixed random rows and kept only if both agree within `fuse_match.TOLERANCE`. If then all decoder layers are of a known
+form, one loop over kernels takes the place of their code (see stack.py). Decisions are plain values; given back at a
 restart they are followed without running anything, so that numerics are those of the first start.
 
 One module at a time: memory peaks at the model plus the weights of one module, and the originals are dropped.
@@ -34,37 +35,41 @@ from .fuse_match import (
 from .fuse_observe import is_plain_linear, shared_inputs
 from .fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart, join, linear_of
 from .parameters import ParameterMap, Slot
+from .stack import StackedDecoder, StackOptions
+from .stack_match import recognise_stack
 
-RMS_NORM, GATED_MLP, PROJECTIONS = "rms_norm", "gated_mlp", "projections"
+RMS_NORM, GATED_MLP, PROJECTIONS, STACK = "rms_norm", "gated_mlp", "projections", "decoder_stack"
 
 
 class Decision(NamedTuple):
     """What was decided about one place: a plain value, for msgpack or JSON."""
 
-    kind: str  # rms_norm, gated_mlp or projections
+    kind: str  # rms_norm, gated_mlp, projections or decoder_stack
     fused: bool
     reason: str  # why not; empty where fused
-    options: Sequence[Any] = ()  # the fields of NormOptions or MLPOptions, or the names of the joined layers
+    options: Sequence[Any] = ()  # the fields of NormOptions, MLPOptions or StackOptions, or the names of joined layers
 
 
 class FuseReport(NamedTuple):
     """What `fuse_model` did, and where the parameters live now."""
 
-    decisions: dict[str, Decision]  # module path → decision; joined layers: "path:q_proj+k_proj+v_proj"
+    # module path → decision; of joined layers "path:q_proj+k_proj+v_proj", of the stack "decoder_stack"
+    decisions: dict[str, Decision]
     parameters: ParameterMap
     untouched: dict[str, int]  # class name → how many modules with parameters of their own stayed as they were
 
     def lines(self) -> list[str]:
         """For ``--explain-model``."""
         lines = []
-        for kind in _BUILD:
+        for kind in (*_BUILD, STACK):
             of_kind = {path: d for path, d in self.decisions.items() if d.kind == kind}
             done = Counter(_describe(kind, d.options) for d in of_kind.values() if d.fused)
             lines += [f"{kind}: {count} fused ({what})" for what, count in done.items()]
             left = Counter(d.reason for d in of_kind.values() if not d.fused)
             for reason, count in left.items():
                 first = next(path for path, d in of_kind.items() if d.reason == reason)
-                lines.append(f"{kind}: {count} not fused, such as {first}: {reason}")
+                such_as = "" if first == kind else f", such as {first}"
+                lines.append(f"{kind}: {count} not fused{such_as}: {reason}")
         others = ", ".join(f"{count} {name}" for name, count in self.untouched.items())
         return [*lines, f"as they were: {others}"] if others else lines
 
@@ -122,6 +127,7 @@ class _Fusing:
                 parent = self.model.get_submodule(path)
                 if all(isinstance(getattr(parent, name, None), nn.Linear) for name in children):
                     self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
+        self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend))
 
     def follow(self, decisions: Mapping[str, Decision]) -> None:
         """Do what was decided before, without running anything."""
@@ -144,6 +150,9 @@ class _Fusing:
             self.decisions[path] = Decision(kind, False, str(reason))
 
     def _fuse(self, path: str, kind: str, options: Sequence[Any], *, verify: bool) -> None:
+        if kind == STACK:
+            StackedDecoder(self.model, StackOptions.of(options), self.backend).install()
+            return
         path = path.partition(":")[0]
         new = _BUILD[kind](self.model.get_submodule(path), path, options, self.backend)
         for name in new.slots:
@@ -175,7 +184,7 @@ def _mlp(original: nn.Module, path: str, options: Sequence[Any], backend: Backen
 def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Backend) -> _Replacement:
     linears = _linears(parent, names)
     originals = list(linears.values())
-    joined = JoinedProjections(*join(originals), [linear.out_features for linear in originals])
+    joined = JoinedProjections(*join(originals), [linear.out_features for linear in originals], backend)
     parts = [ProjectionPart(joined, i, linear.bias is not None) for i, linear in enumerate(originals)]
     modules = {_at(path, "+".join(names)): joined, **{_at(path, n): p for n, p in zip(names, parts, strict=True)}}
     return _Replacement(
@@ -217,6 +226,8 @@ def _at(path: str, *names: str) -> str:
 
 
 def _describe(kind: str, options: Sequence[Any]) -> str:
+    if kind == STACK:
+        return f"{len(StackOptions.of(options).names)} layers"
     names = {RMS_NORM: NormOptions._fields, GATED_MLP: MLPOptions._fields}.get(kind)
     return ", ".join(options if names is None else [f"{n} {v}" for n, v in zip(names, options, strict=True)])
 

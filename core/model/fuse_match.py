@@ -105,7 +105,7 @@ def _trial(
     """Run `module` with these for its parameters; → a test whether another gives the same."""
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         raise NotRecognisedError("its forward is hooked or replaced")
-    x = _rows(ROW_COUNTS[-1], width, smallest, 2, next(iter(tensors.values())))
+    x = random_rows(ROW_COUNTS[-1], width, smallest, 2, next(iter(tensors.values())))
     try:
         out = functional_call(module, dict(tensors), (x,))
     except Exception as error:  # any model's code
@@ -119,7 +119,7 @@ def compare(original: Callable[[torch.Tensor], Any], fused: Callable[[torch.Tens
     """Run both on fixed random rows of the width and dtype of `like`; raises `NotRecognisedError` if they differ."""
     limit = TOLERANCE[like.dtype]
     for rows in ROW_COUNTS:
-        x = _rows(rows, like.shape[-1], -1, 1, like)
+        x = random_rows(rows, like.shape[-1], -1, 1, like)
         error = difference(original(x), fused(x))
         if not error <= limit:
             raise NotRecognisedError(
@@ -131,10 +131,14 @@ def difference(expected: torch.Tensor, got: torch.Tensor) -> float:
     """The largest difference of two ``[..., n]``, as a part of the row's root mean square plus the element's size."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return float("inf")
+    return float(row_differences(expected, got).max())
+
+
+def row_differences(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """The same of each row: ``[...]``."""
     a, b = expected.float(), got.float()
     scale = a.pow(2).mean(-1, keepdim=True).sqrt() + a.abs()
-    worst = ((a - b).abs() / scale.clamp_min(1e-30)).max()
-    return float(worst)
+    return ((a - b).abs() / scale.clamp_min(1e-30)).amax(-1)
 
 
 def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, str, str]]:
@@ -167,7 +171,7 @@ def _random(generator: torch.Generator, device: torch.device, *shape: int) -> to
     return torch.randn(shape, generator=generator).mul_(scale).add_(0.1).to(device)
 
 
-def _rows(rows: int, width: int, smallest: float, largest: float, like: torch.Tensor) -> torch.Tensor:
+def random_rows(rows: int, width: int, smallest: float, largest: float, like: torch.Tensor) -> torch.Tensor:
     """``[1, rows, width]``, row scales from ``10**smallest`` to ``10**largest``, with a mean and a few outliers."""
     generator = torch.Generator().manual_seed(SEED + rows)
     x = torch.randn(rows, width, generator=generator) + 0.2

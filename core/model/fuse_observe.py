@@ -7,8 +7,8 @@ any business with another: what still depends on the other rows is the model's o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,37 @@ SEED = 20240229
 TEXT_ROWS = 3 * ROW_MULTIPLE  # tokens of the text that a pass takes its rows from
 
 
+def own_values(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each token's output is its own value, for every query head: ``[rows, heads, dim]``."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
 def _row_local(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Each token's output is its own value. ``[1, heads, rows, dim]`` → ``[1, rows, heads, dim]``."""
-    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+    """The same as transformers calls it: ``[1, heads, rows, dim]`` → ``[1, rows, heads, dim]``."""
+    return own_values(*(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
+
+
+@contextmanager
+def stand_in(model: PreTrainedModel, note: Callable[..., None] | None = None) -> Iterator[None]:
+    """Attention is stood in for. `note` is called with the arguments of each call before."""
+
+    def noted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        note(*args, **kwargs)  # type: ignore[misc]  # not used where there is none
+        return _row_local(*args, **kwargs)
+
+    with attention_set(model, STAND_IN):
+        ALL_ATTENTION_FUNCTIONS.register(STAND_IN, noted if note else _row_local)
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
 
 
 @torch.no_grad()
@@ -41,17 +64,21 @@ def run_rows(
     rows: slice,
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
+    attention: Callable[..., None] | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Final hidden states ``[rows, hidden]`` of these rows of a fixed random text, without the output layer.
 
     Around every module ``before(path, module, args, kwargs)`` and ``after(path, module, args, kwargs, output)`` are
-    called.
+    called, before every attention ``attention`` with what it is given. positions: of all `TEXT_ROWS` of the text.
     """
     embeddings: Any = model.get_input_embeddings()
     text = torch.randint(embeddings.weight.shape[0], (TEXT_ROWS,), generator=torch.Generator().manual_seed(SEED))
-    ids, positions = text[None, rows].to(model.device), torch.arange(TEXT_ROWS, device=model.device)[None, rows]
+    if positions is None:
+        positions = torch.arange(TEXT_ROWS)
+    ids, positions = text[None, rows].to(model.device), positions[None, rows].to(model.device)
     with ExitStack() as stack:
-        stack.enter_context(attention_set(model, STAND_IN))
+        stack.enter_context(stand_in(model, attention))
         for path, module in model.named_modules():
             if before:
                 hook = module.register_forward_pre_hook(partial(before, path), with_kwargs=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...kernels.interface import Backend
@@ -52,8 +51,9 @@ class JoinedProjections(nn.Module):
     any other tensor computes anew: the result is right whatever the model does, and two threads at worst compute twice.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int]) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int], backend: Backend) -> None:
         super().__init__()
+        self._linear = backend.linear
         self.weight = nn.Parameter(weight, requires_grad=False)  # [sum(sizes), in]
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.sizes = list(sizes)
@@ -71,7 +71,7 @@ class JoinedProjections(nn.Module):
                 if not any(p is not None for p in parts):
                     self._handoff[0] = None
                 return part
-        product: tuple[torch.Tensor, ...] = torch.split(F.linear(x, self.weight, self.bias), self.sizes, dim=-1)
+        product: tuple[torch.Tensor, ...] = torch.split(self._linear(x, self.weight, self.bias), self.sizes, dim=-1)
         self._handoff[0] = (x, [None if i == index else p for i, p in enumerate(product)])
         return product[index]
 

@@ -26,7 +26,7 @@ from .fuse import fuse_model
 from .paged_model import PagedModel
 from .refuse import refuse_class, refuse_config
 from .rope import freeze_rope
-from .row_invariant import is_row_invariant, make_row_invariant
+from .row_invariant import is_row_invariant, make_row_invariant, route_products
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,21 @@ def page(
         if not calls:
             raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
         fused = fuse_model(model, backend, decisions=decisions)
-        notes += fused.lines() + make_row_invariant(model)
+        notes += fused.lines()
+        on_gpu = model.device.type == "cuda"
+        if not on_gpu:
+            notes += make_row_invariant(model)
+        elif backend.deterministic:
+            route_products(model, backend.linear)
         paged = PagedModel(model, calls, fused.parameters, notes)
         paged.decisions = dict(fused.decisions)
         notes.append(verify(paged, backend))
-        if not is_row_invariant(model):
+        if backend.deterministic and not is_row_invariant(model):
+            if on_gpu:
+                raise UnsupportedModelError(
+                    f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of "
+                    "a step: unset it, or run the model on a CPU"
+                )
             notes.append("not clockwork: a token's bits depend on the other tokens of a step")
             logger.warning("%s is %s", type(model).__name__, notes[-1])
     except (MainspringError, torch.OutOfMemoryError):

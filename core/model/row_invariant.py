@@ -188,6 +188,20 @@ def _invariant(forward: Function) -> Function:
     return invariant
 
 
+def route_products(model: PreTrainedModel, linear: Function) -> None:
+    """Let every linear layer that fusing left alone be computed by `linear`, a backend's."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = _routed(module, linear)  # type: ignore[method-assign]
+
+
+def _routed(module: nn.Linear, linear: Function) -> Function:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        return linear(input, module.weight, module.bias)  # type: ignore[no-any-return]
+
+    return forward
+
+
 def is_row_invariant(model: PreTrainedModel) -> bool:
     """Whether a few tokens, attention aside, have the same bits alone and among others.
 

@@ -1,0 +1,593 @@
+"""Checkpoints made on the spot, and what must be true of what the engine makes of them: correctness for gpu_check.py.
+
+Tiny ones have random weights drawn wide (see tests/tiny.py), so that outputs depend on all of the context and a wrong
+cache shows. What is compared with what is said on docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from mainspring import LLM, EngineArgs, SamplingParams, kernels
+from mainspring.core.kv_layout import plan_layout
+from mainspring.core.model.loader import load_model
+from mainspring.core.model.paged_model import PagedModel
+from mainspring.core.model_runner import ModelRunner
+from mainspring.demo import MODEL_PATH
+from mainspring.demo.corpus import Question, heldout_other, heldout_sums, is_right
+from mainspring.demo.facts import GIRLS
+from mainspring.demo.stories import ANIMALS, long_story
+from mainspring.engine.llm_engine import make_client
+from mainspring.ipc.client import CoreClient
+from mainspring.ipc.config import LoadConfig, ModelConfig
+from mainspring.ipc.messages import AddRequest, Sampling, Stats
+from mainspring.kernels.interface import Backend
+from mainspring.kernels.reference import ReferenceBackend
+from report import ROOT
+
+sys.path.append(str(ROOT / "tests"))
+import tiny
+
+T = TypeVar("T")
+Request = tuple[list[int], Sampling]
+BLOCK_SIZE = 16
+FP8 = torch.float8_e4m3fn
+
+# Random models of five families: they differ in window, soft cap, norms of queries and keys, sinks, experts. Which
+# kernels they need ahead of time stands on docs/gpu.md.
+VOCAB = 1024
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+    "gemma2": {"head_dim": 128, "sliding_window": 24, "query_pre_attn_scalar": 128},
+    "mistral": {"head_dim": 64, "sliding_window": 24},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+# In half precision rounding alone may send a token to another expert, and all that follows is another text.
+ONE_EXPERT = {"gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1}}
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 4096}
+WIDE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 16_384}
+
+# Real shapes, for speed; dummy weights fill them.
+_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "head_dim": 128, "vocab_size": 151_936, "eos_token_id": 151_645}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+    },
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 40_960,
+    },
+}
+_TOY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+_TOY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+_TOY["eos_token_id"] = None
+_TOY_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+class Bar(NamedTuple):
+    """One thing to show."""
+
+    name: str
+    limit: str = ""  # empty: a number to know
+
+
+class Say(Protocol):
+    """Told the measured value of a bar."""
+
+    def __call__(self, name: str, measured: str, passed: bool | None = None) -> None: ...
+
+
+class Setup(NamedTuple):
+    """Where and how a part runs."""
+
+    device: torch.device
+    kernels_dir: str | None
+    folder: Path  # for what is made on the spot
+    rehearse: bool  # on a CPU, over toys: numbers mean nothing
+
+    def pick(self, real: T, toy: T) -> T:
+        return toy if self.rehearse else real
+
+    def judge(self, passed: bool) -> bool | None:
+        """Of a speed, or of a share of many: a rehearsal has neither."""
+        return None if self.rehearse else passed
+
+    def backend(self) -> Backend:
+        if self.rehearse:
+            return ReferenceBackend()
+        return kernels.flashinfer_backend(self.device, False, self.kernels_dir)
+
+    def options(self) -> dict[str, Any]:
+        """Of every engine: one that falls back on other kernels than those to be shown is not to be measured."""
+        backend = self.pick("flashinfer", "reference")
+        return {"device": self.device.type, "kernels_dir": self.kernels_dir, "attention_backend": backend}
+
+    def shape(self, name: str) -> dict[str, Any]:
+        shape = SHAPES[name]
+        moe = _TOY_MOE if "num_experts" in shape else {}
+        return self.pick(shape, {**shape, **_TOY, **moe})
+
+    def config_only(self, name: str) -> Path:
+        """A checkpoint's folder that holds nothing but config.json, for `load_format=dummy`."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", **self.shape(name)}))
+        return folder
+
+    def random_model(self, family: str, dtype: torch.dtype, **fields: Any) -> Path:
+        """A checkpoint with weights drawn wide."""
+        config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **fields})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            tiny.widen(model)
+        folder = self.folder / f"{family}-{len(list(self.folder.iterdir()))}"
+        model.to(dtype).save_pretrained(folder)
+        return folder
+
+
+def quiet() -> None:
+    """transformers' bars and remarks are not to stand among ours."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+# ------------------------------------------------------------------ engines
+
+_handles = itertools.count(1)
+
+
+def with_client(
+    setup: Setup, model: Path, use: Callable[[CoreClient], T], multiprocess: bool = False, **settings: Any
+) -> T:
+    """What `use` makes of an engine's core, whose memory is free again afterwards."""
+    args = EngineArgs(model=str(model), skip_tokenizer_init=True, **{**setup.options(), **settings})
+    client = make_client(args.create_engine_config(), multiprocess)
+    try:
+        return use(client)
+    finally:
+        client.close()
+        del client
+        release(setup)
+
+
+def release(setup: Setup) -> None:
+    gc.collect()
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def send(client: CoreClient, prompt: list[int], sampling: Sampling) -> int:
+    handle = next(_handles)
+    client.add_request(AddRequest(handle, str(handle), prompt, sampling))
+    return handle
+
+
+def complete(client: CoreClient, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of each request, all sent at once."""
+    tokens: dict[int, list[int]] = {send(client, *request): [] for request in requests}
+    left = set(tokens)
+    while left:
+        outputs = client.get_outputs()
+        if outputs is None:
+            continue
+        for handle, token in zip(outputs.handles, outputs.token_ids, strict=True):
+            tokens[handle].append(token)
+        for finished in outputs.finished:
+            if finished.error:
+                raise RuntimeError(finished.error_text)
+            left.discard(finished.handle)
+    return list(tokens.values())
+
+
+def stats_of(client: CoreClient) -> Stats:
+    return msgspec.convert(client.call("stats"), Stats)
+
+
+# ------------------------------------------------------------------ the embedded model
+
+LEAST_RIGHT = 0.95
+
+
+def check_embedded(setup: Setup, say: Say) -> None:
+    """Answers, through the default client, and what an fp8 cache costs."""
+    sums, others = heldout_sums(setup.pick(500, 8)), heldout_other(setup.pick(200, 4))
+    options = {**setup.options(), "dtype": "bfloat16"}
+    shares = {}
+    for kind in ("auto", "fp8"):
+        with LLM(kv_cache_dtype=kind, gpu_memory_utilization=0.5, **options) as llm:
+            shares[kind] = [_right(llm, sums), _right(llm, others)]
+    for number, (name, count) in enumerate((("sums", len(sums)), ("other questions", len(others)))):
+        plain, fp8 = shares["auto"][number], shares["fp8"][number]
+        enough, as_good = setup.judge(plain >= LEAST_RIGHT), setup.judge(fp8 >= plain - 0.01)
+        say(f"embedded model, {name} right", f"{plain:.1%} of {count}", enough)
+        say(f"embedded model, {name} right with an fp8 KV cache", f"{fp8:.1%} of {count}", as_good)
+
+    backend, tokenizer = setup.backend(), AutoTokenizer.from_pretrained(MODEL_PATH)
+    rng = random.Random(0)
+    texts = [f"{q.prompt} {q.answer}" for q in sums[: setup.pick(60, 4)] + others[: setup.pick(60, 4)]]
+    texts += [long_story(rng, rng.choice(GIRLS), rng.choice(ANIMALS)) for _ in range(setup.pick(20, 1))]
+    sequences = [torch.tensor(tokenizer.encode(text)[:512]) for text in texts]
+    model = _paged(setup, MODEL_PATH, backend)
+    base, fp8_cache = (logits_of(model, sequences, backend, kv_dtype) for kv_dtype in (None, FP8))
+    error = (fp8_cache - base).abs() / base.std()
+    agree = _share(fp8_cache.argmax(-1) == base.argmax(-1))
+    say(
+        "embedded model, logits with an fp8 KV cache",
+        f"off by {error.mean():.4f} σ, at most {error.max():.2f} σ; the same largest on {agree:.2%}",
+    )
+    agree = _share(base.argmax(-1) == _own_logits(setup, MODEL_PATH, torch.bfloat16, sequences).argmax(-1))
+    say("embedded model, largest logit as in transformers", f"{agree:.2%} of {len(base):,}", agree >= 0.99)
+
+
+def _right(llm: LLM, questions: list[Question]) -> float:
+    params = SamplingParams(temperature=0, max_tokens=96, stop=["\n"])
+    outputs = llm.generate([question.prompt for question in questions], params, use_tqdm=False)
+    return sum(is_right(q, o.outputs[0].text) for q, o in zip(questions, outputs, strict=True)) / len(questions)
+
+
+# ------------------------------------------------------------------ exact in fp32
+
+
+def check_exact(setup: Setup, say: Say) -> None:
+    """fp32 through the reference kernels on this device: what `generate` gives, token for token."""
+    for family in FAMILIES:
+        folder = setup.random_model(family, torch.float32)
+        requests = _mixed_requests(setup.pick(12, 3), VOCAB, setup.pick(80, 30), setup.pick(20, 5))
+        got = with_client(
+            setup,
+            folder,
+            lambda client: complete(client, requests),  # noqa: B023  # called before the next round
+            attention_backend="reference",
+            dtype="float32",
+            max_model_len=128,
+            max_num_batched_tokens=64,
+            kv_cache_memory_bytes=64 << 20,
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(setup.device).eval()
+        model.generation_config.eos_token_id = None
+        wrong = []
+        for (prompt, sampling), ours in zip(requests, got, strict=True):
+            ids = torch.tensor([prompt], device=setup.device)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=sampling.max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+            if out != ours:
+                wrong.append(_first_difference(model, prompt, out, ours))
+        detail = f"; {wrong[0]}" if wrong else ""
+        say(f"exact in fp32: {family}", f"{len(got) - len(wrong)} of {len(got)} requests{detail}", not wrong)
+        del model
+        release(setup)
+
+
+def _mixed_requests(count: int, vocab: int, longest: int, output: int) -> list[Request]:
+    """Greedy ones; prompts of many lengths, a third of them with a common beginning."""
+    r = random.Random(1)
+    prefix = [r.randrange(2, vocab) for _ in range(longest // 2)]
+    prompts = [[r.randrange(2, vocab) for _ in range(r.randint(1, longest))] for _ in range(count)]
+    prompts[::3] = [(prefix + prompt)[:longest] for prompt in prompts[::3]]
+    return [(prompt, Sampling(r.randint(output // 2, output))) for prompt in prompts]
+
+
+def _first_difference(model: Any, prompt: list[int], theirs: list[int], ours: list[int]) -> str:
+    """Where, and how near to a tie it was: rounding may decide that."""
+    at = next(i for i, pair in enumerate(itertools.zip_longest(theirs, ours)) if pair[0] != pair[1])
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + theirs[:at]], device=model.device)).logits[0, -1].float()
+    first, second = logits.topk(2).values.tolist()
+    return (
+        f"one differs at its token {at}, where the two largest logits are {(first - second) / logits.std():.1e} σ apart"
+    )
+
+
+# ------------------------------------------------------------------ half precision
+
+ERROR_RATIO = 1.25
+AGREE = 0.99
+DECIDED = 6.0
+"""An answer is decided where the two largest logits are so many times bf16's rms error apart: three standard deviations
+of the difference between two such differences. Random weights leave about a third of all positions undecided."""
+
+
+def check_half(setup: Setup, say: Say) -> None:
+    """FlashInfer in bf16 beside an fp32 reference and beside transformers in bf16, whose own error is the measure."""
+    backend = setup.backend()
+    for family in FAMILIES:
+        folder = setup.random_model(family, torch.bfloat16, **ONE_EXPERT.get(family, {}))
+        generator = torch.Generator().manual_seed(1)
+        lengths = [setup.pick(150, 20) + 10 * i for i in range(setup.pick(8, 3))]
+        sequences = [torch.randint(2, VOCAB, (length,), generator=generator) for length in lengths]
+        exact = _own_logits(setup, folder, torch.float32, sequences)
+        theirs = _own_logits(setup, folder, torch.bfloat16, sequences)
+        model = _paged(setup, folder, backend)
+        ours = logits_of(model, sequences, backend)
+        error, their_error = _rms(ours, exact), _rms(theirs, exact)
+        say(
+            f"bf16 against fp32: {family}",
+            f"off by {error:.4f} σ (transformers in bf16: {their_error:.4f} σ)",
+            error <= ERROR_RATIO * their_error,
+        )
+        top = exact.topk(2, -1).values
+        decided = (top[:, 0] - top[:, 1]) / exact.std() > DECIDED * their_error
+        same = ours.argmax(-1) == theirs.argmax(-1)
+        say(
+            f"largest logit as in transformers' bf16: {family}",
+            f"{_share(same[decided]):.2%} of the {_share(decided):.0%} decided positions; {_share(same):.1%} of all, "
+            f"transformers in bf16 and fp32 {_share(theirs.argmax(-1) == exact.argmax(-1)):.1%}",
+            _share(same[decided]) >= AGREE,
+        )
+        if family == "llama":
+            replayed = None if setup.rehearse else logits_of(model, sequences, backend, graphs=True)
+            apart = 0.0 if replayed is None else _rms(replayed, ours)
+            say(
+                "graphs on and off: logits",
+                "no graphs on a CPU" if replayed is None else f"{apart:.4f} σ apart (bf16 itself: {error:.4f} σ)",
+                setup.judge(apart <= error),
+            )
+        del model
+        release(setup)
+
+
+def _own_logits(setup: Setup, folder: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of transformers, one sequence after another: fp32 ``[all positions, vocab]``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(setup.device).eval()
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=ids[None].to(setup.device)).logits[0].float() for ids in sequences])
+
+
+def _paged(setup: Setup, folder: Path, backend: Backend) -> PagedModel:
+    config = ModelConfig(model=str(folder), dtype="bfloat16")
+    return load_model(config, LoadConfig(use_tqdm_on_load=False), setup.device, backend=backend)
+
+
+def logits_of(
+    model: PagedModel,
+    sequences: Sequence[torch.Tensor],
+    backend: Backend,
+    kv_dtype: torch.dtype | None = None,
+    graphs: bool = False,
+) -> torch.Tensor:
+    """Logits of every position through the runner: fp32 ``[all positions, vocab]``. Each sequence comes in two chunks
+    and then token by token, some later than others, so that steps of both kinds and mixed ones occur."""
+    count, longest = len(sequences), max(map(len, sequences))
+    layout = plan_layout(model.layers, model.sources, BLOCK_SIZE, kv_dtype or model.dtype, backend.cache_dim)
+    for spec in model.layers:
+        if reason := backend.refuses(spec, model.dtype, layout.dtype):
+            raise RuntimeError(f"{backend.name} refuses attention with {reason}")
+    groups, columns = len(layout.groups), -(-longest // BLOCK_SIZE)
+    limit, steps = max(longest, model.max_position or 4096), list(_steps([len(ids) for ids in sequences]))
+    most = max(sum(end - start for _, start, end in step) for step in steps)
+    runner = ModelRunner(model, layout, backend, 1 + groups * count * columns, count, limit, most)
+    if graphs:
+        runner.warm_up([count])
+        if not runner.graph_sizes:
+            raise RuntimeError("no graph was captured")
+    places = torch.arange(groups * count * columns).view(columns, count, groups).permute(2, 1, 0)
+    runner.tables[:, :, :columns] = 1 + places.numpy()
+    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for step in steps:
+        which, starts, ends = np.array(step).T
+        ids = torch.cat([sequences[number][start:end] for number, start, end in step]).numpy()
+        out = runner.forward(which, starts, ends - starts, ids, np.arange(len(ids)))
+        out = out.to(torch.float32, copy=True)  # a replay writes to the same place again
+        for number, part in zip(which, out.split((ends - starts).tolist()), strict=True):
+            parts[number].append(part)
+    return torch.cat([torch.cat(part) for part in parts])
+
+
+def _steps(lengths: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Steps of (sequence, start, end)."""
+    pieces = []
+    for number, length in enumerate(lengths):
+        singles = min(16, length // 4)
+        first = (length - singles) // 2
+        counts = [first, length - singles - first, *[1] * singles]
+        ends = list(itertools.accumulate(counts))
+        spans = [(number, end - count, end) for count, end in zip(counts, ends, strict=True)]
+        pieces.append([None] * (number % 3) + spans)
+    for column in itertools.zip_longest(*pieces):
+        if step := [span for span in column if span is not None]:
+            yield step
+
+
+def _rms(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root of the mean squared difference, in standard deviations of the reference."""
+    return float((logits - reference).square().mean().sqrt() / reference.std())
+
+
+def _share(mask: torch.Tensor) -> float:
+    return float(mask.double().mean())
+
+
+# ------------------------------------------------------------------ deterministic
+
+CHECKED, BATCH = 32, 64
+LONG = 8170  # so that the output goes past 8,192 tokens, where keys begin to be shared out and graphs end
+
+
+def check_deterministic(setup: Setup, say: Say) -> None:
+    """The same tokens for a request whatever runs beside it."""
+    folder = setup.random_model("qwen3", torch.bfloat16, **setup.pick(WIDE, {}))
+    checked, batch, tokens = setup.pick((CHECKED, BATCH, 48), (4, 8, 12))
+    vocab, most, long = setup.pick((WIDE["vocab_size"], 200, LONG), (VOCAB, 40, 90))
+    requests = _sampled_requests(batch, vocab, most, tokens, long)
+    longest = long + 64
+    seats: dict[str, Any] = {"max_num_seqs": batch, "max_model_len": longest, "max_num_batched_tokens": 512}
+    seats["cudagraph_capture_sizes"] = [1, 16, 64]
+    plain: dict[str, Any] = {**seats, "deterministic": True, "kv_cache_memory_bytes": 1 << setup.pick(31, 24)}
+
+    def alone_and_together(client: CoreClient) -> tuple[list[list[int]], list[list[int]], list[list[int]], int]:
+        alone = []
+        for request in requests[:checked]:
+            alone += complete(client, [request])
+            client.call("reset_prefix_cache")
+        together = complete(client, requests)
+        before = stats_of(client).prefix_hits
+        again = complete(client, requests)
+        return alone, together, again, stats_of(client).prefix_hits - before
+
+    def once(client: CoreClient) -> tuple[list[list[int]], int]:
+        return complete(client, requests), stats_of(client).num_preemptions
+
+    alone, together, again, hits = with_client(setup, folder, alone_and_together, **plain)
+
+    def compare(name: str, outputs: list[list[int]], detail: str = "", happened: bool = True) -> None:
+        others = [i for i, pair in enumerate(zip(alone, outputs[:checked], strict=True)) if pair[0] != pair[1]]
+        detail += f"; not {others}" if others else ""
+        say(f"deterministic: {name}", f"{checked - len(others)} of {checked}{detail}", not others and happened)
+
+    compare(f"alone and in a batch of {BATCH}", together)
+    compare("after a cache hit", again, f", {hits:,} tokens from the cache", hits > 0)
+    blocks = sum(-(-(len(prompt) + tokens) // BLOCK_SIZE) for prompt, _ in requests)
+    blocks = max(blocks // 2, 2 + longest // BLOCK_SIZE)
+    outputs, preemptions = with_client(setup, folder, once, **seats, deterministic=True, num_gpu_blocks_override=blocks)
+    compare("after preemption", outputs, f", {preemptions} preemptions", preemptions > 0)
+    compare("graphs off", with_client(setup, folder, once, **plain, enforce_eager=True)[0])
+    compare("async_scheduling off", with_client(setup, folder, once, **plain, async_scheduling=False)[0])
+    others = with_client(setup, folder, alone_and_together, **{**plain, "deterministic": False})
+    same = sum(a == b for a, b in zip(others[0], others[1], strict=False))
+    say("not deterministic: alone and in that batch, for comparison", f"{same} of {checked}")
+    _say_cost(setup, say, batch)
+
+
+def _sampled_requests(count: int, vocab: int, longest: int, tokens: int, long: int) -> list[Request]:
+    """Half of them greedy, some with top-p; half with a common beginning. Two are `long`."""
+    r = random.Random(5)
+    prefix = [r.randrange(2, vocab) for _ in range(48)]
+    requests = []
+    for i in range(count):
+        prompt = prefix * (i % 2) + [r.randrange(2, vocab) for _ in range(r.randint(1, longest))]
+        if i in (1, 2):
+            prompt += [r.randrange(2, vocab) for _ in range(long - len(prompt))]
+        how = Sampling(tokens, seed=i, temperature=0.8 * (i % 4 > 1), top_p=0.9 if i % 8 == 7 else 1.0)
+        requests.append((prompt, how))
+    return requests
+
+
+def _say_cost(setup: Setup, say: Say, batch: int) -> None:
+    """Tokens a second of both modes, on a real shape."""
+    folder, tokens = setup.config_only("qwen3-0.6b"), setup.pick(128, 8)
+    r, vocab = random.Random(3), setup.shape("qwen3-0.6b")["vocab_size"]
+    requests = [([r.randrange(vocab) for _ in range(setup.pick(128, 20))], Sampling(tokens)) for _ in range(batch)]
+
+    def speed(client: CoreClient) -> float:
+        complete(client, requests[: batch // 2])
+        client.call("reset_prefix_cache")
+        began = time.perf_counter()
+        complete(client, requests)
+        return batch * tokens / (time.perf_counter() - began)
+
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_num_seqs": batch,
+        "max_model_len": 512,
+        "cudagraph_capture_sizes": [batch],
+    }
+    options |= {"kv_cache_memory_bytes": 1 << setup.pick(33, 24)}
+    slow, fast = (with_client(setup, folder, speed, deterministic=d, **options) for d in (True, False))
+    say(
+        f"deterministic: cost at batch {BATCH}, Qwen3-0.6B",
+        f"{slow:,.0f} tokens/s, without {fast:,.0f}: {slow / fast:.0%}",
+    )
+
+
+_DECIDED = "≥ 99% where the answer is decided"
+BARS: dict[str, list[Bar]] = {
+    "embedded": [
+        Bar("embedded model, sums right", "≥ 95%"),
+        Bar("embedded model, sums right with an fp8 KV cache", "at most 1 point less"),
+        Bar("embedded model, other questions right", "≥ 95%"),
+        Bar("embedded model, other questions right with an fp8 KV cache", "at most 1 point less"),
+        Bar("embedded model, logits with an fp8 KV cache"),
+        Bar("embedded model, largest logit as in transformers", "≥ 99% of positions"),
+    ],
+    "exact": [Bar(f"exact in fp32: {family}", "all requests") for family in FAMILIES],
+    "half": [
+        *(Bar(f"bf16 against fp32: {family}", f"≤ {ERROR_RATIO} × transformers' own") for family in FAMILIES),
+        *(Bar(f"largest logit as in transformers' bf16: {family}", _DECIDED) for family in FAMILIES),
+        Bar("graphs on and off: logits", "≤ what bf16 itself is off"),
+    ],
+    "deterministic": [
+        Bar(f"deterministic: alone and in a batch of {BATCH}", "32 of 32"),
+        Bar("deterministic: after a cache hit", "32 of 32"),
+        Bar("deterministic: after preemption", "32 of 32"),
+        Bar("deterministic: graphs off", "32 of 32"),
+        Bar("deterministic: async_scheduling off", "32 of 32"),
+        Bar("not deterministic: alone and in that batch, for comparison"),
+        Bar(f"deterministic: cost at batch {BATCH}, Qwen3-0.6B"),
+    ],
+}
+PARTS: dict[str, Callable[[Setup, Say], None]] = {
+    "embedded": check_embedded,
+    "exact": check_exact,
+    "half": check_half,
+    "deterministic": check_deterministic,
+}

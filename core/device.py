@@ -1,0 +1,170 @@
+"""Memory on a device, and the order of work on it.
+
+On a GPU nothing is waited for but sampled tokens. What the host writes for a step lies in page-locked memory and is
+copied from there while the host goes on, so it must not be written again before that copy is done: each array has one
+copy for each of two *turns*, and `Mark` tells when a turn's copies are behind. On a CPU everything is done at once and
+the host writes where the model reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+TURNS = 2  # steps in flight
+
+
+class Mark(Protocol):
+    """A place in the order of work."""
+
+    def wait(self) -> None:
+        """Until all before it is done."""
+
+
+class Tokens(Protocol):
+    """Numbers on their way to the host."""
+
+    def wait(self) -> np.ndarray:
+        """Until they are there: the array, its own."""
+
+
+class Device:
+    """A CPU."""
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+
+    def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def twin(self, host: torch.Tensor) -> torch.Tensor:
+        """Where the device reads what `upload` brings from `host`."""
+        return host
+
+    def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
+        """Copy, without waiting."""
+
+    def download(self, numbers: torch.Tensor) -> Tokens:
+        """Begin to copy."""
+        return _There(numbers.numpy())
+
+    def mark(self) -> Mark:
+        """After all work so far."""
+        return _NOW
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """`run` as something to be replayed over the same memory, and where its result then lies. A CPU has no such
+        thing."""
+        raise NotImplementedError
+
+    def release_memory(self) -> None:
+        """Give back to the system what nothing uses."""
+
+
+class CudaDevice(Device):
+    """An NVIDIA GPU. All work goes to the current stream."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._pool: object | None = None  # of the memory that graphs share: one runs at a time
+
+    def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def twin(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(host, device=self.torch, pin_memory=False)
+
+    def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
+        twin.copy_(host, non_blocking=True)
+
+    def download(self, numbers: torch.Tensor) -> Tokens:
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        return _OnTheWay(host, self.mark())
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record()
+        return _Event(event)
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Runs it twice first, on a stream beside, so that libraries have set themselves up."""
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            result = run()
+        return graph.replay, result
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+
+def device_for(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else Device(device)
+
+
+class Staged:
+    """An array that the host fills, in each step, and the device reads.
+
+    ``host[turn]`` is a numpy array, ``device`` the tensor that has its contents after ``send``.
+    """
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._device = device
+        self.pages = [device.page_locked(shape, dtype) for _ in range(TURNS if device.asynchronous else 1)]
+        if not device.asynchronous:
+            self.pages *= TURNS
+        self.host = [pages.numpy() for pages in self.pages]
+        self.device = device.twin(self.pages[0])
+
+    def send(self, turn: int, n: int) -> torch.Tensor:
+        """Copy the first `n` entries to the device; → them there."""
+        self._device.upload(self.device[:n], self.pages[turn][:n])
+        return self.device[:n]
+
+
+class _Now:
+    def wait(self) -> None:
+        pass
+
+
+_NOW = _Now()
+
+
+class _There:
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._numbers = numbers
+
+    def wait(self) -> np.ndarray:
+        return self._numbers
+
+
+class _Event:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _OnTheWay:
+    def __init__(self, host: torch.Tensor, mark: Mark) -> None:
+        self._host, self._mark = host, mark
+
+    def wait(self) -> np.ndarray:
+        self._mark.wait()
+        return self._host.numpy()

@@ -1,0 +1,330 @@
+"""The flashinfer package that is installed is the one the backend was written for: signatures, and facts of its source.
+
+Nothing runs on a GPU here: the package imports without one, and its kernels' sources come with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer_double import Call, FlashInferDouble, tile_of
+from mainspring.kernels import prebuilt
+from mainspring.kernels.flashinfer_work import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
+from mainspring.kernels.interface import PagedBatch
+from test_flashinfer import AMPERE, BF16, FP8, HOPPER, PAGE, Layer, make, on_device, spec_of, staged
+
+real = pytest.importorskip(
+    "flashinfer", reason="FlashInfer is not installed: pip install 'mainspring[gpu]'", exc_type=ImportError
+)
+
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")
+FUNCTIONS = (
+    "append_paged_kv_cache rmsnorm gemma_rmsnorm fused_add_rmsnorm gemma_fused_add_rmsnorm silu_and_mul gelu_and_mul "
+    "gelu_tanh_and_mul apply_rope_with_cos_sin_cache_inplace top_k_mask_logits top_p_renorm_probs fast_decode_plan"
+).split()
+HEADERS = Path(real.__file__).parent / "data" / "include" / "flashinfer"
+CSRC = Path(real.__file__).parent / "data" / "csrc"
+
+
+@cache
+def all_calls() -> list[Call]:
+    """What the backend asks of the package in a run that has everything in it."""
+    calls: list[Call] = []
+    for deterministic in (False, True):
+        for gpu in (AMPERE, HOPPER):
+            for spec, kv_dtype in (
+                (spec_of(), BF16),
+                (spec_of(2, 4, 128), BF16),
+                (spec_of(1, 5, 96, window=20, softcap=3.0), FP8),
+            ):
+                backend, double = make(deterministic, gpu)
+                layer = Layer(backend, spec, (1100, 60, 50), BF16, kv_dtype)
+                sinks = torch.zeros(spec.num_q_heads)
+                for number, step in enumerate(
+                    ([(0, 1090, 1), (1, 0, 20)], [(0, 1091, 1), (2, 7, 1)], [(1, 5, 1), (2, 0, 9)], [(1, 0, 9)])
+                ):
+                    batch, query = layer.step(step)
+                    plan = backend.plan(spec, on_device(double, batch), torch.device("cpu"), number % 2)
+                    backend.run(plan, query, layer.cache, sinks if number % 2 else None)
+                memory = staged(double, 2, 16)
+                for number in range(2):
+                    batch, query = layer.step([(1, 20 + number, 1), (2, 30, 1)])
+                    for target, source in zip(memory.device, batch[1:4], strict=True):
+                        target[: len(source)] = source
+                    batch = PagedBatch(*batch[:4], PAGE, 2, 0, memory.device)
+                    backend.run(
+                        backend.plan(spec, batch, torch.device("cpu"), number, graph=True), query[:2], layer.cache
+                    )
+                calls += double.calls
+    backend, double = make()
+    x, ones = torch.ones(4, 64, dtype=BF16), torch.ones(4)
+    for offset in (0.0, 1.0):
+        backend.rms_norm(x, x[0], 1e-6, offset)
+        backend.add_rms_norm(x.clone(), x.clone(), x[0], 1e-6, offset)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        backend.act_and_mul(x, activation)
+    backend.rotate(x[:, None].clone(), x[:, None].clone(), torch.ones(4, 64), True)
+    backend.mask(x.float(), ones.long(), ones / 2, ones / 2)
+    return calls + double.calls
+
+
+def real_one(name: str) -> Callable[..., Any]:
+    found = real
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def test_the_run_calls_everything_there_is() -> None:
+    expected = {*FUNCTIONS} | {f"{wrapper}.{method}" for wrapper in (DECODE, PREFILL) for method in METHODS}
+    assert {call.name for call in all_calls()} == expected
+
+
+def test_every_call_binds_to_the_real_signature() -> None:
+    for call in all_calls():
+        owner = () if call.wrapper is None else (call.wrapper,)
+        inspect.signature(real_one(call.name)).bind(*owner, *call.args, **call.kwargs)
+        if call.name == f"{DECODE}.plan":  # its own takes any keyword
+            inspect.signature(real_one(f"{DECODE}._plan_impl")).bind(*owner, *call.args, **call.kwargs)
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_doubles_functions_have_the_real_signatures(name: str) -> None:
+    assert parameters(getattr(FlashInferDouble(), name)) == parameters(real_one(name))
+
+
+@pytest.mark.parametrize("wrapper", [DECODE, PREFILL])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_doubles_methods_have_the_real_signatures(wrapper: str, method: str) -> None:
+    assert parameters(getattr(getattr(FlashInferDouble(), wrapper), method)) == parameters(
+        real_one(f"{wrapper}.{method}")
+    )
+
+
+def test_the_doubles_decode_takes_the_same_options() -> None:
+    double = getattr(FlashInferDouble(), DECODE)
+    assert parameters(double._plan_impl) == parameters(real_one(f"{DECODE}._plan_impl"))
+
+
+# No argument is dropped.
+
+
+def test_nothing_is_given_to_a_backend_that_drops_it() -> None:
+    shares = {"fixed_split_size", "disable_split_kv"}
+    for call in all_calls():
+        given = {name for name, value in call.kwargs.items() if value is not None}
+        if call.name == f"{PREFILL}.plan" and call.wrapper._backend != "fa2":
+            assert not given & shares
+        if call.name == f"{DECODE}.plan":
+            assert call.wrapper._backend == "fa2"
+            assert call.wrapper.use_tensor_cores or not given & shares
+        if call.name == "fast_decode_plan":
+            assert call.args[0].use_tensor_cores or not given & shares
+        if call.name.endswith(".run"):
+            assert given <= {"out", "lse", "return_lse"}
+
+
+@pytest.mark.parametrize("name", [f"{DECODE}._plan_impl", f"{PREFILL}.plan", "fast_decode_plan"])
+def test_fa2_and_no_other_is_handed_how_to_share_keys_out(name: str) -> None:
+    source = inspect.getsource(inspect.unwrap(real_one(name)))
+    guarded = re.findall(r'if self\._backend == "fa2":\n((?:\s+args\.append\(.*\n)+)', source)
+    assert len(guarded) == 1
+    assert "fixed_split_size" in guarded[0]
+    assert "disable_split_kv" in guarded[0]
+
+
+def test_fa2_drops_sinks() -> None:
+    source = inspect.getsource(inspect.unwrap(real.prefill.get_batch_prefill_module))
+    fa2 = source[source.index("def paged_run") :].partition('elif backend == "fa2":')[2].partition("else:")[0]
+    assert "paged_run_func(" in fa2
+    assert "sinks" not in fa2
+
+
+def test_auto_takes_fa3_for_what_the_planner_thinks_it_does() -> None:
+    supported = real.utils.is_fa3_backend_supported
+    assert supported(0, False, False, BF16, BF16)
+    assert not supported(0, False, False, BF16, FP8)
+    assert all(real.utils.is_fa3_prefill_head_dim_supported(dim, dim) for dim in prebuilt.HEAD_DIMS)
+
+
+# Attributes that are no part of the public interface.
+
+
+def attributes(function: Callable[..., Any], context: type) -> set[str]:
+    """``self.…`` that a function reads (`ast.Load`) or sets (`ast.Store`)."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, context)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def test_a_plan_is_made_in_the_page_locked_buffer_of_the_moment() -> None:
+    for name in (f"{DECODE}._plan_impl", f"{PREFILL}.plan", "fast_decode_plan"):
+        function = real_one(name)
+        assert "_pin_memory_int_workspace_buffer" in attributes(function, ast.Load)
+        assert "_pin_memory_int_workspace_buffer" not in attributes(function, ast.Store)
+        source = inspect.getsource(inspect.unwrap(function))
+        order = "self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer,"
+        assert order in re.sub(r"\s+", " ", source)
+
+
+def test_new_workspaces_are_what_plan_and_run_then_use() -> None:
+    for wrapper in (DECODE, PREFILL):
+        set_by_reset = attributes(real_one(f"{wrapper}.reset_workspace_buffer"), ast.Store)
+        assert {"_float_workspace_buffer", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer"} == set_by_reset
+        assert {"_float_workspace_buffer", "_int_workspace_buffer"} <= attributes(real_one(f"{wrapper}.run"), ast.Load)
+
+
+def test_a_fast_plan_without_a_graph_takes_the_arrays_as_they_are_and_run_reads_them() -> None:
+    arrays = {"_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"}
+    assert arrays <= attributes(real_one("fast_decode_plan"), ast.Store)
+    assert arrays <= attributes(real_one(f"{DECODE}.run"), ast.Load)
+    source = inspect.getsource(inspect.unwrap(real_one("fast_decode_plan")))
+    graph, _, eager = source.partition("if self.is_cuda_graph_enabled:")[2].partition("    else:\n")
+    assert "copy_" not in graph
+    assert eager.lstrip().startswith("self._paged_kv_indptr_buf = indptr\n")
+    assert "global_override_indptr_cpu" in source
+    # For tensor cores it reads last_page_len on the host: given one on the device, it would wait.
+    assert "last_page_len_host = last_page_len.cpu()" in source
+
+
+def test_what_a_fast_plan_leaves_out_the_full_plan_before_it_has_set() -> None:
+    left_out = attributes(real_one(f"{DECODE}.run"), ast.Load) - attributes(real_one("fast_decode_plan"), ast.Store)
+    from_elsewhere = attributes(real_one(f"{DECODE}._plan_impl"), ast.Store) | attributes(
+        real_one(f"{DECODE}.__init__"), ast.Store
+    )
+    assert left_out - {"use_tensor_cores"} <= from_elsewhere
+
+
+def test_max_sequence_kv_still_leaves_fa2_without_lengths() -> None:
+    source = inspect.getsource(inspect.unwrap(real_one(f"{PREFILL}.plan")))
+    without = source.partition("if max_sequence_kv is not None:")[2].partition("        else:\n")[0]
+    assert "kv_lens_arr_host" not in without
+    assert "seq_lens.cpu().flatten()" in source, "lengths on the host are taken as they are"
+
+
+# Facts of the kernels.
+
+
+def text(path: Path) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"//[^\n]*", "", path.read_text()))
+
+
+def test_the_rule_for_tiles_of_queries() -> None:
+    source = text(HEADERS / "utils.cuh")
+    rule = source[source.index("FA2DetermineCtaTileQ") :].partition("inline int UpPowerOfTwo")[0]
+    assert "if (avg_packed_qo_len > 64 && head_dim < 256) { return 128; }" in rule
+    assert "if (avg_packed_qo_len > 16) { return 64; } else { return 16; }" in rule
+    assert [tile_of(n, 128) for n in (1, 16, 17, 64, 65)] == [QUERY_TILE, 16, 64, 64, LARGEST_TILE]
+    assert [tile_of(n, 256) for n in (16, 17, 65)] == [16, 64, 64]
+    plan = text(HEADERS / "attention" / "scheduler.cuh")
+    assert "avg_packed_qo_len = sum_packed_qo_len / batch_size" in plan
+    assert "max_seq_len = total_num_rows - batch_size + 1" in plan
+
+
+def test_the_rules_for_sharing_keys_out() -> None:
+    plan = text(HEADERS / "attention" / "scheduler.cuh")
+    assert "int num_blocks_per_sm = 2;" in plan
+    assert "max_batch_size_if_split = max_grid_size / num_kv_heads" in plan
+    assert "min_kv_chunk_size = std::max((128 / page_size), 1U)" in plan
+    assert "kv_chunk_size = fixed_split_size;" in plan
+    assert "enable_cuda_graph ? std::max(max_batch_size_if_split, total_num_tiles_q) : new_batch_size" in plan
+    assert "num_qo_heads * padded_batch_size * cta_tile_q * head_dim_vo * sizeof(float)" in plan
+    assert "new batch size should not exceed padded batch size" in plan
+
+
+def test_keys_are_counted_from_the_first_or_from_where_the_first_rows_window_begins() -> None:
+    kernel = text(HEADERS / "attention" / "prefill.cuh")
+    kernel = kernel[kernel.index("void BatchPrefillWithPagedKVCacheDevice") :]
+    assert "kv_len + (qo_tile_idx * CTA_TILE_Q) / group_size, qo_len + window_left)" in kernel
+    assert "partition_kv ? min(kv_tile_idx * max_chunk_size + kv_start_idx, kv_len) : kv_start_idx" in kernel
+    variant = text(HEADERS / "attention" / "variants.cuh")
+    assert "window_left = (params.window_left >= 0) ? params.window_left : kv_len;" in variant
+    assert "kv_idx + qo_len + window_left >= kv_len + qo_idx" in variant
+
+
+def test_a_graph_without_shares_has_no_mask_of_valid_programs() -> None:
+    """So those too many do what the unused end of the page-locked buffer says: it must be zeros."""
+    run = text(CSRC / "batch_prefill.cu")
+    run = run[run.index("void BatchPrefillWithPagedKVCacheRun") :]
+    shares = run[run.index("if (plan_info.split_kv) {") :]
+    assert "params.block_valid_mask" in shares.partition("params.padded_batch_size")[0]
+    assert run.count("params.block_valid_mask = GetPtrFromBaseOffset") == 1
+
+
+def test_sums_come_in_base_two() -> None:
+    kernel = text(HEADERS / "attention" / "prefill.cuh")
+    assert "math::ptx_log2(d[mma_q][j]) + float(m[mma_q][j])" in kernel
+    hopper = text(HEADERS / "attention" / "hopper" / "attention_updater.cuh")
+    assert "row_sum(mi) = row_max(mi) * sm_scale_log2 + math::ptx_log2(sum);" in hopper
+    assert "return m + math::ptx_log2(d)" in text(HEADERS / "attention" / "state.cuh")
+
+
+def test_one_share_is_merged_without_rounding() -> None:
+    """A row has the bits it has when no request of the plan shares its keys out."""
+    merge = text(HEADERS / "attention" / "cascade.cuh")
+    merge = merge[merge.index("void PersistentVariableLengthMergeStatesKernel") :]
+    one = merge[merge.index("if (num_index_sets == 1) {") :].partition("continue;")[0]
+    assert "v.cast_load(V + (indptr[pos] * num_heads + head_idx) * head_dim + tx * vec_size);" in one
+    assert "DTypeO* tmp_v" in text(CSRC / "batch_prefill.cu"), "partial results have the output's dtype"
+
+
+def test_the_groups_that_the_kernel_without_tensor_cores_knows() -> None:
+    source = text(HEADERS / "utils.cuh")
+    groups = source[source.index("define DISPATCH_GQA_GROUP_SIZE") :].partition("Unsupported group_size")[0]
+    assert tuple(map(int, re.findall(r"group_size == (\d+)", groups))) == CUDA_CORE_GROUPS
+
+
+def test_head_sizes_that_have_kernels() -> None:
+    source = text(HEADERS / "utils.cuh")
+    sizes = source[source.index("define DISPATCH_HEAD_DIM(") :].partition("Unsupported head_dim")[0]
+    assert {*map(int, re.findall(r"case (\d+):", sizes))} >= {*prebuilt.HEAD_DIMS}
+
+
+def test_what_append_demands() -> None:
+    append = text(CSRC / "page.cu")
+    append = append[append.index("void append_paged_kv_cache") :].partition("void nvfp4")[0]
+    assert "k/v strides must be identical" in append
+    assert "static_cast<c_type*>(append_key.data_ptr())" in append, "keys are taken for the cache's dtype, unchecked"
+    page = text(HEADERS / "page.cuh")
+    assert "paged_kv.indptr[batch_indices[i]] * paged_kv.page_size + positions[i]" in page
+    assert "constexpr uint32_t vec_size = std::max(16 / sizeof(DType), HEAD_DIM / 32);" in page
+
+
+def test_gate_and_up_are_each_read_sixteen_bytes_at_a_time() -> None:
+    kernel = text(HEADERS / "activation.cuh")
+    assert "vec_size = 16 / sizeof(T)" in kernel
+    assert "y_vec.cast_load(input + offset + d + idx * vec_size)" in kernel
+
+
+def test_a_threads_angles_lie_in_one_half_of_the_table() -> None:
+    rope = text(HEADERS / "pos_enc.cuh")
+    assert "vec_idx = (tx * vec_size) % half_rotary_dim;" in rope
+    assert "head_dim == 64 || head_dim == 128 || head_dim == 256 || head_dim == 512" in rope
+
+
+def test_a_top_k_of_the_whole_vocabulary_changes_nothing_and_equals_stay() -> None:
+    source = text(HEADERS / "topk.cuh")
+    kernel = source[source.index("RadixTopKMaskLogitsKernel_MultiCTA") :]
+    assert "if (k >= vocab_size) {" in kernel
+    assert "(val >= pivot) ? val : neg_inf" in kernel

@@ -1,0 +1,67 @@
+"""Kernels for a GPU, compiled where there is none (`make gpu-kernels`; some minutes)."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mainspring.kernels import prebuilt
+from mainspring.kernels.prebuilt import Attention, KernelsError
+
+pytestmark = [pytest.mark.gpu_kernels, pytest.mark.timeout(3600)]
+
+FATBIN, MACHINE_CODE = 0xBA55ED50, 2  # of the file that nvcc puts into a library, and the kind of an entry in it
+
+
+def architectures(library: Path) -> set[str]:
+    """For which GPUs a library holds machine code: as cuobjdump tells, else as the fatbin does, without the a."""
+    if tool := shutil.which("cuobjdump"):
+        listed = subprocess.run([tool, "--list-elf", library], capture_output=True, text=True, check=True).stdout
+        return {word for line in listed.splitlines() for word in line.split(".") if word.startswith("sm_")}
+    data, found = library.read_bytes(), set()
+    start = data.find(struct.pack("<I", FATBIN))
+    while start >= 0:
+        header, size = struct.unpack_from("<HQ", data, start + 6)
+        entry, end = start + header, start + header + size
+        while entry < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, entry)
+            if kind == MACHINE_CODE:
+                found.add(f"sm_{struct.unpack_from('<I', data, entry + 28)[0]}")
+            entry += header + size
+        start = data.find(struct.pack("<I", FATBIN), end)
+    return found
+
+
+def test_decode_and_paged_prefill_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    try:
+        prebuilt.find_nvcc()
+        prebuilt.require_flashinfer()
+    except KernelsError as error:
+        pytest.fail(str(error), pytrace=False)
+    of_model = prebuilt.modules_needed
+    monkeypatch.setattr(prebuilt, "modules_needed", lambda kinds: of_model(kinds)[-3:-1])  # not the small ones, nor fa3
+    folder, told = tmp_path / "kernels", []
+    kind = Attention(torch.bfloat16, torch.bfloat16, 128)
+    manifest = prebuilt.build([kind], ["9.0a"], folder, told.append)
+    assert [name.split("_with_")[0] for name in manifest.modules] == ["batch_decode", "batch_prefill"]
+    assert [line.split(", ")[-1] for line in told if line.startswith("building")] == [
+        "1 left after it",
+        "0 left after it",
+    ]
+    for name in manifest.modules:
+        library = folder / name / f"{name}.so"
+        assert architectures(library) in ({"sm_90a"}, {"sm_90"})
+        if readelf := shutil.which("readelf"):
+            needed = subprocess.run([readelf, "-d", library], capture_output=True, text=True, check=True).stdout
+            assert "libcuda.so.1" in needed
+            assert "libcudart.so." in needed
+    assert prebuilt.read_manifest(folder) == manifest
+    assert prebuilt.build([kind], ["9.0a"], folder, told.append) == manifest
+    assert "0 modules to build" in told[-1]

@@ -1,0 +1,181 @@
+"""The runner as a GPU has it: buffers written ahead, steps in flight, graphs with padding. On a stand-in for a GPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from late_device import LateDevice
+from mainspring import EngineArgs, LLMEngine, SamplingParams
+from mainspring.core import executor, model_runner
+from mainspring.core.device import Staged
+from mainspring.core.step_inputs import Rows
+from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.worklist import AttentionPlan
+from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
+
+SIZES = [1, 3, 8, 16]
+
+
+class GraphPlan:
+    inner: AttentionPlan
+
+
+class GraphReference(ReferenceBackend):
+    """The reference kernels with plans that can be renewed under a graph."""
+
+    graph_max_kv_len = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graph_plans: dict[tuple[AttentionSpec, int, int], GraphPlan] = {}
+
+    def plan(
+        self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
+    ) -> Any:
+        plan = super().plan(spec, batch, device)
+        if not graph:
+            return plan
+        kept = self._graph_plans.setdefault((spec, batch.group, len(batch.last_page_len)), GraphPlan())
+        kept.inner = plan
+        return kept
+
+    def run(self, plan: Any, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return super().run(plan.inner if isinstance(plan, GraphPlan) else plan, query, cache, sinks)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
+    """The devices of runners, the newest last."""
+    devices: list[LateDevice] = []
+
+    def make(device: torch.device) -> LateDevice:
+        devices.append(LateDevice(device))
+        return devices[-1]
+
+    monkeypatch.setattr(model_runner, "device_for", make)
+    monkeypatch.setattr(executor, "graph_sizes", lambda options, device, most: [] if options.enforce_eager else SIZES)
+    monkeypatch.setattr(executor, "choose_backend", lambda options, device: GraphReference())
+    return devices
+
+
+def run(path: Path, reqs: list[tuple[list[int], int]], **settings: Any) -> tuple[list[list[int]], LLMEngine]:
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(path), **settings), enable_multiprocessing=False)
+    for i, (prompt, n) in enumerate(reqs):
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    tokens: dict[int, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    engine.shutdown()
+    return [tokens[i] for i in range(len(reqs))], engine
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_two_steps_in_flight_and_graphs_give_exactly_the_tokens_of_generate(
+    architecture: str, tmp_path: Path, late: list[LateDevice]
+) -> None:
+    path = tiny.make(architecture, tmp_path)
+    reqs = requests(tiny.VOCAB_SIZE)
+    blocks = NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS)
+    got, engine = run(path, reqs, num_gpu_blocks_override=blocks, **SETTINGS)
+    assert got == transformers_outputs(path, reqs)
+    stats = engine.engine_core.core.scheduler.stats()
+    assert engine.engine_core.core._depth == 2
+    assert late[-1].num_replays > 20
+    assert min(stats.num_preemptions, stats.prefix_hits, stats.chunked_prefills, stats.mixed_steps) > 0
+
+
+def test_with_graphs_and_without_with_one_step_in_flight_and_two_tokens_are_the_same(
+    tmp_path: Path, late: list[LateDevice]
+) -> None:
+    path = tiny.make("llama", tmp_path, dtype=torch.bfloat16)
+    reqs = requests(tiny.VOCAB_SIZE, seed=5)
+    outputs = []
+    for eager in (False, True):
+        for overlap in (False, True, None):
+            got, engine = run(path, reqs, enforce_eager=eager, async_scheduling=overlap, **SETTINGS)
+            outputs.append(got)
+            assert (late[-1].num_replays > 0) != eager
+            assert engine.engine_core.core._depth == (1 if overlap is False else 2)
+    assert all(one == outputs[0] for one in outputs)
+
+
+def test_memory_written_before_its_copy_is_done_is_seen() -> None:
+    device = LateDevice()
+    array = Staged(device, (4,), torch.int64)
+    array.host[0][:] = 1
+    array.send(0, 4)
+    array.host[1][:] = 2
+    array.send(1, 4)
+    mark = device.mark()
+    assert array.device.tolist() == [2] * 4
+    array.host[0][0] = 3
+    with pytest.raises(AssertionError, match="before its copy was done"):
+        device.mark()
+    array.host[0][0] = 1
+    mark.wait()
+    array.host[0][0] = 3
+    device.mark()
+
+
+def test_single_rows_come_first_and_everything_follows_them() -> None:
+    r = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(r.integers(1, 8))
+        counts = r.choice([1, 1, 2, 5], n)
+        firsts = np.cumsum(counts) - counts
+        ids = r.integers(0, 1000, counts.sum())
+        wanted = (firsts + counts - 1)[r.random(n) < 0.7]
+        step = Rows(r.permutation(n), r.integers(0, 9, n), counts, ids, wanted)
+        moved = step.singles_first()
+        assert (np.diff((moved.counts > 1).astype(int)) >= 0).all()
+        assert moved.token_ids[moved.wanted].tolist() == ids[wanted].tolist()
+
+        def by_slot(rows: Rows) -> dict[int, tuple[int, list[int]]]:
+            parts = np.split(rows.token_ids, np.cumsum(rows.counts)[:-1])
+            return {int(s): (int(a), p.tolist()) for s, a, p in zip(rows.slots, rows.starts, parts, strict=True)}
+
+        assert by_slot(moved) == by_slot(step)
+
+
+def test_sampled_requests_too(tmp_path: Path, late: list[LateDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.make("llama", tmp_path)
+    numbers = random.Random(2)
+    prompts = [[numbers.randrange(tiny.VOCAB_SIZE) for _ in range(numbers.randint(1, 40))] for _ in range(12)]
+    many = [
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.3)[i % 3],
+            top_k=(0, 5)[i % 2],
+            top_p=(1.0, 0.8, 0.95)[i % 3],
+            min_p=(0.0, 0.05)[i // 2 % 2],
+            min_tokens=i % 4,
+            seed=i,
+            max_tokens=12,
+        )
+        for i in range(len(prompts))
+    ]
+
+    def outputs(**settings: Any) -> list[list[int]]:
+        args = EngineArgs(model=str(path), **{**SETTINGS, **settings})
+        engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        for i, (prompt, params) in enumerate(zip(prompts, many, strict=True)):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        tokens: dict[int, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        engine.shutdown()
+        return [tokens[i] for i in range(len(prompts))]
+
+    with_graphs = outputs()
+    monkeypatch.undo()
+    assert outputs() == with_graphs

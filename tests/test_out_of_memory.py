@@ -1,0 +1,95 @@
+"""A step that the device has no memory for is cut; a request that does not fit alone fails alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from harness import VOCAB, Step, expected_output, make_core, message, run_core
+from mainspring.core.engine_core import EngineCore
+from mainspring.core.scheduler import GROW_AFTER_STEPS
+from mainspring.ipc.journal import Journal
+
+
+def core_of(fits: Callable[[Step], bool], depth: int = 1, **config: object) -> tuple[EngineCore, list[int]]:
+    """A core whose steps find memory where `fits` says so, and the sizes of those that did."""
+    sizes: list[int] = []
+
+    def launched(step: Step) -> None:
+        if not fits(step):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        sizes.append(step.num_tokens)
+
+    core = make_core(launched, async_scheduling=depth == 2, **config)
+    core.connect(0)
+    return core, sizes
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("most", [1, 5, 9, 40])
+def test_large_steps_are_cut_until_they_fit_and_every_token_is_as_ever(most: int, depth: int) -> None:
+    core, sizes = core_of(lambda step: step.num_tokens <= most, depth, max_num_batched_tokens=64, max_num_seqs=8)
+    numbers = random.Random(most)
+    messages = [
+        message(i, [numbers.randrange(VOCAB) for _ in range(numbers.randint(1, 30))], numbers.randint(1, 20))
+        for i in range(12)
+    ]
+    for one in messages:
+        core.add_request(0, one)
+    ended = run_core(core)
+    for i, one in enumerate(messages):
+        tokens, finished = ended[0, i]
+        assert (tokens, finished.reason) == expected_output(one, (None,), core.executor.max_model_len)
+    assert max(sizes) <= most
+    assert core.scheduler.kv.pool.num_in_use == 0
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_request_that_does_not_fit_alone_fails_alone_and_says_why(chunked: bool) -> None:
+    core, _ = core_of(
+        lambda step: 1 not in step.keys or step.starts[list(step.keys).index(1)] < 6,
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=chunked,
+    )
+    for i in range(5):
+        core.add_request(0, message(i, range(1, 9), 10))
+    request = core.scheduler.fair.of(0).requests[3]
+    request.key = 1
+    ended = run_core(core)
+    tokens, finished = ended[0, 3]
+    assert (finished.reason, finished.error) == ("error", "OutOfMemoryError")
+    assert finished.error_text == (
+        "the device lacks memory for this request alone: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+    assert len(tokens) < 10
+    for i in (0, 1, 2, 4):
+        assert ended[0, i][1].reason == "length"
+        assert len(ended[0, i][0]) == 10
+
+
+def test_the_budget_grows_back() -> None:
+    left = [True]
+    core, sizes = core_of(lambda step: step.num_tokens < 32 or not left or not left.pop(), max_num_batched_tokens=32)
+    core.add_request(0, message(0, range(1, 41), 5))
+    run_core(core)
+    assert max(sizes) == 16
+    for i in range(1, 2 + GROW_AFTER_STEPS // 20):
+        core.add_request(0, message(i, [i], 40))
+        run_core(core)
+    core.scheduler.reset_prefix_cache()
+    core.add_request(0, message(99, range(50), 2))
+    run_core(core)
+    assert max(sizes) == 32
+
+
+def test_a_step_that_was_cut_accuses_nobody() -> None:
+    journal = Journal.create(256)
+    left = [True]
+    core, _ = core_of(lambda step: not left or not left.pop(), journal=journal)
+    core.add_request(0, message(0, range(1, 9), 3))
+    run_core(core)
+    assert journal.accused() == []
+    journal.close()

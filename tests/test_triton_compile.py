@@ -1,0 +1,119 @@
+"""Every Triton kernel compiles for an H100 or H200 (sm_90), on a machine without one: no spills, one MMA shape.
+
+Run as a script, this file prints what it found; the test runs it in a process whose Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_MEMORY = 232448  # bytes that one program may take on sm_90
+
+
+def compile_kernels() -> dict[str, dict[str, Any]]:
+    """Name → registers, spilled bytes, shared memory and matrix instructions of each kernel as it is launched."""
+    from mainspring.kernels import triton_kernels as kernels
+
+    found = {}
+    for scores, other in (("fp32", "sampled"), ("bf16", "sampled"), ("fp32", "temperatures"), ("bf16", "temperatures")):
+        types = dict.fromkeys(("seeds", "positions", "best"), "i64")
+        types |= {"scores": scores, "temperatures": "fp32", "sampled": "i1"}
+        absent = {"temperatures": "sampled", "sampled": "temperatures"}[other]
+        constants = {absent: None, "DIVIDE": other == "temperatures", "SPLIT": kernels._SPLIT}
+        options = {"num_warps": 8, "enable_fp_fusion": False}
+        found[f"choose {scores}, {other}"] = compile_one(kernels._choose_in_part, types, constants, options)
+    types = {"best": "i64", "chosen": "i64"}
+    found["choose among parts"] = compile_one(kernels._choose_among_parts, types, {"WIDTH": 32}, {"num_warps": 1})
+
+    launches = [("bf16", tile, bias) for tile in (*kernels._TILES, kernels._LONE_TILE) for bias in (False, True)]
+    launches += [("fp16", kernels._TILES[-1], False), ("fp32", kernels._FP32_TILE, True)]
+    for dtype, tile, bias in launches:  # with a bias also the ragged kind, whose K is no multiple of the depth
+        constants = {"WHOLE": not bias, "PRECISION": "ieee", "GROUP": kernels._GROUP}
+        constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth} | (
+            {} if bias else {"bias": None}
+        )
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        name = f"linear {dtype}, {tile.rows} rows, {tile.num_stages} stages{', ragged, bias' if bias else ''}"
+        found[name] = compile_one(
+            kernels._linear, dict.fromkeys(("x", "weight", "bias", "out"), dtype), constants, options
+        )
+    return found
+
+
+def compile_one(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """With pointers to `types` and 32-bit sizes, multiples of 16 all but two: what Triton makes of a real model's."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    signature = {name: "*" + types[name] if name in types else "i32" for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    at = {name: (kernel.arg_names.index(name),) for name in signature}
+    attributes = {
+        at[name]: [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind != "constexpr" and name not in ("num_rows", "parts")
+    }
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature=signature, constexprs={at[k]: v for k, v in constants.items()}, attrs=attributes
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        command = [ptxas(), "-v", "--gpu-name=sm_90a", str(file), "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
+        "shared memory": compiled.metadata.shared,
+        "matrix instructions": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[.\w]*", ptx))),
+    }
+
+
+@functools.cache
+def ptxas() -> str | None:
+    from triton import knobs
+
+    try:
+        return str(knobs.nvidia.ptxas.path)
+    except RuntimeError:
+        return None
+
+
+def test_all_kernels_compile_for_hopper_and_a_product_has_one_instruction_shape() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton, which comes with torch's CUDA builds, is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-P", __file__], env=environment, capture_output=True, text=True)
+    if run.returncode == 3:
+        pytest.skip("Triton finds no ptxas; set TRITON_PTXAS_PATH to one")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert len(found) == 15
+    for name, kernel in found.items():
+        assert kernel["spilled"] == 0, f"{name}: {kernel}"
+        assert kernel["shared memory"] <= SHARED_MEMORY
+        half = re.match(r"linear (bf16|fp16)", name)
+        shape = "wgmma.mma_async.sync.aligned.m64n128k16.f32"
+        instructions = [instruction.rsplit(".", 2)[0] for instruction in kernel["matrix instructions"]]
+        assert instructions == ([shape] if half else []), f"{name}: a row's bits might depend on the tile: {kernel}"
+
+
+if __name__ == "__main__":
+    if ptxas() is None:
+        sys.exit(3)
+    json.dump(compile_kernels(), sys.stdout, indent=1)
