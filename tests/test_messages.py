@@ -142,7 +142,7 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         {"age_s": 0.0, "resumed": False},
     ),
 ]
-MAPS = {CoreStatus, FrontendStatus, Latency}  # for people and scripts
+MAPS = (CoreStatus, FrontendStatus, Latency)  # for people and scripts
 
 
 @pytest.mark.parametrize("kind", sorted(GOLDEN))
