@@ -98,7 +98,7 @@ architectures: $(DEV) ## a tiny checkpoint of every causal-LM class against tran
 	$(BIN)/python benchmarks/architectures.py
 
 demo-model: $(DEV) ## train the embedded model again
-	$(BIN)/python -P -m mainspring.demo.train
+	$(BIN)/python demo/training/train.py
 
 docs: $(DEV) ## write the generated pages
 	$(BIN)/python benchmarks/reference_docs.py

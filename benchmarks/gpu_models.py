@@ -22,15 +22,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from demo_questions import ANIMALS, GIRLS, Question, heldout_other, heldout_sums, is_right, long_story
 from mainspring import LLM, EngineArgs, SamplingParams, kernels
 from mainspring.core.kv_layout import plan_layout
 from mainspring.core.model.loader import load_model
 from mainspring.core.model.paged_model import PagedModel
 from mainspring.core.model_runner import ModelRunner
 from mainspring.demo import MODEL_PATH
-from mainspring.demo.corpus import Question, heldout_other, heldout_sums, is_right
-from mainspring.demo.facts import GIRLS
-from mainspring.demo.stories import ANIMALS, long_story
 from mainspring.engine.llm_engine import make_client
 from mainspring.ipc.client import CoreClient
 from mainspring.ipc.config import LoadConfig, ModelConfig

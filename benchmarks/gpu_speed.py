@@ -196,7 +196,7 @@ def _say_elementwise(setup: Setup, say: Say, backend: Backend, top: Ceilings) ->
         blocks = 1 + torch.randperm(-(-rows // BLOCK_SIZE), device=setup.device)
         pool = torch.zeros(1 + len(blocks), layout.block_elements, dtype=BF16, device=setup.device)
         at = torch.arange(rows, device=setup.device)
-        into = layout.caches(pool)[0], key, value, blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
+        into = layout.caches(pool)[0], key, value, blocks[at // BLOCK_SIZE].int(), (at % BLOCK_SIZE).int()
         return {
             "rms_norm": (lambda: backend.rms_norm(x, weight, 1e-5), 2 * x.nbytes),
             "add_rms_norm": (lambda: backend.add_rms_norm(y, residual, weight, 1e-5), 4 * x.nbytes),

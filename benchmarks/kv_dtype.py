@@ -15,13 +15,11 @@ from random import Random
 import torch
 from transformers import AutoTokenizer
 
+from demo_questions import ANIMALS, GIRLS, Question, heldout_other, heldout_sums, is_right, long_story
 from mainspring import LLM, SamplingParams
 from mainspring.core.model.loader import load_model
 from mainspring.core.model.verify import Chunk, paged_logits
 from mainspring.demo import MODEL_PATH
-from mainspring.demo.corpus import Question, heldout_other, heldout_sums, is_right
-from mainspring.demo.facts import GIRLS
-from mainspring.demo.stories import ANIMALS, long_story
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.kernels.reference import ReferenceBackend
 from report import publish, table

@@ -49,6 +49,10 @@ class Device:
     def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
         """Copy, without waiting."""
 
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """Its own copy on the device, without waiting; for what comes now and then."""
+        return host
+
     def download(self, numbers: torch.Tensor) -> Tokens:
         """Begin to copy."""
         return _There(numbers.numpy())
@@ -74,6 +78,7 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._pool: object | None = None  # of the memory that graphs share: one runs at a time
+        self._beside: torch.cuda.Stream | None = None  # one for all captures: cuBLAS takes memory for each there is
 
     def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -83,6 +88,10 @@ class CudaDevice(Device):
 
     def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
         twin.copy_(host, non_blocking=True)
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        # torch hands page-locked memory out again only when copies out of it are done
+        return host.pin_memory().to(self.torch, non_blocking=True)
 
     def download(self, numbers: torch.Tensor) -> Tokens:
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -96,17 +105,20 @@ class CudaDevice(Device):
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Runs it twice first, on a stream beside, so that libraries have set themselves up."""
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        if self._beside is None:
+            self._beside, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream()
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
             run()
             run()
-        torch.cuda.current_stream().wait_stream(beside)
+        current.wait_stream(self._beside)
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
-            result = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # type: ignore[arg-type]
+                result = run()
+        finally:
+            torch.cuda.set_stream(current)  # which torch leaves undone where a capture fails
         return graph.replay, result
 
     def release_memory(self) -> None:

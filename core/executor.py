@@ -5,12 +5,15 @@ Neither waits, so that several steps can be in flight."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from ..ipc.config import EngineConfig
+from ..ipc.errors import OutOfMemoryError
 from ..ipc.messages import ModelFacts
 from .device import Tokens
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
@@ -71,9 +74,9 @@ class UniprocExecutor:
             config.model_config.max_model_len,
             backend,
             None if decisions is None else decisions["fusing"],
+            lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
         )
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
-        prepare_kernels(backend, model.layers, model.dtype, kv_dtype)
         self.layout = plan_layout(model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim)
         sizes = graph_sizes(options, device, scheduler.max_num_seqs)
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes)
@@ -93,7 +96,13 @@ class UniprocExecutor:
 
     def warm_up(self) -> None:
         if self.asynchronous:
-            self._runner.warm_up(self._graph_sizes)
+            try:
+                self._runner.warm_up(self._graph_sizes)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError(
+                    "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
+                    f"or set enforce_eager ({str(error).partition(chr(10))[0]})"
+                ) from error
             self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self.model.device))
 
     def release_memory(self) -> None:
@@ -114,13 +123,26 @@ class UniprocExecutor:
         return self.model.explain()
 
     def execute(self, step: Step) -> Launched:
-        return self._runner.execute(step)
+        with _lack_of_memory():
+            return self._runner.execute(step)
 
     def sample(self, launched: Launched) -> Tokens:
-        return self._runner.sample(launched)
+        with _lack_of_memory():
+            return self._runner.sample(launched)
 
     def tokens(self, sampled: Tokens) -> np.ndarray:
         return sampled.wait()
+
+
+@contextmanager
+def _lack_of_memory() -> Iterator[None]:
+    """Libraries have their own words for it: cuBLAS found no workspace, FlashInfer's is too small for the step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error) for words in ("CUBLAS_STATUS_ALLOC_FAILED", "Buffer overflow")):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
 
 
 def _fingerprint(model: PagedModel) -> str:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded
 CPU_DEFAULT_BYTES = 4 << 30
 GRAPH_BYTES = 8 << 20  # of a captured graph, beside the memory it works in
+CHOICE_BYTES = 24  # of each logit while tokens are chosen: itself, and fp32 copies that are masked
 
 
 def count_blocks(
@@ -50,7 +51,8 @@ def count_blocks(
         if cache.kv_cache_memory_bytes is not None:
             memory = cache.kv_cache_memory_bytes
         elif model.device.type == "cuda":
-            memory = _profile_cuda(model, layout, backend, cache.gpu_memory_utilization, budget, graph_sizes)
+            share, seats = cache.gpu_memory_utilization, scheduler.max_num_seqs
+            memory = _profile_cuda(model, layout, backend, share, budget, seats, graph_sizes)
         else:
             memory = min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
         available = memory // layout.block_bytes
@@ -88,14 +90,16 @@ def _profile_cuda(
     backend: Backend,
     share: float,
     budget: int,
+    seats: int,
     graph_sizes: Sequence[int],
 ) -> int:
-    """What the cache may take of a GPU: its share, less weights, the peak of the largest step, graphs and what other
-    programs have."""
+    """What the cache may take of a GPU: its share, less weights, the peak of the largest step or of choosing tokens for
+    all seats, graphs and what other programs have."""
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(model, layout, backend, budget)
-    peak = torch.cuda.max_memory_allocated(device)
+    choosing = min(seats, budget) * model.vocab_size * CHOICE_BYTES
+    peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + choosing)
     if graph_sizes:  # graphs keep the memory of the largest of them to themselves
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -74,6 +74,7 @@ class ModelRunner:
         self._sampler = Sampler(max_num_seqs, device, backend)
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
+        self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it for as long as they live
         self._graphs: dict[int, _Graph] = {}  # by number of rows, smallest first
         # One plan a step for each distinct kind of call in a group; the calls of that kind share it.
         self._plans: dict[tuple[int, AttentionSpec], list[int]] = {}
@@ -161,9 +162,9 @@ class ModelRunner:
     def warm_up(self, sizes: Sequence[int]) -> None:
         """Run each kind of kernel once, so that none has to be built while somebody waits, and record graphs of steps
         in which so many requests compute one token each. The largest comes first: its memory serves the others."""
-        starts, counts = np.zeros(3, np.int64), np.array([1, 1, 5])[-self._last_tokens.shape[0] :]
-        starts = starts[: len(counts)]
-        logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
+        for counts in (np.ones(1, np.int64), np.array([1, 1, 5])[-self._last_tokens.shape[0] :]):
+            starts = np.zeros(len(counts), np.int64)
+            logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
         self._sampler.warm_up(logits)
         began = time.monotonic()
         for size in sorted(sizes if self._graph_max_len else (), reverse=True):
@@ -190,7 +191,7 @@ class ModelRunner:
         self._marks[self._turn].wait()
         _, batches = self.inputs.fill(step, self._turn, size)
         attention = self._plan(batches, size, graph=True)
-        every_row = torch.arange(size, device=self.model.device)
+        every_row = self._every_row[:size]
 
         def run() -> torch.Tensor:
             ids = self._with_last_tokens(self.inputs.ids.device[:size], size)
@@ -224,7 +225,7 @@ class ModelRunner:
             embeds = torch.from_numpy(request.embeds.copy())
             if request.embeds.dtype == np.uint16:
                 embeds = embeds.view(torch.bfloat16)
-            self._embeds[request.slot] = embeds.to(self.model.device, self.model.dtype)
+            self._embeds[request.slot] = self.device.bring(embeds).to(self.model.dtype)
 
     def _mix_embeds(self, ids: torch.Tensor, step: Rows) -> torch.Tensor | None:
         """Input rows with prompt embeddings in their places; None if this step computes no such prompt."""

@@ -49,7 +49,7 @@ class Sampler:
         self._unstoppable_until[slot] = request.prompt_len + sampling.min_tokens if request.stop_tokens else 0
         self._stop_tokens.pop(slot, None)
         if request.stop_tokens and sampling.min_tokens:
-            self._stop_tokens[slot] = torch.tensor(sorted(request.stop_tokens), device=self._device.torch)
+            self._stop_tokens[slot] = self._device.bring(torch.tensor(sorted(request.stop_tokens)))
 
     def choose(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int

@@ -94,9 +94,10 @@ class StepInputs:
             places.send(turn, count)
         for array in (self.ids, self.positions, self.offsets, self.row_slots):
             array.send(turn, count)
-        self.wanted.host[turn][: len(wanted)] = wanted
-        self.wanted.host[turn][len(wanted) : padded(len(wanted))] = 0
-        self.wanted.send(turn, padded(len(wanted)))
+        if requests is None:  # a graph wants every row
+            self.wanted.host[turn][: len(wanted)] = wanted
+            self.wanted.host[turn][len(wanted) : padded(len(wanted))] = 0
+            self.wanted.send(turn, padded(len(wanted)))
 
         last = num if requests is None else requests
         num_blocks = -(-(starts + counts) // size)

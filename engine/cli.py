@@ -272,7 +272,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> None:
-    from .top import show
+    from .status import show
 
     show(args.address or _default_address(), key=args.key, server_key=args.server_key)
 

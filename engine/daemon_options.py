@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
-
-from ..ipc.config import Doc, EngineConfig, FieldInfo, Section
+from ..ipc.config import Doc, EngineConfig, Section, fields_of
 from ..ipc.errors import InvalidArgumentError, unknown_argument
 from .args import FIELDS, EngineArgs, add_flags, check_least, typed
 
@@ -45,16 +43,7 @@ class DaemonOptions(Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
-def _fields() -> dict[str, FieldInfo]:
-    hints = get_type_hints(DaemonOptions, include_extras=True)
-    found = {}
-    for field in msgspec.structs.fields(DaemonOptions):
-        kind, doc = get_args(hints[field.name])
-        found[field.name] = FieldInfo("daemon", field.name, kind, field.default, doc.text, False)
-    return found
-
-
-OPTIONS = _fields()
+OPTIONS = {info.name: info for info in fields_of(DaemonOptions, "daemon")}
 _ALL = {**OPTIONS, **FIELDS}
 
 

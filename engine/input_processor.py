@@ -88,7 +88,12 @@ class InputProcessor:
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
         if parsed.embeds is not None:
-            token_ids = self._embeds_placeholders(parsed.embeds)
+            tokens, hidden = parsed.embeds.array.shape
+            if hidden != self.model.hidden_size:
+                raise InvalidRequestError(
+                    f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
+                )
+            token_ids = [0] * tokens
         elif parsed.token_ids is not None:
             token_ids = parsed.token_ids
             self._check_vocabulary("prompt_token_ids", token_ids)
@@ -106,14 +111,6 @@ class InputProcessor:
                 f"output it may have at most {limit - 1}"
             )
         return token_ids
-
-    def _embeds_placeholders(self, embeds: Embeds) -> list[int]:
-        tokens, hidden = embeds.array.shape
-        if hidden != self.model.hidden_size:
-            raise InvalidRequestError(
-                f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
-            )
-        return [0] * tokens
 
     def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
         size = self.model.vocab_size

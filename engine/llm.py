@@ -82,7 +82,8 @@ class LLM:
             KeyboardInterrupt: the batch was aborted, and the engine goes on.
         """
         refuse_unsupported(lora_request=lora_request)
-        listed = _as_list(prompts)
+        several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
+        listed: list[Any] = list(prompts) if several else [prompts]
         params = self._one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = self._one_each("priority", 0 if priority is None else priority, len(listed))
         requests = []
@@ -252,11 +253,6 @@ def _connected(address: str, model: str | None, options: Mapping[str, Any]) -> L
             f"model mismatch: model is {model!r}, but the daemon at {address} serves {theirs!r}; leave model out"
         )
     return engine
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
-    return list(prompts) if several else [prompts]
 
 
 class _Progress:

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint that a frontend reads: where they are, and what generation_config.json says."""
+"""The small files of a checkpoint that a frontend reads, and what generation_config.json says."""
 
 from __future__ import annotations
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,13 +14,15 @@ import msgspec
 from ..ipc.connection import ask_status
 from ..ipc.errors import ConnectError
 from ..ipc.messages import CoreStatus, Latency
-from ..ipc.transport import ipc_path, lock_holder
+from ..ipc.transport import ipc_path, lock_holder, readable
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 _READY = {"serving", "calling", "paused"}
 _BARS = "▁▂▃▄▅▆▇█"
+_INTERVAL = 1.0  # seconds
+_SPEEDS = 60  # kept for the bars
 
 
 def look(address: str, **options: Any) -> CoreStatus | int:
@@ -107,3 +113,50 @@ def _latency(latency: Latency) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
+
+
+def show(address: str, **options: Any) -> None:
+    """How a core is, again and again as a `frame`, until q or Ctrl-C.
+
+    Raises:
+        ConnectError: nobody is there at the beginning. What goes away later is waited for.
+    """
+    from rich.live import Live
+
+    found = shown = look(address, **options)
+    speeds: deque[float] = deque(maxlen=_SPEEDS)
+    trouble = ""
+    with suppress(KeyboardInterrupt), _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
+        while True:
+            if isinstance(found, CoreStatus) and not trouble:  # between two cores the last frame stays
+                shown = found
+                speeds.append(found.tokens_per_s)
+            live.update(frame(shown, speeds, trouble), refresh=True)
+            if pressed(_INTERVAL) == "q":
+                return
+            try:
+                found = look(address, **options)
+                trouble = starting(found) if isinstance(found, int) else ""
+            except ConnectError as error:
+                trouble = str(error)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits for a key, for so many seconds, and returns it, or "" without one."""
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
+    before = termios.tcgetattr(fd) if fd >= 0 else None
+
+    def pressed(seconds: float) -> str:
+        return os.read(fd, 1).decode(errors="replace") if readable([fd] if fd >= 0 else [], seconds) else ""
+
+    if before is not None:
+        tty.setcbreak(fd)
+    try:
+        yield pressed
+    finally:
+        if before is not None:
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)

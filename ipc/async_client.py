@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .config import EngineConfig
+from .client import ConnectedClient
 from .connection import Connection, result_of
-from .errors import EngineDeadError, WrongEventLoopError
+from .errors import WrongEventLoopError
 from .messages import AddRequest, Outputs, UtilityResult
-from .supervisor import launch
 
 
-class AsyncClient:
+class AsyncClient(ConnectedClient):
     """See `CoreClient`. May be made with no loop running; belongs to the first loop it is used from.
 
     Raises:
@@ -23,30 +22,13 @@ class AsyncClient:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.config = connection.config
-        self.model = connection.model
+        super().__init__(connection)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outputs_waiter: asyncio.Future[None] | None = None
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._watched: tuple[int, ...] = ()  # descriptors that the loop looks at
         self._watched_socket = 0  # whose they are
         self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
-
-    @classmethod
-    def launch(cls, config: EngineConfig) -> AsyncClient:
-        """Start a core of one's own. Blocks until it is ready."""
-        return cls(launch(config))
-
-    @classmethod
-    def connect(cls, address: str, **options: Any) -> AsyncClient:
-        """To a daemon; `options` as of `Connection`. Blocks until it has answered."""
-        return cls(Connection.connect(address, **options))
-
-    @property
-    def error(self) -> EngineDeadError | None:
-        """Why the core is gone for good, if it is."""
-        return self._connection.dead_error()
 
     async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._enter()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from .config import EngineConfig
+from .connection import Connection
 from .errors import EngineDeadError
 from .messages import AddRequest, ModelFacts, Outputs
+from .supervisor import EmbeddedCore
 
 
 class CoreClient(Protocol):
@@ -52,3 +54,31 @@ class CoreClient(Protocol):
 
     def close(self) -> None:
         """Let go of the core (an embedded one ends). Twice is once."""
+
+
+class ConnectedClient:
+    """What both clients of a core in another process are made of."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.config = connection.config
+        self.model = connection.model
+
+    @classmethod
+    def launch(cls, config: EngineConfig) -> Self:
+        """Start a core of one's own. Blocks until it is ready.
+
+        Raises:
+            MainspringError: the core did not start.
+        """
+        core = EmbeddedCore(config)
+        try:
+            return cls(Connection(core))
+        except BaseException:
+            core.close()
+            raise
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the core is gone for good, if it is."""
+        return self._connection.dead_error()

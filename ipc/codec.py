@@ -67,11 +67,6 @@ def decode(frames: Sequence[Frame]) -> Envelope:
     return Envelope(instance_id, epoch, message, frames[2:])
 
 
-def tensor_of(array: np.ndarray, frame: int, dtype: str | None = None) -> Tensor:
-    """How `array` will be described in a body. bfloat16 travels as uint16 with its dtype named here."""
-    return Tensor(frame, dtype or array.dtype.name, list(array.shape))
-
-
 def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
     """The array a body refers to: a read-only view of its frame. bfloat16 comes as uint16."""
     if not 0 <= tensor.frame < len(frames):

@@ -189,8 +189,13 @@ class FieldInfo(NamedTuple):
 def fields() -> Iterator[FieldInfo]:
     """Every field of every section, in order."""
     for section in msgspec.structs.fields(EngineConfig):
-        hints = get_type_hints(section.type, include_extras=True)
-        for field in msgspec.structs.fields(section.type):
-            kind, doc = get_args(hints[field.name])
-            default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-            yield FieldInfo(section.name, field.name, kind, default, doc.text, doc.set_by_core)
+        yield from fields_of(section.type, section.name)
+
+
+def fields_of(section: type[Section], name: str) -> Iterator[FieldInfo]:
+    """Those of one section, which is called `name`."""
+    hints = get_type_hints(section, include_extras=True)
+    for field in msgspec.structs.fields(section):
+        kind, doc = get_args(hints[field.name])
+        default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+        yield FieldInfo(name, field.name, kind, default, doc.text, doc.set_by_core)

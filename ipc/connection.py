@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -52,7 +51,7 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
-from .transport import ipc_path, lock_holder, make_dealer
+from .transport import ipc_path, lock_holder, make_dealer, readable
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class Connection:
 
     def _greeted(self, connect_timeout: float) -> None:
         while self._ready is None:
-            self._wait(LOST_POLL_SECONDS)
+            readable(self.fds, LOST_POLL_SECONDS)
             self.receive()
             if self._refused is not None:
                 raise self._refused
@@ -256,19 +255,16 @@ class Connection:
         self._calls.pop(call_id, None)
         self.results.pop(call_id, None)
 
-    def call_blocking(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """A utility call by an owner that has nothing else to do meanwhile."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        call_id = self.start_call(method, args)
+    def call_blocking(self, method: str) -> Any:
+        """A utility call, without arguments, by an owner that has nothing else to do meanwhile."""
+        call_id = self.start_call(method, ())
         try:
             while (answer := self.results.pop(call_id, None)) is None:
                 self.receive()
                 if (error := self.dead_error()) is not None:
                     raise error
                 if call_id not in self.results:
-                    if deadline is not None and time.monotonic() > deadline:
-                        raise TimeoutError(f"the core did not answer {method!r} within {timeout} s")
-                    self._wait(LOST_POLL_SECONDS)
+                    readable(self.fds, LOST_POLL_SECONDS)
         finally:
             self.end_call(call_id)
         return result_of(answer)
@@ -462,12 +458,6 @@ class Connection:
         self.check_process()
         if (error := self.dead_error()) is not None:
             raise error
-
-    def _wait(self, seconds: float) -> None:
-        poll = select.poll()
-        for fd in self.fds:
-            poll.register(fd, select.POLLIN)
-        poll.poll(seconds * 1000)
 
     def _close_socket(self, linger_ms: int) -> None:
         self._socket.disable_monitor()

@@ -33,11 +33,10 @@ class Phase(IntEnum):
 
     STARTING = 0
     LOADING = 1
-    COMPILING = 2
-    CAPTURING = 3
-    SERVING = 4
-    CALLING = 5  # a utility call, which takes what it takes
-    DRAINING = 6  # serving, but for the last time
+    CAPTURING = 2  # CUDA graphs
+    SERVING = 3
+    CALLING = 4  # a utility call, which takes what it takes
+    DRAINING = 5  # serving, but for the last time
 
 
 class Accused(NamedTuple):

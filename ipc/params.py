@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -92,13 +92,7 @@ class SamplingParams:
             raise InvalidArgumentError(f"cache_salt is {self.cache_salt!r}; it must be a non-empty str")
 
 
-_FLAGS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
+_FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"]
 
 
 def _listed(name: str, value: Any) -> Iterable[Any]:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import signal
 import struct
 import subprocess
@@ -24,7 +23,6 @@ import msgspec
 
 from .blame import Blame
 from .config import EngineConfig
-from .connection import Connection
 from .errors import EngineDeadError, EngineStartError, from_wire
 from .journal import Journal, Phase
 from .messages import DesiredState, StartReport
@@ -36,6 +34,7 @@ from .transport import (
     describe_exit,
     ipc_address,
     make_runtime_dir,
+    readable,
     remove_runtime_dir,
 )
 
@@ -218,18 +217,12 @@ class Supervisor:
     def _first_report(self, process: subprocess.Popen[bytes]) -> bytes | None:
         """None if the core ended before it made one, or did not end though it was told to."""
         give_up_at: float | None = None
-        while not self._readable(_LOOK_SECONDS):
+        while not readable([self._reports], _LOOK_SECONDS):
             if self._stops and give_up_at is None:
                 give_up_at = time.monotonic() + END_SECONDS
             if give_up_at is not None and time.monotonic() > give_up_at:
                 process.kill()
         return _read_message(self._reports)
-
-    def _readable(self, seconds: float) -> bool:
-        """Whether the core has reported something, or closed its end, within so many seconds."""
-        poll = select.poll()
-        poll.register(self._reports, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
 
     # ------------------------------------------------------------------ watching
 
@@ -242,11 +235,8 @@ class Supervisor:
         looks = 0  # in a row at which it was silent: after a freeze of both, we may wake first
         try:
             while not watch.ended():
-                poll = select.poll()
-                for fd in (self._waker.fd, watch.fd, self._reports):
-                    if fd is not None and fd >= 0:
-                        poll.register(fd, select.POLLIN)
-                found = dict(poll.poll(_LOOK_SECONDS * 1000))
+                fds = (self._waker.fd, watch.fd, self._reports)
+                found = readable([fd for fd in fds if fd is not None and fd >= 0], _LOOK_SECONDS)
                 self._waker.clear()
                 if self._reports in found:
                     self._read_state()
@@ -263,7 +253,7 @@ class Supervisor:
             watch.close()
             self.ready = False
         process.wait()
-        while self._reports >= 0 and self._readable(0):
+        while self._reports >= 0 and readable([self._reports], 0):
             self._read_state()
 
     def _read_state(self) -> None:
@@ -322,9 +312,7 @@ class Supervisor:
     def _wait_to_restart(self, seconds: float) -> bool:
         """Whether there is to be a next core."""
         if seconds and not self._stops:
-            poll = select.poll()
-            poll.register(self._waker.fd, select.POLLIN)
-            poll.poll(seconds * 1000)
+            readable([self._waker.fd], seconds)
             self._waker.clear()
         return not self._stops
 
@@ -377,20 +365,6 @@ class EmbeddedCore:
     def close(self) -> None:
         """End the core and remove its socket. Twice is once."""
         self._end()
-
-
-def launch(config: EngineConfig) -> Connection:
-    """A connection with a core of one's own.
-
-    Raises:
-        MainspringError: the core did not start.
-    """
-    core = EmbeddedCore(config)
-    try:
-        return Connection(core)
-    except BaseException:
-        core.close()
-        raise
 
 
 def _run(supervisor: Supervisor) -> None:

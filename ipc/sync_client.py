@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,17 +9,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .config import EngineConfig
+from .client import ConnectedClient
 from .connection import Connection, result_of
-from .errors import EngineDeadError
 from .messages import AddRequest, Outputs
-from .supervisor import launch
-from .transport import Waker, seconds_left
+from .transport import Waker, readable, seconds_left
 
 T = TypeVar("T")
 
 
-class SyncClient:
+class SyncClient(ConnectedClient):
     """See `CoreClient`. One lock guards the socket and is never held while waiting.
 
     Of the threads that wait, one is the reader: it waits for the socket and hands what comes to the others. A zmq
@@ -28,36 +25,11 @@ class SyncClient:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.config = connection.config
-        self.model = connection.model
+        super().__init__(connection)
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._has_reader = False
         self._waker = Waker()
-
-    @classmethod
-    def launch(cls, config: EngineConfig) -> SyncClient:
-        """Start a core of one's own.
-
-        Raises:
-            MainspringError: the core did not start.
-        """
-        return cls(launch(config))
-
-    @classmethod
-    def connect(cls, address: str, **options: Any) -> SyncClient:
-        """To a daemon; `options` as of `Connection`.
-
-        Raises:
-            ConnectError: nobody answers, or we are not let in.
-        """
-        return cls(Connection.connect(address, **options))
-
-    @property
-    def error(self) -> EngineDeadError | None:
-        """Why the core is gone for good, if it is."""
-        return self._connection.dead_error()
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._with_socket(lambda: self._connection.add_request(request, tensors))
@@ -123,15 +95,9 @@ class SyncClient:
                 self._lock.release()
                 try:
                     waits = [wait for wait in (seconds_left(deadline), patience) if wait is not None]
-                    self._wait_readable(fds, min(waits, default=None))
+                    readable((*fds, self._waker.fd), min(waits, default=None))
+                    self._waker.clear()
                 finally:
                     self._lock.acquire()
                     self._has_reader = False
                     self._arrived.notify_all()  # one of them is the reader next
-
-    def _wait_readable(self, fds: Sequence[int], timeout: float | None) -> None:
-        poll = select.poll()
-        for fd in (*fds, self._waker.fd):
-            poll.register(fd, select.POLLIN)
-        poll.poll(None if timeout is None else timeout * 1000)
-        self._waker.clear()

@@ -12,7 +12,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -233,6 +233,14 @@ def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None 
     return dealer
 
 
+def readable(fds: Iterable[int], seconds: float | None) -> set[int]:
+    """Those of the descriptors that have something to read, or an end; waits for the first, for so many seconds."""
+    poll = select.poll()  # select() knows no descriptor above 1023
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)}
+
+
 class ProcessWatch:
     """Tells when a process has ended, by something that can be polled where the kernel has it (pidfd).
 
@@ -251,9 +259,7 @@ class ProcessWatch:
     def ended(self) -> bool:
         """Right at once; a zombie counts as ended."""
         if self.fd is not None:
-            poll = select.poll()  # select() knows no descriptor above 1023
-            poll.register(self.fd, select.POLLIN)
-            return bool(poll.poll(0))
+            return bool(readable([self.fd], 0))
         return self._ask()
 
     def close(self) -> None:

@@ -167,8 +167,8 @@ class FlashInferBackend:
             return self._plain.rms_norm(x, weight, eps, offset)
         width = x.shape[-1]
         rows = x
-        if x.dim() != 2:
-            rows = x.view(-1, width) if x.is_contiguous() else x.reshape(-1, *x.shape[-2:])
+        if x.dim() != 2:  # of the two, only the plain norm reads heads that lie apart; the other gets a copy
+            rows = x.reshape(-1, width) if offset or x.is_contiguous() else x.reshape(-1, *x.shape[-2:])
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         if out.numel():
             norm = self._library.gemma_rmsnorm if offset else self._library.rmsnorm

@@ -116,7 +116,8 @@ def modules_needed(attentions: Iterable[Attention]) -> list[Module]:
     modules = [gen_page_module(), jit.norm.gen_norm_module(), gen_rope_module(), jit.sampling.gen_sampling_module()]
     modules += [jit.gen_act_and_mul_module(name) for name in ("silu", "gelu", "gelu_tanh")]
     hopper = (9, "0a") in jit.core.current_compilation_context.TARGET_CUDA_ARCHS
-    for kind in dict.fromkeys(attentions):
+    # Beside each kind the one that the trial run of loading needs: its cache has the dtype of the queries.
+    for kind in dict.fromkeys(kind for a in attentions for kind in (a, a._replace(kv_dtype=a.dtype))):
         q, kv = kind.dtype, kind.kv_dtype
         common = (q, kv, q, torch.int32, kind.head_dim, kind.head_dim, 0, kind.window, kind.softcap)
         modules.append(jit.gen_batch_decode_module(*common))

@@ -876,7 +876,7 @@ class FlashInferDouble:
         enable_pdl: bool | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(input) if out is None else out
-        assert input.dim() in (2, 3)
+        assert input.dim() == 2, "csrc/norm.cu: CHECK_DIM(2, input)"
         assert out.shape == input.shape
         self._check_norm(input, weight, out)
         return out.copy_(self._norm(input, weight, eps, 1.0))

@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from mainspring.ipc import sync_client
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import EngineDeadError, InvalidRequestError, MainspringError, WrongProcessError
 from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.messages import Outputs
 from mainspring.ipc.sync_client import SyncClient
-from mainspring.ipc.transport import ProcessWatch
+from mainspring.ipc.transport import ProcessWatch, readable
 from stand_in_core import StandInCore, StandInOwner, open_descriptors, stand_in
 from wire import PROMPTLY, collect, eventually, request, take
 
@@ -159,8 +160,7 @@ def test_whoever_takes_in_what_another_thread_waits_for_wakes_it(
     client: SyncClient, owner: StandInOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread asleep in poll() may miss a descriptor that another reads in the same instant: here it always does."""
-    wait = client._wait_readable
-    monkeypatch.setattr(client, "_wait_readable", lambda fds, timeout: wait((), timeout))
+    monkeypatch.setattr(sync_client, "readable", lambda fds, timeout: readable([client._waker.fd], timeout))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.get_outputs)
         assert eventually(lambda: client._has_reader)

@@ -25,6 +25,10 @@ def header(magic: bytes = b"ms", version: int = 1, kind: int = 9, instance: byte
     return struct.pack(">2sBB8sI", magic, version, kind, instance, epoch)
 
 
+def described(array: np.ndarray) -> Tensor:
+    return Tensor(0, array.dtype.name, list(array.shape))
+
+
 def address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
@@ -35,7 +39,7 @@ def address(array: np.ndarray) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "int64"])
 def test_an_array_is_encoded_and_read_without_a_copy(dtype: str) -> None:
     array = np.arange(12).astype(dtype).reshape(3, 4)
-    tensor = codec.tensor_of(array, 0)
+    tensor = described(array)
     request = AddRequest(0, "", [1, 2, 3], Sampling(1), prompt_embeds=tensor)
     frames = codec.encode(request, INSTANCE, 1, [array])
     envelope = codec.decode(frames)
@@ -47,9 +51,7 @@ def test_an_array_is_encoded_and_read_without_a_copy(dtype: str) -> None:
 
 def test_bfloat16_travels_as_uint16_under_its_own_name() -> None:
     bits = np.array([[0x3F80, 0x4000]], np.uint16)  # 1.0, 2.0
-    tensor = codec.tensor_of(bits, 0, "bfloat16")
-    assert tensor == Tensor(0, "bfloat16", [1, 2])
-    read = codec.read_tensor(tensor, [bits.data])
+    read = codec.read_tensor(Tensor(0, "bfloat16", [1, 2]), [bits.data])
     assert read.dtype == np.uint16
     assert address(read) == address(bits)
     np.testing.assert_array_equal(read, bits)
@@ -63,7 +65,7 @@ def test_an_array_that_came_through_a_socket_is_a_read_only_view_that_keeps_its_
         right.connect("inproc://tensors")
         left.send_multipart(codec.encode(Bye(), INSTANCE, 1, [array]), copy=False)
         envelope = codec.decode([frame.buffer for frame in right.recv_multipart(copy=False)])
-        read = codec.read_tensor(codec.tensor_of(array, 0), envelope.tensors)
+        read = codec.read_tensor(described(array), envelope.tensors)
         del envelope
         assert not read.flags.writeable
         np.testing.assert_array_equal(read, array)
@@ -72,7 +74,7 @@ def test_an_array_that_came_through_a_socket_is_a_read_only_view_that_keeps_its_
 def test_an_array_that_is_not_contiguous_is_sent_in_order() -> None:
     array = np.arange(12, dtype=np.int32).reshape(3, 4).T
     frames = codec.encode(Bye(), INSTANCE, 1, [array])
-    np.testing.assert_array_equal(codec.read_tensor(codec.tensor_of(array, 0), frames[2:]), array)
+    np.testing.assert_array_equal(codec.read_tensor(described(array), frames[2:]), array)
 
 
 @pytest.mark.parametrize(

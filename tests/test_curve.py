@@ -56,7 +56,9 @@ def test_a_listed_key_comes_in_with_the_name_and_at_most_the_weight_of_the_list(
 ) -> None:
     keys.new("laptop", AllowedKey("ann", weight=2.5))
     for weight in (1.0, 50.0):
-        client = SyncClient.connect(owner.address, weight=weight, name="whatever it says", **keys.of("laptop"))
+        client = SyncClient(
+            Connection.connect(owner.address, weight=weight, name="whatever it says", **keys.of("laptop"))
+        )
         client.add_request(request(0))
         assert collect(client, 1) == {0: [100, 101, 102]}
         client.close()
@@ -130,7 +132,7 @@ def test_the_status_is_told_to_listed_keys_only(owner: StandInOwner, keys: Keys)
 
 
 def test_requests_go_on_over_tcp_with_keys_as_well(owner: StandInOwner, keys: Keys) -> None:
-    client = SyncClient.connect(owner.address, **keys.of("unused"))
+    client = SyncClient(Connection.connect(owner.address, **keys.of("unused")))
     client.add_request(request(0, max_tokens=2000))
     assert client.get_outputs(PROMPTLY) is not None
     owner.kill()
@@ -142,7 +144,7 @@ def test_requests_go_on_over_tcp_with_keys_as_well(owner: StandInOwner, keys: Ke
 def test_a_key_that_is_struck_off_while_its_connection_is_lost_ends_with_the_reason(
     owner: StandInOwner, keys: Keys
 ) -> None:
-    client = SyncClient.connect(owner.address, reconnect_timeout=1.0, **keys.of("unused"))
+    client = SyncClient(Connection.connect(owner.address, reconnect_timeout=1.0, **keys.of("unused")))
     owner.kill()
     keys.allowed.write_text("# nobody\n")
     owner.restart()

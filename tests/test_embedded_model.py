@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from corpus import Question, heldout_other, heldout_sums, is_right
 from mainspring import LLM, SamplingParams
-from mainspring.demo.corpus import Question, heldout_other, heldout_sums, is_right
 
 
 @pytest.fixture(scope="module")

@@ -301,6 +301,13 @@ def test_head_sizes_that_have_kernels() -> None:
     assert {*map(int, re.findall(r"case (\d+):", sizes))} >= {*prebuilt.HEAD_DIMS}
 
 
+def test_the_plain_norm_reads_heads_that_lie_apart_and_gemmas_does_not() -> None:
+    norm = text(CSRC / "norm.cu")
+    plain, gemma = (norm[norm.index(f"void {name}(") :] for name in ("rmsnorm", "gemma_rmsnorm"))
+    assert "else if (input_ndim == 3) {" in plain.partition("void rmsnorm_quant")[0]
+    assert "CHECK_DIM(2, input);" in gemma.partition("void gemma_fused")[0]
+
+
 def test_what_append_demands() -> None:
     append = text(CSRC / "page.cu")
     append = append[append.index("void append_paged_kv_cache") :].partition("void nvfp4")[0]

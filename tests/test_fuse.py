@@ -20,7 +20,14 @@ from mainspring.core.model.fuse_match import TOLERANCE, difference
 from mainspring.core.model.fuse_observe import STAND_IN
 from mainspring.core.model.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
 from mainspring.core.model.parameters import ParameterMap
-from mainspring.core.model.row_invariant import ELEMENTWISE, RowInvariant, is_row_invariant, make_row_invariant
+from mainspring.core.model.row_invariant import (
+    ELEMENTWISE,
+    RowInvariant,
+    is_row_invariant,
+    make_row_invariant,
+    route_products,
+    stray_products,
+)
 from mainspring.kernels.reference import ReferenceBackend
 
 VOCAB = 128
@@ -379,6 +386,23 @@ def test_a_module_that_drops_tokens_is_reported() -> None:
     model.model.layers[1].mlp = DroppingMLP()
     make_row_invariant(model)
     assert not is_row_invariant(model)
+
+
+class OwnProducts(ReferenceBackend):
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = (x.unsqueeze(-2) * weight).sum(-1)
+        return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize(
+    ("name", "stray"), [("llama", set()), ("qwen3_moe", {"Qwen3MoeTopKRouter", "Qwen3MoeExperts"}), ("gemma2", set())]
+)
+def test_products_that_do_not_go_through_the_backend_are_seen(name: str, stray: set[str]) -> None:
+    model, backend = build(name), OwnProducts()
+    assert stray_products(model) > stray
+    fuse_model(model, backend)
+    route_products(model, backend.linear)
+    assert stray_products(model) == stray
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])

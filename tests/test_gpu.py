@@ -91,15 +91,13 @@ def test_where_flashinfer_is_missing_the_reference_runs_unless_it_was_asked_for(
 
 
 class Choosy(ReferenceBackend):
-    deterministic = False
-
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         return "heads of 512 has no kernel" if spec.key_dim == 512 else None
 
 
 def test_what_a_backend_refuses_goes_to_the_reference_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     large = SPEC._replace(key_dim=512, value_dim=512)
-    backend = Choosy()
+    backend = Choosy(deterministic=False)
     with caplog.at_level(logging.WARNING):
         chosen = backends_for([SPEC, large, large, SPEC], backend, torch.bfloat16, torch.bfloat16)
     assert [b is backend for b in chosen] == [True, False, False, True]

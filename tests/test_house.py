@@ -32,8 +32,8 @@ ROOMS = {  # room → rooms it may import, besides itself
     "engine": {"ipc", "demo"},
     "demo": set(),
 }
-TORCH_ROOMS = {"core", "kernels", "demo"}
-TRANSFORMERS_ROOMS = {"core", "demo"}
+TORCH_ROOMS = {"core", "kernels"}
+TRANSFORMERS_ROOMS = {"core"}
 NO_PICKLE_ROOMS = {"", "ipc", "core", "engine"}
 NOT_FROM_THE_WIRE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 RUNS_DATA = {"eval", "exec", "compile", "__import__"}  # builtins
@@ -103,7 +103,7 @@ def test_every_folder_with_python_is_a_listed_package() -> None:
     found = {
         path.parent
         for path in ROOT.rglob("*.py")
-        if not {"tests", "benchmarks", "examples", "docs"} & set(path.relative_to(ROOT).parts[:-1])
+        if not {"tests", "benchmarks", "examples", "docs", "training"} & set(path.relative_to(ROOT).parts[:-1])
         and not is_ignored(path)
     }
     assert found == set(PACKAGES.values())
@@ -133,7 +133,7 @@ def test_engine_imports_core_inside_one_function_only() -> None:
     assert len({(found.importer, found.function) for found in to_core}) <= 1, to_core
 
 
-def test_only_core_kernels_and_demo_import_torch_at_all() -> None:
+def test_only_core_and_kernels_import_torch_at_all() -> None:
     assert not [f for f in ALL_IMPORTS if f.top == "torch" and room_of(f.importer) not in TORCH_ROOMS]
 
 
@@ -185,7 +185,7 @@ def test_library_code_logs_and_does_not_print() -> None:
     printing = [
         f"{module}:{node.lineno}"
         for module, path in MODULES.items()
-        if room_of(module) != "demo" and module not in CONSOLE
+        if module not in CONSOLE
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tiny
 from late_device import LateDevice
@@ -109,6 +114,52 @@ def test_with_graphs_and_without_with_one_step_in_flight_and_two_tokens_are_the_
     assert all(one == outputs[0] for one in outputs)
 
 
+class Inputs(TorchDispatchMode):
+    """Notes what is read that was not made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[StorageWeakRef, str] = {}
+        self._made: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and func is not torch.ops.aten.lift_fresh.default:  # a number's
+                self.read.setdefault(StorageWeakRef(tensor.untyped_storage()), str(func))
+        for tensor in tree_leaves(out):
+            ref = StorageWeakRef(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) else None
+            if ref is not None and ref not in self.read:
+                self._made.add(ref)
+        return out
+
+    def from_outside(self) -> dict[StorageWeakRef, str]:
+        return {ref: by for ref, by in self.read.items() if ref not in self._made}
+
+
+def test_what_a_graph_reads_outlives_its_capture(
+    tmp_path: Path, late: list[LateDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real graph keeps nothing alive: it goes on reading memory that others have been given."""
+    noted: list[Inputs] = []
+
+    def capture(self: LateDevice, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        noted.append(Inputs())
+        with noted[-1]:
+            return lambda: None, run()
+
+    monkeypatch.setattr(LateDevice, "capture", capture)
+    path = tiny.make("llama", tmp_path)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(path), **SETTINGS), enable_multiprocessing=False)
+    gc.collect()
+    assert len(noted) == len([size for size in SIZES if size <= SETTINGS["max_num_seqs"]])
+    for inputs in noted:
+        read = inputs.from_outside()
+        assert len(read) > 10
+        assert not [by for ref, by in read.items() if ref.expired()]
+    engine.shutdown()
+
+
 def test_memory_written_before_its_copy_is_done_is_seen() -> None:
     device = LateDevice()
     array = Staged(device, (4,), torch.int64)
@@ -179,3 +230,31 @@ def test_sampled_requests_too(tmp_path: Path, late: list[LateDevice], monkeypatc
     with_graphs = outputs()
     monkeypatch.undo()
     assert outputs() == with_graphs
+
+
+@pytest.mark.parametrize("words", ["Buffer overflow when allocating memory for tmp_v", "CUDA out of memory"])
+def test_a_step_that_a_library_has_no_room_for_is_cut(
+    words: str, tmp_path: Path, late: list[LateDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.make("llama", tmp_path)
+    reqs = requests(tiny.VOCAB_SIZE, seed=8)
+    whole, _ = run(path, reqs, **SETTINGS)
+    plan = GraphReference.plan
+
+    def short(self: GraphReference, spec: AttentionSpec, batch: PagedBatch, *args: Any, **kwargs: Any) -> Any:
+        if int(batch.qo_indptr[-1]) > 20:
+            raise (torch.OutOfMemoryError if "CUDA" in words else RuntimeError)(words)
+        return plan(self, spec, batch, *args, **kwargs)
+
+    engine_args = EngineArgs(model=str(path), **SETTINGS)
+    engine = LLMEngine.from_engine_args(engine_args, enable_multiprocessing=False)
+    monkeypatch.setattr(GraphReference, "plan", short)
+    for i, (prompt, n) in enumerate(reqs):
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    tokens: dict[int, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    engine.shutdown()
+    assert [tokens[i] for i in range(len(reqs))] == whole

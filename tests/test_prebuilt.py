@@ -357,7 +357,11 @@ def test_modules_have_the_names_that_flashinfer_looks_for(tmp_path: Path, monkey
         ("batch_prefill", True),
         ("batch_decode", False),
         ("batch_prefill", False),
+        ("batch_decode", False),
+        ("batch_prefill", False),
+        ("batch_prefill", True),
     ]
-    assert [name for name in names if "dtype_kv_e4m3" in name and "head_dim_qk_64" in name] == names[-2:]
-    assert all("use_swa_True" in name and "use_logits_cap_True" in name for name in names[-2:])
+    assert [name for name in names if "dtype_kv_e4m3" in name and "head_dim_qk_64" in name] == names[10:12]
+    assert all("use_swa_True" in name and "use_logits_cap_True" in name for name in names[10:])
+    assert all("dtype_kv_bf16" in name for name in names[12:]), "for the trial run of loading"
     assert missing == names[1:10]

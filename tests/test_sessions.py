@@ -414,7 +414,7 @@ def test_what_had_come_is_told_before_the_end_is(client: SyncClient, owner: Stan
 
 
 def test_a_daemon_that_does_not_come_back_within_reconnect_timeout_is_dead(daemon: StandInOwner) -> None:
-    client = SyncClient.connect(daemon.address, reconnect_timeout=0.3)
+    client = SyncClient(Connection.connect(daemon.address, reconnect_timeout=0.3))
     client.add_request(request(0, max_tokens=LONG))
     daemon.stop("the daemon was stopped")
     with pytest.raises(EngineDeadError, match=r"has not answered for 0 s \(the daemon was stopped\)"):
@@ -423,7 +423,7 @@ def test_a_daemon_that_does_not_come_back_within_reconnect_timeout_is_dead(daemo
 
 
 def test_a_daemon_that_comes_back_within_reconnect_timeout_is_only_a_pause(daemon: StandInOwner) -> None:
-    client = SyncClient.connect(daemon.address)
+    client = SyncClient(Connection.connect(daemon.address))
     client.add_request(request(0, max_tokens=1500))
     assert client.get_outputs(PROMPTLY) is not None
     daemon.stop("the daemon was stopped")
@@ -435,7 +435,7 @@ def test_a_daemon_that_comes_back_within_reconnect_timeout_is_only_a_pause(daemo
 
 
 def test_a_core_that_loads_is_waited_for_past_reconnect_timeout(daemon: StandInOwner) -> None:
-    client = SyncClient.connect(daemon.address)
+    client = SyncClient(Connection.connect(daemon.address))
     daemon.kill()
     daemon.load()
     link = client._connection
@@ -523,11 +523,11 @@ def test_a_client_may_come_while_its_core_loads(daemon: StandInOwner) -> None:
     daemon.kill()
     daemon.load()
     with ThreadPoolExecutor() as pool:
-        coming = pool.submit(SyncClient.connect, daemon.address, connect_timeout=0.1)
+        coming = pool.submit(Connection.connect, daemon.address, connect_timeout=0.1)
         assert eventually(lambda: daemon.server._early)
         assert not coming.done()
         daemon.announce()
-        client = coming.result(PROMPTLY)
+        client = SyncClient(coming.result(PROMPTLY))
     assert client.call("echo", 1) == [1]
     client.close()
 
@@ -536,11 +536,11 @@ def test_a_client_that_comes_while_a_core_dies_meets_the_next(daemon: StandInOwn
     daemon.kill()
     daemon.load()
     with ThreadPoolExecutor() as pool:
-        coming = pool.submit(SyncClient.connect, daemon.address)
+        coming = pool.submit(Connection.connect, daemon.address)
         assert eventually(lambda: daemon.server._early)
         daemon.kill()
         daemon.restart()
-        client = coming.result(PROMPTLY)
+        client = SyncClient(coming.result(PROMPTLY))
     assert client.call("echo", 1) == [1]
     client.close()
 
@@ -549,7 +549,7 @@ def test_where_nobody_listens_connecting_is_an_error_that_says_what_to_do(tmp_pa
     address = f"ipc://{tmp_path}/nobody.sock"
     before = open_descriptors()
     with pytest.raises(ConnectError, match=f"no daemon answers at {address}: start one with mainspring daemon"):
-        SyncClient.connect(address, connect_timeout=0.1)
+        SyncClient(Connection.connect(address, connect_timeout=0.1))
     assert eventually(lambda: open_descriptors() <= before)
 
 
@@ -557,7 +557,7 @@ def test_what_is_no_daemon_is_an_error_within_connect_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConnectError, match=f"no daemon answers at {address}"):
-            SyncClient.connect(address, connect_timeout=0.2)
+            SyncClient(Connection.connect(address, connect_timeout=0.2))
 
 
 def test_who_turns_us_away_is_not_asked_again_at_once(tmp_path: Path) -> None:
@@ -577,7 +577,7 @@ def test_who_turns_us_away_is_not_asked_again_at_once(tmp_path: Path) -> None:
         thread.start()
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConnectError, match="the handshake failed"):
-            SyncClient.connect(address, connect_timeout=1.0)
+            SyncClient(Connection.connect(address, connect_timeout=1.0))
         other.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert 2 <= visits <= 40

@@ -437,7 +437,7 @@ def test_stopping_lets_the_core_finish_what_it_has_accepted_and_leaves_the_rest_
     with Alone(config(), drain_timeout=GUARD) as one:
         one.supervisor.start()
         one.thread.start()
-        client = SyncClient.connect(one.address)
+        client = SyncClient(Connection.connect(one.address))
         client.add_request(harmless(0, 500))
         assert client.get_outputs(GUARD) is not None
         one.supervisor.stop()
@@ -458,7 +458,7 @@ def test_draining_ends_by_a_second_stop_or_the_limit(stops: int, drain_timeout: 
     with Alone(config(), drain_timeout=drain_timeout) as one:
         one.supervisor.start()
         one.thread.start()
-        client = SyncClient.connect(one.address)
+        client = SyncClient(Connection.connect(one.address))
         client.add_request(harmless(0, LONG))
         assert client.get_outputs(GUARD) is not None
         one.supervisor.stop()

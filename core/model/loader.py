@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +19,14 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from ...ipc.config import LoadConfig, ModelConfig
 from ...ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, UnsupportedModelError
-from ...kernels.interface import Backend
+from ...kernels.interface import AttentionSpec, Backend
 from ...kernels.reference import ReferenceBackend
 from .dry_run import record_attention
 from .fuse import fuse_model
 from .paged_model import PagedModel
 from .refuse import refuse_class, refuse_config
 from .rope import freeze_rope
-from .row_invariant import is_row_invariant, make_row_invariant, route_products
+from .row_invariant import is_row_invariant, make_row_invariant, route_products, stray_products
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,14 @@ def load_model(
     max_model_len: int | None = None,
     backend: Backend | None = None,
     decisions: Mapping[str, Any] | None = None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
 
     `max_model_len` settles what depends on the length of a sequence (see rope.py); without it the model's own limit
-    does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. Raises
-    `ModelNotFoundError` when there is no such checkpoint and `UnsupportedModelError`, naming what stands in the way,
-    when it can't be served rightly.
+    does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. `prepare`
+    is told the attention and the dtype before any kernel of `backend` runs. Raises `ModelNotFoundError` when there is
+    no such checkpoint and `UnsupportedModelError`, naming what stands in the way, when it can't be served rightly.
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
@@ -61,7 +62,7 @@ def load_model(
         else:
             model = _pretrained_model(config, model_config, load_config, device)
     model.requires_grad_(False)
-    return page(model, max_model_len, backend, decisions)
+    return page(model, max_model_len, backend, decisions, prepare)
 
 
 def page(
@@ -69,6 +70,7 @@ def page(
     max_model_len: int | None = None,
     backend: Backend | None = None,
     decisions: Mapping[str, Any] | None = None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
 ) -> PagedModel:
     """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
     refuse_class(type(model))
@@ -80,6 +82,8 @@ def page(
         calls = record_attention(model, limit)
         if not calls:
             raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
+        if prepare is not None:
+            prepare([call.spec for call in calls], model.dtype)
         fused = fuse_model(model, backend, decisions=decisions)
         notes += fused.lines()
         on_gpu = model.device.type == "cuda"
@@ -90,11 +94,13 @@ def page(
         paged = PagedModel(model, calls, fused.parameters, notes)
         paged.decisions = dict(fused.decisions)
         notes.append(verify(paged, backend))
-        if backend.deterministic and not is_row_invariant(model):
+        stray = stray_products(model) if backend.deterministic and on_gpu else set()
+        if backend.deterministic and (stray or not is_row_invariant(model)):
             if on_gpu:
+                where = f" ({', '.join(sorted(stray))})" if stray else ""
                 raise UnsupportedModelError(
                     f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of "
-                    "a step: unset it, or run the model on a CPU"
+                    f"a step{where}: unset it, or run the model on a CPU"
                 )
             notes.append("not clockwork: a token's bits depend on the other tokens of a step")
             logger.warning("%s is %s", type(model).__name__, notes[-1])
@@ -181,6 +187,8 @@ def _pretrained_model(
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
     except OSError as error:
         raise ModelNotFoundError(f"no weights of {name!r} could be read: {_first_line(error)}") from error
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
     model, info = loaded

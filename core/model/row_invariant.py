@@ -202,6 +202,38 @@ def _routed(module: nn.Linear, linear: Function) -> Function:
     return forward
 
 
+def stray_products(model: PreTrainedModel) -> set[str]:
+    """Modules with matrix products of torch's own, once `route_products` was called: few rows may not show that their
+    bits depend on how many there are."""
+    watch = _Products()
+    with watch:
+        run_rows(model, slice(TEXT_ROWS), watch.before, watch.after)
+    return watch.found
+
+
+class _Products(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._running: list[str] = []
+
+    def before(self, _: str, module: nn.Module, *__: Any) -> None:
+        self._running.append(type(module).__name__)
+
+    def after(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        at = 0 if func in (torch._grouped_mm, torch.einsum) else LEFT_OPERAND.get(func)
+        left = args[at] if at is not None and len(args) > at else None
+        # products of one term each, which rotary embeddings have, are exact
+        if at is not None and self._running and not (isinstance(left, torch.Tensor) and left.shape[-1] == 1):
+            self.found.add(self._running[-1])
+        return func(*args, **(kwargs or {}))
+
+
 def is_row_invariant(model: PreTrainedModel) -> bool:
     """Whether a few tokens, attention aside, have the same bits alone and among others.
 

@@ -7,7 +7,7 @@ one, so that a prompt alone decides the length.
 
 from random import Random
 
-from .facts import BOYS, GIRLS
+from facts import BOYS, GIRLS
 
 ANIMALS: tuple[str, ...] = (
     "bear", "cat", "dog", "dragon", "duck", "fox", "frog", "goat", "hen", "horse", "lion", "mouse", "owl", "rabbit",

@@ -21,8 +21,8 @@ from hashlib import blake2b
 from random import Random
 from typing import NamedTuple
 
-from .facts import BOYS, CAPITALS, GIRLS, GOODS, NAMES, SPELLING_WORDS, in_words
-from .stories import ANIMALS, long_story, short_story
+from facts import BOYS, CAPITALS, GIRLS, GOODS, NAMES, SPELLING_WORDS, in_words
+from stories import ANIMALS, long_story, short_story
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"

@@ -1,4 +1,4 @@
-"""Measures the demo model on its held-out questions with transformers, greedily (`python -m mainspring.demo.evaluate`).
+"""Measures the demo model on its held-out questions with transformers, greedily (`python demo/training/evaluate.py`).
 
 This is the reference measurement, without the engine: when the engine's own accuracy test fails, it tells
 whether the model or the engine is at fault.
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from . import MODEL_PATH
-from .corpus import Question, heldout_other, heldout_sums, is_right
+from corpus import Question, heldout_other, heldout_sums, is_right
+from mainspring.demo import MODEL_PATH
 
 OPTIONS = {
     "batch_size": 100,

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from . import MODEL_PATH
-from .corpus import BEGIN, END, PAD, documents
-from .tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
+from corpus import BEGIN, END, PAD, documents
+from mainspring.demo import MODEL_PATH
+from tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 SEED = "1"
 VOCAB_SIZE = 1024

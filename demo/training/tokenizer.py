@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from .corpus import ASSISTANT, BEGIN, END, PAD, SYSTEM, USER, documents
+from corpus import ASSISTANT, BEGIN, END, PAD, SYSTEM, USER, documents
 
 SPECIAL_TOKENS: tuple[str, ...] = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
 TRAINING_DOCUMENTS = 40_000

@@ -1,0 +1,155 @@
+// Who computes what in a step's attention: plain index arithmetic, once a step for all layers of a kind.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace mainspring {
+
+// Part of a result's bits. Keys are looked at in tiles of TILE positions and tiles in ranges, both counted from a
+// request's position 0: a range's sums are formed tile by tile, a row's result range by range.
+constexpr int TILE = 64;
+constexpr int TILES_PER_RANGE = 8;
+
+// Not part of them: a row's arithmetic is the same whatever rows it shares a unit with.
+constexpr int UNIT_ROWS = 96;  // query rows (tokens x query heads of a KV head) that share a packed tile of keys
+
+struct Spec {
+    int q_heads, kv_heads, key_dim, value_dim;
+    int64_t window;  // 0: none
+    float scale, softcap;  // softcap 0: none
+    int group() const { return q_heads / kv_heads; }
+};
+
+// Neighbouring tokens of a request, neighbouring KV heads and neighbouring tiles: what one thread does in one go.
+struct Unit {
+    int request;
+    int head_begin, head_end;  // KV heads
+    int64_t row_begin, row_end;  // query rows (tokens) of the batch
+    int64_t position;  // of row_begin
+    int64_t tile_begin, tile_end;
+    int merge;  // -1: the unit ends with the result; else it ends with one range's sums
+    int part;  // which of the merge's parts
+    int64_t cost;
+};
+
+// Ranges that were computed apart, to be joined in order by whoever finishes last.
+struct Merge {
+    int unit;  // the first of its units, for rows and heads
+    int parts;
+    int64_t at;  // where its sums lie: [parts][rows][row_floats]
+    std::atomic<int> open{0};  // parts that are not there yet
+    Merge(int unit, int parts, int64_t at) : unit(unit), parts(parts), at(at), open(parts) {}
+    Merge(Merge&& other) noexcept : unit(other.unit), parts(other.parts), at(other.at), open(other.parts) {}
+};
+
+struct Plan {
+    Spec spec;
+    int block_size;
+    int64_t num_rows;  // query rows that belong to requests
+    std::vector<int64_t> table_begin;  // per request, into blocks
+    std::vector<int32_t> blocks;
+    std::vector<Unit> units;  // the most expensive first
+    std::vector<Merge> merges;
+    std::vector<float> parts;  // sums of ranges that were computed apart
+    int most_rows = 0;  // tokens x group x heads of the largest unit
+
+    // Floats a row's sums take: the largest score, the sum of weights, the weighted values.
+    static int64_t row_floats(const Spec& spec) { return 2 + (spec.value_dim + 31) / 32 * 32; }
+};
+
+inline std::unique_ptr<Plan> plan_attention(
+    const Spec& spec, int requests, const int32_t* qo_indptr, const int32_t* kv_indptr, const int32_t* kv_indices,
+    const int32_t* last_page_len, int block_size, int threads
+) {
+    auto plan = std::make_unique<Plan>();
+    plan->spec = spec;
+    plan->block_size = block_size;
+    plan->num_rows = qo_indptr[requests];
+    plan->blocks.assign(kv_indices, kv_indices + kv_indptr[requests]);
+    const int group = spec.group();
+
+    // What a tile costs for one KV head, in about cycles of one tile of keys packed: packing, then a bit for each row.
+    const auto tile_cost = [&](int64_t tokens) { return 40 + 4 * tokens * group; };
+    const auto first_tile = [&](int64_t position) {
+        return spec.window ? std::max<int64_t>(0, position - spec.window + 1) / TILE : 0;
+    };
+    int64_t total = 0, items = 0;
+    std::vector<int64_t> lengths(requests);
+    for (int r = 0; r < requests; ++r) {
+        plan->table_begin.push_back(kv_indptr[r]);
+        lengths[r] = int64_t(kv_indptr[r + 1] - kv_indptr[r] - 1) * block_size + last_page_len[r];
+        const int64_t tokens = qo_indptr[r + 1] - qo_indptr[r];
+        const int64_t begin = lengths[r] - tokens;
+        total += spec.kv_heads * ((lengths[r] - 1) / TILE - first_tile(begin) + 1) * tile_cost(std::min<int64_t>(tokens, 64));
+        items += spec.kv_heads * ((tokens * group + UNIT_ROWS - 1) / UNIT_ROWS);
+    }
+    int unit_rows = UNIT_ROWS;
+    while (items < 3 * threads && unit_rows > 12) unit_rows /= 2, items *= 2;
+    const int64_t unit_tokens = std::max(1, unit_rows / group);
+    const int64_t target = std::max<int64_t>(200, threads > 1 ? total / (4 * threads) : total);
+
+    int64_t parts_at = 0;
+    for (int r = 0; r < requests; ++r) {
+        const int64_t tokens = qo_indptr[r + 1] - qo_indptr[r];
+        const int64_t pieces = (tokens + unit_tokens - 1) / unit_tokens;
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            const int64_t from = tokens * piece / pieces, to = tokens * (piece + 1) / pieces;
+            const int64_t position = lengths[r] - tokens + from;
+            const int64_t begin = first_tile(position), end = (position + (to - from) - 1) / TILE + 1;
+            const int64_t cost = tile_cost(to - from) * (end - begin);  // of one head
+            // Rows of several heads share a unit where they are few: neighbouring heads lie side by side in the cache.
+            const int most_heads = std::max<int64_t>(1, UNIT_ROWS / ((to - from) * group));
+            int64_t splits = 1;  // along the keys
+            const int64_t ranges = (end - 1) / TILES_PER_RANGE - begin / TILES_PER_RANGE + 1;
+            int64_t wanted = (cost * spec.kv_heads + target - 1) / target;
+            if (wanted > 1 && ranges > 1 && cost * std::min(most_heads, spec.kv_heads) > target) splits = ranges;
+            const int64_t head_units = std::min<int64_t>(
+                spec.kv_heads,
+                std::max((wanted + splits - 1) / splits, int64_t(spec.kv_heads + most_heads - 1) / most_heads)
+            );
+            for (int64_t part = 0; part < head_units; ++part) {
+                const int h0 = spec.kv_heads * part / head_units, h1 = spec.kv_heads * (part + 1) / head_units;
+                const int rows = (to - from) * group * (h1 - h0);
+                plan->most_rows = std::max(plan->most_rows, rows);
+                if (splits > 1) {
+                    plan->merges.emplace_back(int(plan->units.size()), int(splits), parts_at);
+                    parts_at += splits * rows * Plan::row_floats(spec);
+                }
+                for (int64_t split = 0; split < splits; ++split) {
+                    int64_t t0 = begin, t1 = end;
+                    if (splits > 1) {
+                        const int64_t range = begin / TILES_PER_RANGE + split;
+                        t0 = std::max(begin, range * TILES_PER_RANGE);
+                        t1 = std::min(end, (range + 1) * TILES_PER_RANGE);
+                    }
+                    plan->units.push_back(
+                        {r, h0, h1, qo_indptr[r] + from, qo_indptr[r] + to, position, t0, t1,
+                         splits > 1 ? int(plan->merges.size()) - 1 : -1, int(split),
+                         tile_cost(to - from) * (t1 - t0) * (h1 - h0)}
+                    );
+                }
+            }
+        }
+    }
+    plan->parts.resize(parts_at);
+    // Merges name their first unit, so units are put in order by index first.
+    std::vector<int> order(plan->units.size()), place(plan->units.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = int(i);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+        return plan->units[a].cost > plan->units[b].cost;
+    });
+    std::vector<Unit> sorted;
+    for (size_t i = 0; i < order.size(); ++i) {
+        place[order[i]] = int(i);
+        sorted.push_back(plan->units[order[i]]);
+    }
+    for (auto& merge : plan->merges) merge.unit = place[merge.unit];
+    plan->units = std::move(sorted);
+    return plan;
+}
+
+}  // namespace mainspring

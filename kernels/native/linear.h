@@ -1,0 +1,808 @@
+// Linear layers: y[M, N] = x[M, K] * W[N, K]^T, with what follows it (bias, residual, act(gate) * up) in the same pass.
+//
+// W is packed once, in place. Sums are fp32; W and x are bf16, fp16 or fp32; W may also be int8 or 4-bit, in groups.
+//
+// Clockwork: an element of y is ONE fp32 accumulator that takes the products of its row in order of K. No tile, split
+// between threads, block of K or number of rows changes that order, so none changes a bit. (Which rows share a tile, and
+// which thread does it, is then free to be whatever is fastest.)
+//
+// How it is laid out, from the inside out:
+//
+//   step    32 columns of W by one 32-bit word of K (2 bf16, or 1 fp32): 128 bytes, two AVX-512 registers. Times one
+//           word of x, broadcast, of each row.
+//   tile    up to 14 rows by 32 columns: 28 accumulators + 2 of W + 1 of x = 31 of 32 registers. 14 rows take 28
+//           multiply-adds (14 cycles at two a cycle) for 16 loads (8 cycles), and W comes from L2 at 9 bytes a cycle,
+//           so nothing but the multiplier is the limit: no blocking for L1 is needed.
+//   panel   32 columns by all of K, contiguous. One row or a few: a panel is read once, as one stream that goes on into
+//           the next panel, at the speed of the memory. Many rows: the tiles of a block of rows pass over the panel
+//           one after the other, and all but the first find it in L2; while they do, each fetches its share of the next
+//           panel, so that reading memory and multiplying overlap evenly.
+//   block   rows whose x stays in L2 while all panels go by.
+//
+// The caller owns the threads: every function takes (thread, num_threads), is called by all threads of the team with the
+// same arguments, and does that thread's share. `barrier()` waits for all of them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <type_traits>
+#include <vector>
+
+#include "simd.h"
+
+namespace mainspring {
+
+constexpr int PANEL = 32;                 // columns
+constexpr int VECTORS = PANEL / LANES;    // vectors in a row of a tile: 2 with AVX-512, 4 with AVX2
+constexpr int LINE = 16;                  // words of x in a cache line
+constexpr int GATE = PANEL / 2;           // columns of gate, then as many of up, in a panel of an interleaved weight
+constexpr int STEPS_PER_BLOCK = 2048;     // of K: a block of a panel takes at most 256 KiB, a quarter of Zen 5's L2
+constexpr int AHEAD = 8192;               // bytes: covers the latency of memory at its full speed
+constexpr size_t X_BLOCK_BYTES = 384 << 10;  // of packed x, beside this panel and the next
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Where the thread's share of `count` things begins; it ends where the next thread's begins.
+inline int share(int count, int thread, int num_threads) { return (int)((int64_t)count * thread / num_threads); }
+
+// ---------------------------------------------------------------- packing W
+
+// What a word of a panel is: K values that lie together because they are multiplied together.
+//   bf16  [K/2][32][2]   pairs along K, as VDPBF16PS takes them; an odd last k as [32] alone
+//   fp16  [K][32]
+//   fp32  [K][32]
+// The last panel of a weight whose N is no multiple of 32 is as narrow as it needs to be: [K/2][N % 32][2]. So a packed
+// weight has exactly the bytes of the unpacked one, whatever N and K, and each panel those of the rows it is made of.
+template <class T>
+struct Word {
+    using type = uint32_t;
+};
+template <>
+struct Word<fp16> {
+    using type = uint16_t;
+};
+
+// weight [N, K] of bf16, fp16 or fp32, contiguous → packed, in place; or back. Panels are shared out between threads.
+template <class T, bool PACK = true>
+void pack_weight(T* weight, int N, int K, int thread = 0, int num_threads = 1) {
+    using W = typename Word<T>::type;
+    constexpr int per_word = sizeof(W) / sizeof(T);
+    const int words = K / per_word, odd = K % per_word, panels = ceil_div(N, PANEL);
+    std::vector<T> copy((size_t)PANEL * K);
+    for (int p = share(panels, thread, num_threads); p < share(panels, thread + 1, num_threads); ++p) {
+        T* panel = weight + (size_t)p * PANEL * K;
+        const int columns = std::min(PANEL, N - p * PANEL);
+        std::memcpy(copy.data(), panel, sizeof(T) * columns * K);
+        // rows [columns][words], tiles [words][columns]; 16 words of each row at a time, which is a cache line of it
+        for (int k0 = 0; k0 < words; k0 += LINE)
+            for (int n = 0; n < columns; ++n)
+                for (int k = k0; k < std::min(words, k0 + LINE); ++k) {
+                    const size_t row = ((size_t)n * K + k * per_word) * sizeof(T);
+                    const size_t tile = ((size_t)k * columns + n) * sizeof(W);
+                    std::memcpy((char*)panel + (PACK ? tile : row), (char*)copy.data() + (PACK ? row : tile), sizeof(W));
+                }
+        if (odd)
+            for (int n = 0; n < columns; ++n) {
+                const size_t row = (size_t)n * K + K - 1, tile = (size_t)words * columns * per_word + n;
+                panel[PACK ? tile : row] = copy[PACK ? row : tile];
+            }
+    }
+}
+
+template <class T>
+void unpack_weight(T* weight, int N, int K, int thread = 0, int num_threads = 1) {
+    pack_weight<T, false>(weight, N, K, thread, num_threads);
+}
+
+// A joined weight [gate rows; up rows] = [2 * I, K], not packed yet, I a multiple of 16 → 16 rows of gate, 16 of up, 16 of
+// gate, … in place, so that each panel holds the gate and the up of the same 16 columns (see `Gated`); or back.
+template <class T, bool FORTH = true>
+void interleave_gate_up(T* weight, int I, int K) {
+    const int blocks = 2 * I / GATE, half = I / GATE;
+    const size_t size = (size_t)GATE * K;
+    const auto source = [&](int to) {  // which block comes to this place
+        return FORTH ? to / 2 + (to % 2) * half : to < half ? 2 * to : 2 * (to - half) + 1;
+    };
+    std::vector<bool> done(blocks);
+    std::vector<T> first(size);
+    for (int start = 0; start < blocks; ++start) {  // a permutation is a set of cycles: one block waits aside for each
+        if (done[start]) continue;
+        std::memcpy(first.data(), weight + start * size, size * sizeof(T));
+        int to = start;
+        for (; source(to) != start; to = source(to)) {
+            std::memcpy(weight + to * size, weight + source(to) * size, size * sizeof(T));
+            done[to] = true;
+        }
+        std::memcpy(weight + to * size, first.data(), size * sizeof(T));
+        done[to] = true;
+    }
+}
+
+template <class T>
+void deinterleave_gate_up(T* weight, int I, int K) {
+    interleave_gate_up<T, false>(weight, I, K);
+}
+
+// ---------------------------------------------------------------- the multiply-add of each type of weight
+
+// A kind says what a step is: how its 32 columns of W become registers, and how they take words of x.
+//   WEIGHT        the type in memory
+//   K_PER_STEP    values of K in a step; X_WORDS: words of packed x that it takes
+//   MAX_ROWS      of a tile, by the registers there are
+//   step          acc[r][v] += W * x[r], for ROWS rows of which x holds a line (16 words) each
+
+#if MAINSPRING_BF16_DOT
+// bf16 by VDPBF16PS. x is bf16 too, two to a word.
+struct Bf16Dot {
+    using WEIGHT = bf16;
+    using INPUT = bf16;
+    static constexpr int K_PER_STEP = 2, X_WORDS = 1, STEP_BYTES = 4 * PANEL, MAX_ROWS = 14;
+
+    template <int ROWS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
+        const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512i xr = _mm512_set1_epi32(*(const int*)(x + r * 64));
+            acc[r][0] = dot_bf16(acc[r][0], w0, xr);
+            acc[r][1] = dot_bf16(acc[r][1], w1, xr);
+        }
+    }
+};
+#endif
+
+// bf16 without VDPBF16PS: a pair is widened to two fp32 vectors by a shift and a mask; x is fp32, one to a word.
+struct Bf16Shift {
+    using WEIGHT = bf16;
+    using INPUT = float;
+#if MAINSPRING_AVX512
+    static constexpr int MAX_ROWS = 12;  // 24 accumulators + 4 of W + x
+#else
+    static constexpr int MAX_ROWS = 3;  // 12 accumulators of 16 registers
+#endif
+    static constexpr int K_PER_STEP = 2, X_WORDS = 2, STEP_BYTES = 4 * PANEL;
+
+    template <int ROWS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            F32 even, odd;
+#if MAINSPRING_AVX512
+            const __m512i pairs = _mm512_loadu_si512(w + 64 * v);
+            even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+            odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+#else
+            const __m256i pairs = _mm256_loadu_si256((const __m256i*)(w + 32 * v));
+            even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+            odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)));
+#endif
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(even, set(*(const float*)(x + r * 64)), acc[r][v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(odd, set(*(const float*)(x + r * 64 + 4)), acc[r][v]);
+        }
+    }
+};
+
+// fp32 and fp16: FMA in fp32, one k a step.
+template <class T>
+struct Fma {
+    using WEIGHT = T;
+    using INPUT = float;
+#if MAINSPRING_AVX512
+    static constexpr int MAX_ROWS = 14;
+#else
+    static constexpr int MAX_ROWS = 3;
+#endif
+    static constexpr int K_PER_STEP = 1, X_WORDS = 1, STEP_BYTES = sizeof(T) * PANEL;
+
+    template <int ROWS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
+        F32 wv[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) wv[v] = load((const T*)w + v * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const F32 xr = set(*(const float*)(x + r * 64));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(wv[v], xr, acc[r][v]);
+        }
+    }
+};
+
+// Which kind a weight of type T gets on this machine. One type, one kind: two kinds would differ in their bits.
+template <class T>
+struct KindOf {
+    using type = Fma<T>;
+};
+template <>
+struct KindOf<bf16> {
+#if MAINSPRING_BF16_DOT
+    using type = Bf16Dot;
+#else
+    using type = Bf16Shift;
+#endif
+};
+
+// ---------------------------------------------------------------- packing x
+
+// Rows are dealt into tiles of nearly equal size: 16 rows are 8 + 8, not 14 + 2, so that no number of rows is a cliff.
+struct Tiles {
+    int rows, count;
+    Tiles(int rows, int max_rows) : rows(rows), count(ceil_div(rows, max_rows)) {
+        // A tile of more than 8 rows multiplies too long at each step for the processor to look far ahead, and waits for
+        // memory although it fetches early. The second of two tiles gives the first time to fetch (a quarter faster).
+        if (count == 1 && rows > 8) count = 2;
+    }
+    int begin(int tile) const { return share(rows, tile, count); }
+    int of(int row) const {
+        int tile = (int)((int64_t)row * count / rows);
+        while (begin(tile + 1) <= row) ++tile;
+        return tile;
+    }
+};
+
+// Packed x: for each tile [lines][rows of the tile][16 words]. A tile is read front to back by one pointer, with all rows
+// of a word within a few neighbouring cache lines; rows that lie K apart would fall on each other in L1 wherever K is a
+// power of 2 (2048 bf16 are 4096 bytes, the span of one way).
+// Row `r` of the `rows` of a tile: [K] → its place in the tile. Beyond K: zeros.
+template <class Kind, class X>
+void pack_row(const X* x, int K, char* tile, int rows, int r) {
+    using INPUT = typename Kind::INPUT;
+    constexpr int per_line = 64 / sizeof(INPUT);
+    char* to = tile + r * 64;
+    for (int k = 0; k < K; k += per_line, to += rows * 64)
+        if (k + per_line <= K) {
+            if (std::is_same<X, INPUT>::value)
+                std::memcpy(to, x + k, 64);
+            else
+                for (int i = 0; i < per_line; i += LANES) store((INPUT*)to + i, load(x + k + i));
+        } else {
+            std::memset(to, 0, 64);
+            for (int i = 0; i < K - k; i += LANES) store_n((INPUT*)to + i, load_n(x + k + i, K - k - i), K - k - i);
+        }
+}
+
+// ---------------------------------------------------------------- the tile
+
+// What a tile fetches for later: `lines` cache lines from `at` on, for every 4 steps it does.
+struct Ahead {
+    const char* at;
+    int lines;
+};
+
+// c[PANELS][ROWS][32] (+)= x[ROWS][steps] * w[PANELS][steps][32], x packed, panels `panel_bytes` apart. Adds to what c holds
+// unless this is the first block of K. STREAM: w comes from memory, once, and is fetched AHEAD bytes early.
+template <class Kind, int ROWS, int PANELS, bool STREAM>
+MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
+                              Ahead ahead) {
+    F32 acc[PANELS][ROWS][VECTORS];
+    for (int p = 0; p < PANELS; ++p)
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECTORS; ++v) acc[p][r][v] = first ? zero() : load(c + (p * ROWS + r) * PANEL + v * LANES);
+
+    constexpr int per_line = LINE / Kind::X_WORDS;
+    for (; steps >= per_line; steps -= per_line, x += ROWS * 64)
+        for (int word = 0; word < LINE; word += 4 * Kind::X_WORDS) {  // 4 steps at a time: enough to hide the loop
+            if (!STREAM)
+                for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T0);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES) {
+                if (STREAM)
+                    for (int byte = 0; byte < Kind::STEP_BYTES; byte += 64) _mm_prefetch(w + AHEAD + byte, _MM_HINT_T0);
+#pragma GCC unroll 4
+                for (int p = 0; p < PANELS; ++p)
+                    Kind::template step<ROWS>(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS));
+            }
+        }
+    for (int word = 0; word < steps * Kind::X_WORDS; word += Kind::X_WORDS, w += Kind::STEP_BYTES)
+        for (int p = 0; p < PANELS; ++p) Kind::template step<ROWS>(acc[p], w + p * panel_bytes, x + 4 * word);
+
+    for (int p = 0; p < PANELS; ++p)
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECTORS; ++v) store(c + (p * ROWS + r) * PANEL + v * LANES, acc[p][r][v]);
+}
+
+// The same for any number of rows, 1 to MAX_ROWS. One or two rows alone have too few accumulators to keep the multiplier
+// busy while each waits for its last sum: they take GROUP panels side by side, as so many streams (with several streams the
+// hardware fetches ahead well enough by itself).
+constexpr int GROUP = LANES == 16 ? 4 : 1;
+template <class Kind, int ROWS = Kind::MAX_ROWS>
+inline void tile_of(int rows, int group, bool stream, const char* w, size_t panel_bytes, const char* x, int steps, float* c,
+                    bool first, Ahead ahead) {
+    if (rows == ROWS) {
+        if constexpr (ROWS <= 2)
+            if (group == GROUP) return tile<Kind, ROWS, GROUP, false>(w, panel_bytes, x, steps, c, first, Ahead{w, 0});
+        return stream ? tile<Kind, ROWS, 1, true>(w, panel_bytes, x, steps, c, first, ahead)
+                      : tile<Kind, ROWS, 1, false>(w, panel_bytes, x, steps, c, first, ahead);
+    }
+    if constexpr (ROWS > 1) tile_of<Kind, ROWS - 1>(rows, group, stream, w, panel_bytes, x, steps, c, first, ahead);
+}
+
+// ---------------------------------------------------------------- what is done with the sums
+
+// An epilogue is called as epilogue(row, column, sums, columns): the finished sums [32] of one row of a panel, which holds
+// `columns` columns from `column` on. Any callable will do; these are what a decoder needs.
+
+// y[row, column] = sum + bias[column] + residual[row, column], in fp32, rounded once. bias and residual may be null;
+// residual may be y.
+template <class Y, class B = Y>
+struct Store {
+    Y* y;
+    ptrdiff_t stride;  // from row to row, in elements
+    const B* bias = nullptr;
+    const Y* residual = nullptr;
+
+    void operator()(int row, int column, const float* sums, int columns) const {
+        Y* to = y + row * stride + column;
+        for (int i = 0; i < columns; i += LANES) {
+            const int n = columns - i;
+            F32 a = load(sums + i);
+            if (bias) a = add(a, n >= LANES ? load(bias + column + i) : load_n(bias + column + i, n));
+            if (residual) {
+                const Y* from = residual + row * stride + column + i;
+                a = add(a, n >= LANES ? load(from) : load_n(from, n));
+            }
+            n >= LANES ? store(to + i, a) : store_n(to + i, a, n);
+        }
+    }
+};
+
+// y[row, column / 2] = act(gate) * up, for a weight whose rows `interleave_gate_up` arranged: the joined activation
+// [M, 2 * I] never exists. bias is interleaved alike.
+template <class Activation, class Y, class B = Y>
+struct Gated {
+    Y* y;
+    ptrdiff_t stride;
+    const B* bias = nullptr;
+
+    void operator()(int row, int column, const float* sums, int) const {
+        Y* to = y + row * stride + column / 2;
+        for (int i = 0; i < GATE; i += LANES) {
+            F32 gate = load(sums + i), up = load(sums + GATE + i);
+            if (bias) {
+                gate = add(gate, load(bias + column + i));
+                up = add(up, load(bias + column + GATE + i));
+            }
+            store(to + i, mul(Activation()(gate), up));
+        }
+    }
+};
+struct Silu {
+    F32 operator()(F32 x) const { return silu(x); }
+};
+struct Gelu {
+    F32 operator()(F32 x) const { return gelu(x); }
+};
+struct GeluTanh {
+    F32 operator()(F32 x) const { return gelu_tanh(x); }
+};
+
+// ---------------------------------------------------------------- a packed weight, and panels of it times tiles of x
+
+// What `linear` asks of a weight: MAX_ROWS of a tile, bytes of a packed row of x (in all, and of those in use at a time), of
+// sums for a block of `rows` rows, of room for a piece of a panel; `pack` and `multiply`.
+template <class T>
+struct Packed {
+    using Kind = typename KindOf<T>::type;
+    static constexpr int MAX_ROWS = Kind::MAX_ROWS;
+    static constexpr int PANELS_AT_A_TIME = GROUP;
+    static constexpr int ALONE = 32768;  // elements of x that a thread rather packs by itself than waits for the others
+
+    const T* data;  // as pack_weight left it
+    int N, K;
+
+    int steps() const { return ceil_div(K, Kind::K_PER_STEP); }
+    size_t row_bytes() const { return (size_t)ceil_div(steps() * Kind::X_WORDS, LINE) * 64; }
+    size_t row_bytes_at_a_time() const { return std::min(row_bytes(), (size_t)STEPS_PER_BLOCK * Kind::X_WORDS * 4); }
+    // Sums of a tile; or of a block's rows, where they wait for the next block of K (an odd last k is one of its own).
+    bool keeps_sums() const { return steps() > STEPS_PER_BLOCK || K % Kind::K_PER_STEP; }
+    size_t sums_bytes(int rows) const {
+        return std::max(2 * GROUP, keeps_sums() ? rows : MAX_ROWS) * PANEL * sizeof(float);
+    }
+    size_t piece_bytes() const { return (size_t)std::max(GROUP, std::min(steps(), STEPS_PER_BLOCK)) * Kind::STEP_BYTES; }
+
+    template <class X>
+    void pack(const X* x, char* tile, int rows, int r) const {
+        pack_row<Kind>(x, K, tile, rows, r);
+    }
+
+    // The tiles [first, end) of packed x times `group` neighbouring panels, p and those after; done(row, g, sums) gets the
+    // sums of each row with the g-th.
+    template <class Done>
+    void multiply(int p, int group, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
+                  const Done& done) const {
+        const int columns = std::min(PANEL, N - p * PANEL);
+        const bool stream = end - first == 1;
+        for (int step = 0; step < steps();) {
+            // A block of K: whole steps of a whole panel are used where they lie. Those of a narrow panel are widened, and
+            // so is the step of an odd last k, whose other half is zero.
+            const int whole = K / Kind::K_PER_STEP - step;
+            const int count = whole > 0 ? std::min(whole, STEPS_PER_BLOCK) : 1;
+            const size_t block_bytes = (size_t)count * Kind::STEP_BYTES;
+            constexpr int column_bytes = Kind::STEP_BYTES / PANEL;
+            size_t panel_bytes = sizeof(T) * PANEL * K;
+            const char* w = (const char*)(data + (size_t)p * PANEL * K) + (size_t)step * columns * column_bytes;
+            Ahead ahead = {w, 0};
+            if (columns < PANEL || whole == 0) {
+                const int bytes = whole == 0 ? sizeof(T) : column_bytes;
+                std::memset(piece, 0, group * block_bytes);
+                for (int g = 0; g < group; ++g)
+                    for (int s = 0; s < count; ++s)
+                        for (int n = 0; n < columns; ++n)
+                            std::memcpy(piece + g * block_bytes + (s * PANEL + n) * column_bytes,
+                                        w + g * panel_bytes + (s * columns + n) * bytes, bytes);
+                w = piece;
+                panel_bytes = block_bytes;
+            } else if (!stream) {
+                // The next piece of W, its lines divided evenly between the tiles.
+                ahead = {w + block_bytes, ceil_div(4 * Kind::STEP_BYTES / 64, end - first)};
+            }
+            const char* ahead_end = ahead.at + block_bytes;
+            for (int t = first; t < end; ++t) {
+                const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
+                const int word = step * Kind::X_WORDS;  // of a row of x; an odd last k finds it within a line
+                const char* x = packed + row * row_bytes() + (size_t)(word / LINE) * rows * 64 + word % LINE * 4;
+                float* c = sums + (keeps_sums() ? (size_t)(row - tiles.begin(first)) * PANEL : 0);
+                if (ahead.at >= ahead_end) ahead.lines = 0;
+                tile_of<Kind>(rows, group, stream, w, panel_bytes, x, count, c, step == 0, ahead);
+                ahead.at += (size_t)count / 4 * ahead.lines * 64;
+                if (step + count == steps())
+                    for (int g = 0; g < group; ++g)
+                        for (int r = 0; r < rows; ++r) done(row + r, g, c + (g * rows + r) * PANEL);
+            }
+            step += count;
+        }
+    }
+};
+
+// ---------------------------------------------------------------- int8 and 4-bit weights
+
+// Groups of 32, 64, … values along K of one column share a scale; w = scale * (q - zero), q unsigned. 8 bits: zero is 128,
+// so that w is symmetric. 4 bits: each group has a zero of its own (AWQ's form). x is quantized as it is packed: each row's
+// each group to int8 with a scale of its own. Then the sums within a group are sums of whole numbers, exact in any order,
+//
+//   dot = sum q * x  by VPDPBUSD,   sum w * x = scale * x_scale * (dot - zero * sum x),
+//
+// and only the groups' sums are added up in fp32, in order of K. 64 products an instruction: one row runs near the memory's
+// speed (4-bit weights as fp32 would need three instructions for 16), many rows 1.6 times as fast as bf16. The price is the
+// rounding of x: about 0.6% of the product's size, as much as that of 8-bit weights.
+//
+// Packed: panels of 32 columns, narrow ones filled up with zeros, K likewise up to a whole group. A panel is, for each
+// group,
+//   8 bits  [group/4][32][4] uint8, then scales [32] fp16
+//   4 bits  [group/8][32][4] uint8: the low halves are 4 values of K, the high halves the next 4;
+//           then scales [32] and zeros [32], fp16
+template <int BITS>
+struct Quantized {
+    static_assert(BITS == 8 || BITS == 4, "8 or 4 bits");
+    // Accumulators (24, 20), W (2, 4), x, the mask that takes a byte apart, and room for scales: measured, as fast as more.
+    static constexpr int MAX_ROWS = LANES == 8 ? 2 : BITS == 8 ? 12 : 10;
+    static constexpr int PANELS_AT_A_TIME = 1, ALONE = 4096;
+    static constexpr int X_WORDS = 8 / BITS, K_PER_STEP = 4 * X_WORDS, STEP_BYTES = 4 * PANEL;
+
+    const char* data;  // as `quantize_weight` or `pack_quantized` left it
+    int N, K, group;   // group: a multiple of 32
+
+    int groups() const { return ceil_div(K, group); }
+    size_t group_bytes() const { return (size_t)group * PANEL * BITS / 8 + (BITS == 8 ? 1 : 2) * PANEL * sizeof(fp16); }
+    size_t panel_bytes() const { return groups() * group_bytes(); }
+    size_t bytes() const { return ceil_div(N, PANEL) * panel_bytes(); }
+
+    // What a group of a row of x comes with. A sum of 8-bit products starts at -zero * sum x, of 4-bit ones it is taken off.
+    struct Scale {
+        float scale;
+        union {
+            int minus_zeros;
+            float sum;
+        };
+    };
+    // A packed row of x: whole lines of int8, then the groups' scales. A tile: [lines][rows][64], then [groups][rows].
+    size_t line_bytes() const { return (size_t)ceil_div(groups() * group, 64) * 64; }
+    size_t row_bytes() const { return line_bytes() + ceil_div(groups(), 8) * 64; }
+    size_t row_bytes_at_a_time() const { return row_bytes(); }
+    size_t sums_bytes(int) const { return MAX_ROWS * PANEL * sizeof(float); }
+    size_t piece_bytes() const { return 0; }
+
+    template <class X>
+    void pack(const X* x, char* tile, int rows, int r) const {
+        for (int g = 0; g < groups(); ++g) {
+            const int k0 = g * group, here = std::min(group, K - k0);
+            F32 size = zero();
+            for (int i = 0; i < here; i += LANES)
+                size = max(size, abs(here - i >= LANES ? load(x + k0 + i) : load_n(x + k0 + i, here - i)));
+            const float top = largest(size);
+            const F32 inverse = set(top > 0 ? 127 / top : 0);
+            I32 total = set_int(0);
+            for (int i = 0; i < group; i += LANES) {
+                const F32 values = here - i >= LANES ? load(x + k0 + i) : here > i ? load_n(x + k0 + i, here - i) : zero();
+                const I32 q = nearest(mul(values, inverse));
+                total = add(total, q);
+                const int k = k0 + i;
+                store_as_bytes((int8_t*)tile + (size_t)(k / 64) * rows * 64 + r * 64 + k % 64, q);
+            }
+            const float sum_x = sum(to_float(total));  // of whole numbers, far below 2^24: exact
+            Scale& scale = ((Scale*)(tile + rows * line_bytes()))[g * rows + r];
+            scale.scale = top / 127;
+            if (BITS == 8)
+                scale.minus_zeros = -128 * (int)sum_x;
+            else
+                scale.sum = sum_x;
+        }
+    }
+
+    // c[ROWS][32] = the whole product, as `tile` above. (Several panels side by side, which help bf16, halve the speed
+    // here.)
+    template <int ROWS, bool STREAM>
+    MAINSPRING_NOINLINE void tile(const char* w, const char* x, float* c, Ahead ahead) const {
+        const Scale* x_scales = (const Scale*)(x + ROWS * line_bytes());
+        const int length = group, total = groups() * length;
+        const size_t parameter_bytes = group_bytes() - length / K_PER_STEP * STEP_BYTES;
+        for (int i = 0; i < ROWS * PANEL; i += LANES) store(c + i, zero());
+        for (int k = 0; k < total; x_scales += ROWS) {
+            I32 acc[ROWS][VECTORS];
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; ++v) acc[r][v] = set_int(BITS == 8 ? x_scales[r].minus_zeros : 0);
+
+            for (const int end = k + length; k < end; k += 32) {  // 8 words of x
+                if (!STREAM)
+                    for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T0);
+                const char* words = x + (size_t)(k / 64) * ROWS * 64 + k % 64;
+#pragma GCC unroll 8
+                for (int word = 0; word < 8; word += X_WORDS, w += STEP_BYTES) {
+                    if (STREAM)
+                        for (int byte = 0; byte < STEP_BYTES; byte += 64) _mm_prefetch(w + AHEAD + byte, _MM_HINT_T0);
+                    step<ROWS>(acc, w, words + 4 * word);
+                }
+            }
+
+            const fp16* parameters = (const fp16*)w;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) {
+                const F32 scale = load(parameters + v * LANES);
+                const F32 zero_point = BITS == 8 ? zero() : load(parameters + PANEL + v * LANES);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r) {
+                    F32 exact = to_float(acc[r][v]);
+                    if (BITS == 4) exact = fnma(zero_point, set(x_scales[r].sum), exact);
+                    float* to = c + r * PANEL + v * LANES;
+                    store(to, fma(exact, mul(scale, set(x_scales[r].scale)), load(to)));
+                }
+            }
+            w += parameter_bytes;
+            asm volatile("" ::: "memory");  // or gcc keeps all of c in registers, and spills them within the steps
+        }
+    }
+
+    template <int ROWS>
+    MAINSPRING_INLINE static void step(I32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
+        I32 first[VECTORS], second[VECTORS];  // 8 bits: the bytes; 4 bits: their low and high halves
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            const I32 bytes = load_bytes(w + v * LANES * 4);
+            first[v] = BITS == 8 ? bytes : low_halves(bytes);
+            second[v] = high_halves(bytes);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const I32 x_first = set_int(*(const int*)(x + r * 64));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) acc[r][v] = dot_bytes(acc[r][v], first[v], x_first);
+            if (BITS == 4) {
+                const I32 x_second = set_int(*(const int*)(x + r * 64 + 4));
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; ++v) acc[r][v] = dot_bytes(acc[r][v], second[v], x_second);
+            }
+        }
+    }
+
+    template <int ROWS = MAX_ROWS>
+    void tile_of(int rows, bool stream, const char* w, const char* x, float* c, Ahead ahead) const {
+        if (rows == ROWS) return stream ? tile<ROWS, true>(w, x, c, ahead) : tile<ROWS, false>(w, x, c, ahead);
+        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, stream, w, x, c, ahead);
+    }
+
+    template <class Done>
+    void multiply(int p, int, const Tiles& tiles, int first, int end, const char* packed, float* sums, char*,
+                  const Done& done) const {
+        const char* w = data + p * panel_bytes();
+        const int per_turn = 8 / X_WORDS * STEP_BYTES / 64;  // lines of W in 8 words of x
+        Ahead ahead = {w + panel_bytes(), ceil_div(per_turn, end - first)};
+        const char* ahead_end = ahead.at + panel_bytes();
+        for (int t = first; t < end; ++t) {
+            const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
+            if (ahead.at >= ahead_end) ahead.lines = 0;
+            tile_of(rows, end - first == 1, w, packed + row * row_bytes(), sums, ahead);
+            ahead.at += (size_t)groups() * (group / 32) * ahead.lines * 64;
+            for (int r = 0; r < rows; ++r) done(row + r, 0, sums + r * PANEL);
+        }
+    }
+};
+
+// q [N, K], scales and zeros [N, groups] → packed, `Quantized<BITS>::bytes()` long. zeros may be null for 8 bits. Panels
+// are shared out between threads.
+template <int BITS>
+void pack_quantized(const uint8_t* q, const float* scales, const float* zeros, int N, int K, int group, char* packed,
+                    int thread = 0, int num_threads = 1) {
+    const Quantized<BITS> weight = {packed, N, K, group};
+    const int panels = ceil_div(N, PANEL), groups = weight.groups();
+    for (int p = share(panels, thread, num_threads); p < share(panels, thread + 1, num_threads); ++p)
+        for (int g = 0; g < groups; ++g) {
+            char* to = packed + p * weight.panel_bytes() + g * weight.group_bytes();
+            std::memset(to, 0, weight.group_bytes());
+            fp16* parameters = (fp16*)(to + (size_t)group * PANEL * BITS / 8);
+            for (int n = 0; n < std::min(PANEL, N - p * PANEL); ++n) {
+                const size_t row = (size_t)p * PANEL + n;
+                for (int i = 0; i < std::min(group, K - g * group); ++i) {
+                    const uint8_t value = q[row * K + g * group + i];
+                    if (BITS == 8)
+                        to[(i / 4 * PANEL + n) * 4 + i % 4] = value;
+                    else
+                        to[(i / 8 * PANEL + n) * 4 + i % 4] |= value << (i % 8 / 4 * 4);
+                }
+                store_one(parameters + n, scales[row * groups + g]);
+                if (BITS == 4) store_one(parameters + PANEL + n, zeros[row * groups + g]);
+            }
+        }
+}
+
+// weight [N, K] of bf16, fp16 or fp32, row-major → packed, each group by rounding to nearest: 8 bits symmetric about 0;
+// 4 bits from the smallest to the largest value, or of a somewhat narrower range if that has the smaller squared error.
+template <int BITS, class T>
+void quantize_weight(const T* weight, int N, int K, int group, char* packed, int thread = 0, int num_threads = 1) {
+    const int panels = ceil_div(N, PANEL), groups = ceil_div(K, group);
+    const size_t panel_bytes = Quantized<BITS>{packed, N, K, group}.panel_bytes();
+    std::vector<uint8_t> q((size_t)PANEL * K);
+    std::vector<float> scales(PANEL * groups), zeros(PANEL * groups), values(group), nearest(group);
+    constexpr float top = (1 << BITS) - 1;
+    for (int p = share(panels, thread, num_threads); p < share(panels, thread + 1, num_threads); ++p) {
+        const int columns = std::min(PANEL, N - p * PANEL);
+        for (int n = 0; n < columns; ++n)
+            for (int g = 0; g < groups; ++g) {
+                const int here = std::min(group, K - g * group);
+                const T* from = weight + ((size_t)p * PANEL + n) * K + g * group;
+                F32 lowest = zero(), highest = zero();  // 0 is always met exactly
+                for (int i = 0; i < group; i += LANES) {
+                    const F32 a = i + LANES <= here ? load(from + i) : i < here ? load_n(from + i, here - i) : zero();
+                    store(values.data() + i, a);
+                    lowest = max(lowest, sub(zero(), a)), highest = max(highest, a);
+                }
+                const float low = -largest(lowest), high = largest(highest);
+
+                // The whole numbers nearest to the values under a scale and a zero; returns the squared error.
+                const auto round_to = [&](float scale, float zero_point) {
+                    const F32 inverse = set(scale > 0 ? 1 / scale : 0), middle = set(zero_point);
+                    F32 error = zero();
+                    for (int i = 0; i < group; i += LANES) {
+                        const F32 a = load(values.data() + i);
+                        const F32 whole = min(set(top), max(zero(), add(round(mul(a, inverse)), middle)));
+                        store(nearest.data() + i, whole);
+                        const F32 off = sub(mul(sub(whole, middle), set(scale)), a);
+                        error = fma(off, off, error);
+                    }
+                    return sum(error);
+                };
+                float least = INFINITY, scale = 0, zero_point = 0;
+                for (int step = 0; step < (BITS == 8 ? 1 : 8); ++step) {  // 4 bits: the range less 0 to 35%
+                    const float range = (BITS == 8 ? 2 * std::max(-low, high) : high - low) * (1 - 0.05f * step);
+                    fp16 stored;  // the scale as it will be read
+                    store_one(&stored, range / (BITS == 8 ? 254 : top));
+                    const float s = load_one(&stored);
+                    float z = 128;
+                    if (BITS == 4) z = s > 0 ? std::nearbyint(std::min(top, -low * (1 - 0.05f * step) / s)) : 0;
+                    const float error = round_to(s, z);
+                    if (error < least) least = error, scale = s, zero_point = z;
+                }
+                round_to(scale, zero_point);
+                for (int i = 0; i < here; ++i) q[(size_t)n * K + g * group + i] = (uint8_t)nearest[i];
+                scales[n * groups + g] = scale, zeros[n * groups + g] = zero_point;
+            }
+        pack_quantized<BITS>(q.data(), scales.data(), zeros.data(), columns, K, group, packed + p * panel_bytes);
+    }
+}
+
+// Packed → fp32 [N, K], row-major.
+template <int BITS>
+void dequantize_weight(const Quantized<BITS>& weight, float* out) {
+    for (int row = 0; row < weight.N; ++row)
+        for (int k = 0; k < weight.K; ++k) {
+            const int n = row % PANEL, i = k % weight.group;
+            const char* from = weight.data + row / PANEL * weight.panel_bytes() + k / weight.group * weight.group_bytes();
+            const fp16* parameters = (const fp16*)(from + (size_t)weight.group * PANEL * BITS / 8);
+            const uint8_t byte = BITS == 8 ? from[(i / 4 * PANEL + n) * 4 + i % 4] : from[(i / 8 * PANEL + n) * 4 + i % 4];
+            const int q = BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15;
+            const float zero_point = BITS == 8 ? 128 : load_one(parameters + PANEL + n);
+            out[(size_t)row * weight.K + k] = load_one(parameters + n) * (q - zero_point);
+        }
+}
+
+// ---------------------------------------------------------------- linear
+
+// How the work is divided. Tiles of x times panels of W are numbered block of rows by block of rows, in a block panel by
+// panel; thread t does the t-th part.
+struct Plan {
+    Tiles tiles;
+    int panels, blocks;
+    bool alone;  // one tile and little of it: each thread packs x for itself, which is sooner done than waiting for others
+    size_t x_bytes, sums_bytes, piece_bytes;
+
+    template <class Weight>
+    Plan(const Weight& weight, int M, int num_threads) : tiles(M, Weight::MAX_ROWS), panels(ceil_div(weight.N, PANEL)) {
+        // As few blocks of rows as leave x in L2, but more where there are not enough panels to keep all threads busy.
+        const int block_tiles = std::max(1, (int)(X_BLOCK_BYTES / weight.row_bytes_at_a_time() / Weight::MAX_ROWS));
+        const int fewest = ceil_div(tiles.count, block_tiles);
+        int64_t least = INT64_MAX;
+        for (int b = fewest; b <= std::min(tiles.count, fewest + 2 * num_threads); ++b) {
+            const int block = ceil_div(tiles.count, b);  // what a thread takes at a time
+            const int64_t longest = (int64_t)ceil_div(ceil_div(tiles.count * panels, num_threads), block) * block;
+            if (longest < least - least / 10) least = longest, blocks = b;
+        }
+        alone = M <= 8 && M * weight.K <= Weight::ALONE;
+        x_bytes = M * weight.row_bytes();
+        sums_bytes = weight.sums_bytes(ceil_div(tiles.count, blocks) * Weight::MAX_ROWS);
+        piece_bytes = weight.piece_bytes();
+    }
+    int first_tile(int block) const { return share(tiles.count, block, blocks); }
+
+    // Where a thread's work begins: at the block and panel before which the earlier threads' share of the tiles lies.
+    struct Place {
+        int block, panel;
+    };
+    Place begin(int thread, int num_threads) const {
+        const int before = share(tiles.count * panels, thread, num_threads);
+        int block = 0;
+        while (block < blocks && first_tile(block + 1) * panels <= before) ++block;
+        if (block == blocks) return {blocks, 0};
+        const int height = first_tile(block + 1) - first_tile(block);
+        return {block, (before - first_tile(block) * panels) / height};
+    }
+    // The workspace: packed x of all, then each thread's own: sums, a piece of a panel, packed x where it packs alone.
+    size_t thread_bytes() const { return sums_bytes + piece_bytes + (alone ? x_bytes : 0); }
+};
+
+// Bytes of workspace, 64-byte aligned, that suffice for `linear` with any number of rows up to M.
+template <class Weight>
+size_t linear_workspace(const Weight& weight, int M, int num_threads) {
+    const size_t alone = std::min({M, 8, Weight::ALONE / std::max(1, weight.K)}) * weight.row_bytes();
+    return M * weight.row_bytes() + num_threads * (weight.sums_bytes(M + 2 * Weight::MAX_ROWS) + weight.piece_bytes() + alone);
+}
+
+// epilogue(x[M, K] * W[N, K]^T). x: rows of bf16, fp16 or fp32, `x_stride` elements apart. weight: `Packed` or `Quantized`.
+//
+// `workspace` is shared by the team. Calls `barrier` at most once, inside; the caller sees to it that all threads have
+// left one call before any enters another with the same workspace, and before any reads the result: a barrier after.
+template <class Weight, class X, class Epilogue, class Barrier>
+void linear(const X* x, ptrdiff_t x_stride, int M, const Weight& weight, const Epilogue& epilogue, void* workspace, int thread,
+            int num_threads, Barrier&& barrier) {
+    if (M == 0 || weight.N == 0) return;
+    const Plan plan(weight, M, num_threads);
+    const Tiles& tiles = plan.tiles;
+
+    char* mine = (char*)workspace + (plan.alone ? 0 : plan.x_bytes) + thread * plan.thread_bytes();
+    char* piece = mine + plan.sums_bytes;
+    char* packed = plan.alone ? piece + plan.piece_bytes : (char*)workspace;
+
+    const int end_row = plan.alone ? M : share(M, thread + 1, num_threads);
+    for (int row = plan.alone ? 0 : share(M, thread, num_threads); row < end_row; ++row) {
+        const int t = tiles.of(row), first = tiles.begin(t);
+        weight.pack(x + row * x_stride, packed + first * weight.row_bytes(), tiles.begin(t + 1) - first, row - first);
+    }
+    if (!plan.alone) barrier();
+
+    // From where this thread's work begins to where the next one's does.
+    constexpr int most = Weight::PANELS_AT_A_TIME;
+    const auto begin = plan.begin(thread, num_threads), end = plan.begin(thread + 1, num_threads);
+    for (int block = begin.block; block < plan.blocks && block <= end.block; ++block) {
+        const int end_panel = block == end.block ? end.panel : plan.panels;
+        for (int p = block == begin.block ? begin.panel : 0, group; p < end_panel; p += group) {
+            group = M <= 2 && p + most <= end_panel && (p + most) * PANEL <= weight.N ? most : 1;
+            const int columns = std::min(PANEL, weight.N - p * PANEL);
+            weight.multiply(p, group, tiles, plan.first_tile(block), plan.first_tile(block + 1), packed, (float*)mine, piece,
+                            [&](int row, int g, const float* sums) { epilogue(row, (p + g) * PANEL, sums, columns); });
+        }
+    }
+}
+
+}  // namespace mainspring

@@ -1,0 +1,111 @@
+// One team of threads for a whole call: an OpenMP parallel region (of torch's runtime, so torch's threads), inside which
+// kernels hand out work and meet at barriers. Between calls the threads sleep as the runtime lets them.
+#pragma once
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+#if defined(MAINSPRING_STD_THREADS)  // for ThreadSanitizer, which does not see through libgomp
+#include <thread>
+#include <vector>
+#else
+#include <omp.h>
+#endif
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+
+namespace mainspring {
+
+inline void pause_briefly() { __builtin_ia32_pause(); }
+
+// What the members of a team share. Each field that is written often has a cache line of its own.
+class Team {
+  public:
+    explicit Team(int size) : size(size) {}
+    const int size;
+
+    // Waits until every member is here. Spins for some microseconds, then sleeps in the kernel.
+    void barrier() {
+        if (size == 1) return;
+        const uint32_t phase = phase_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1);  // sequentially consistent, as are sleepers_: a sleeper is seen, or sees
+            if (sleepers_.load()) wake();
+            return;
+        }
+        for (int spin = 0; spin < SPINS; ++spin) {
+            if (phase_.load(std::memory_order_acquire) != phase) return;
+            pause_briefly();
+        }
+        sleepers_.fetch_add(1);
+        while (phase_.load() == phase) sleep(phase);
+        sleepers_.fetch_sub(1);
+    }
+
+    // The next piece of work that nobody has taken: 0, 1, 2, … since the last barrier.
+    int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+  private:
+    static constexpr int SPINS = 2000;
+
+    void sleep(uint32_t phase) {
+#if defined(__linux__)
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&phase_), FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0);
+#else
+        (void)phase;
+        sched_yield();
+#endif
+    }
+    void wake() {
+#if defined(__linux__)
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&phase_), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    }
+
+    alignas(64) std::atomic<int> arrived_{0};
+    std::atomic<int> sleepers_{0};
+    alignas(64) std::atomic<uint32_t> phase_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// Runs body(team, rank) in `size` threads at once, or fewer where the runtime grants fewer.
+template <class Body>
+void run_team(int size, Body&& body) {
+    if (size <= 1) {
+        Team alone(1);
+        body(alone, 0);
+        return;
+    }
+#if defined(MAINSPRING_STD_THREADS)
+    Team team(size);
+    std::vector<std::thread> others;
+    for (int rank = 1; rank < size; ++rank) others.emplace_back([&, rank] { body(team, rank); });
+    body(team, 0);
+    for (auto& thread : others) thread.join();
+#else
+    alignas(Team) unsigned char place[sizeof(Team)];
+    Team* team = nullptr;
+#pragma omp parallel num_threads(size)
+    {
+#pragma omp single
+        team = new (place) Team(omp_get_num_threads());  // the others wait for it here
+        body(*team, omp_get_thread_num());
+    }
+#endif
+}
+
+// [begin, end) of member `rank`'s even share of `count` things.
+struct Share {
+    int64_t begin, end;
+    Share(int64_t count, int rank, int size) : begin(count * rank / size), end(count * (rank + 1) / size) {}
+};
+
+}  // namespace mainspring

@@ -1,0 +1,170 @@
+"""The native kernels are built once, in seconds, by the machine's compiler, or there is a sentence why not."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mainspring.kernels import BackendUnavailableError, native_build
+from mainspring.kernels.native_backend import NativeBackend
+
+REASON = native_build.why_not()
+needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+HAS = native_build.cpu_features()
+LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
+SANITIZERS = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    # Its view of a masked store is the whole vector, so it is for instruction sets whose tails it sees as they are.
+    "thread": ("-fsanitize=thread",),
+}
+
+
+@pytest.fixture
+def tiny_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of one function in place of ours, and an empty cache."""
+    folder = tmp_path / "native"
+    folder.mkdir()
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (folder / "answer.cpp").write_text(
+        '#include "answer.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+    )
+    (folder / "answer_test.cpp").write_text("#error not part of the library\n")
+    monkeypatch.setattr(native_build, "SOURCES", folder)
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def cpu_with(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    monkeypatch.delenv("MAINSPRING_NATIVE_LEVEL", raising=False)
+    monkeypatch.setattr(native_build, "cpu_features", lambda: frozenset(flags))
+
+
+def test_the_best_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, middle, least = native_build.LEVELS
+    for level in (best, middle, least):
+        cpu_with(monkeypatch, *level.needs, "sse2")
+        assert native_build.choose_level() == level
+    cpu_with(monkeypatch, *best.needs)
+    monkeypatch.setenv("MAINSPRING_NATIVE_LEVEL", "avx2")
+    assert native_build.choose_level() == least
+
+
+def test_a_level_that_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with(monkeypatch, "sse2")
+    with pytest.raises(BackendUnavailableError, match="need an x86 processor with AVX2 and FMA on Linux"):
+        native_build.choose_level()
+    with pytest.raises(BackendUnavailableError, match=r"level avx2 needs avx2, fma, f16c, bmi2"):
+        native_build.choose_level("avx2")
+    with pytest.raises(BackendUnavailableError, match="'sse9'; it must be one of avx512_bf16, avx512, avx2"):
+        native_build.choose_level("sse9")
+
+
+def test_without_a_compiler_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tiny_sources: Path) -> None:
+    native_build.find_compiler.cache_clear()
+    try:
+        monkeypatch.setenv("CXX", "/nonexistent/c++")
+        with pytest.raises(BackendUnavailableError, match=r"'/nonexistent/c\+\+', which does not run; install g\+\+"):
+            native_build.find_compiler()
+        monkeypatch.delenv("CXX")
+        monkeypatch.setenv("PATH", "/nonexistent")
+        with pytest.raises(BackendUnavailableError, match=r"none of c\+\+, g\+\+, clang\+\+ is on the PATH"):
+            native_build.find_compiler()
+    finally:
+        native_build.find_compiler.cache_clear()
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_again_when_a_source_changes(
+    tiny_sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=native_build.__name__)
+    level = native_build.choose_level()
+    path = native_build.build(level)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert re.search(r"building the native kernels \(\w+\) with .+; this happens once", caplog.text)
+    assert re.search(r"built the native kernels in \d+\.\d s", caplog.text)
+    assert native_build.build(level) == path
+    assert caplog.text.count("building") == 1
+    assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
+    (tiny_sources / "answer.h").write_text("#define ANSWER 43\n")
+    changed = native_build.build(level)
+    assert changed != path
+    assert ctypes.CDLL(str(changed)).answer() == 43
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_is_named(tiny_sources: Path) -> None:
+    (tiny_sources / "answer.cpp").write_text("#error out of order\n")
+    with pytest.raises(BackendUnavailableError, match=r"did not compile: .*answer\.cpp.*out of order"):
+        native_build.build(native_build.choose_level())
+    folder = native_build.cache_folder()
+    assert not list(folder.iterdir())
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSPRING_CACHE", "/proc/nowhere")
+    with pytest.raises(BackendUnavailableError, match="can't be kept in /proc/nowhere/native"):
+        native_build.build(native_build.choose_level())
+
+
+@needs_compiler
+def test_two_processes_may_build_at_once(tiny_sources: Path) -> None:
+    code = f"""
+from pathlib import Path
+from mainspring.kernels import native_build
+native_build.SOURCES = Path({str(tiny_sources)!r})
+import ctypes
+print(ctypes.CDLL(str(native_build.build(native_build.choose_level()))).answer())
+"""
+    both = [
+        subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["42", "42"]
+    assert len(list(native_build.cache_folder().iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_agrees_with_the_best(level: str) -> None:
+    best, other = NativeBackend(), NativeBackend(level)
+    x = torch.randn(9, 700, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(best.act_and_mul(x, "gelu"), other.act_and_mul(x, "gelu"), rtol=1e-5, atol=1e-6)
+    seeds, sampled = torch.arange(9), torch.ones(9, dtype=torch.bool)
+    assert torch.equal(best.choose(x, seeds, seeds, sampled), other.choose(x, seeds, seeds, sampled))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_build_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path))
+    before = os.times().children_user, time.perf_counter()
+    native_build.build(native_build.choose_level())
+    assert os.times().children_user - before[0] < 30, "seconds of one core"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sanitizer", "level"),
+    [("address", level) for level in LEVELS if level != "avx512"] + [("thread", "avx2")],
+)
+def test_every_kernel_runs_under_sanitizers(sanitizer: str, level: str, tmp_path: Path) -> None:
+    compiler, chosen = native_build.find_compiler(), native_build.choose_level(level)
+    flags = [flag for flag in native_build.FLAGS if flag not in ("-O3", "-fopenmp")]
+    program = tmp_path / "driver"
+    build = [*compiler.command, *flags, *chosen.flags, *SANITIZERS[sanitizer], "-DMAINSPRING_STD_THREADS", "-O1", "-g"]
+    build += ["-pthread", str(native_build.SOURCES / "native_driver.cpp"), "-o", str(program)]
+    subprocess.run(build, check=True, timeout=280)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "all kernels ran\n"), done.stderr[-3000:]
