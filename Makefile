@@ -19,7 +19,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-ipc chaos fuzz soak gpu-kernels gpu-check size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-ipc chaos fuzz soak flashinfer-newest gpu-kernels gpu-check size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -54,6 +54,11 @@ test-slow: $(DEV) ## the rest of the tests
 test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are to us; they need both, but no GPU
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_flashinfer_contract.py tests/test_prebuilt.py $(PYTEST_ARGS)
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_compile.py $(PYTEST_ARGS)
+
+flashinfer-newest: | $(DEV) ## which of our assumptions the newest FlashInfer still meets; what fails is to be read before moving to it
+	$(BIN)/python -P -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
+		--target $(GPU_LIBRARIES)-newest flashinfer-python apache-tvm-ffi nvidia-ml-py requests urllib3 certifi einops tabulate
+	PYTHONPATH="$(GPU_LIBRARIES)-newest" $(BIN)/pytest tests/test_flashinfer_contract.py $(PYTEST_ARGS)
 
 test-all: test test-slow test-gpu-libraries ## all tests
 
