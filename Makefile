@@ -19,7 +19,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-ipc chaos fuzz soak flashinfer-newest gpu-kernels gpu-check size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-ipc chaos fuzz soak flashinfer-newest gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -95,6 +95,9 @@ gpu-kernels: $(DEV) ## compile CUDA kernels with nvcc, which takes no GPU, and l
 
 gpu-check: $(DEV) ## all that needs an NVIDIA GPU, in under 10 minutes; WRITE=--write puts it into docs/gpu.md
 	$(BIN)/python benchmarks/gpu_check.py $(WRITE)
+
+sanitize: $(DEV) ## the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
+	$(BIN)/pytest -m slow -k sanitizers tests/test_native_build.py $(PYTEST_ARGS)
 
 size: $(DEV) ## lines of the package, room by room; fails past the limit
 	$(BIN)/python benchmarks/size.py

@@ -74,6 +74,8 @@ def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
             raise InvalidArgumentError("deterministic on a GPU needs attention_backend='flashinfer'")
         return ReferenceBackend(deterministic=device.type == "cpu")
     try:
+        if name == "native":
+            return kernels.native_kernels(device)
         return kernels.flashinfer_backend(device, options.deterministic, options.kernels_dir)
     except kernels.BackendUnavailableError as error:
         if name != "auto" or options.deterministic:

@@ -309,8 +309,10 @@ class Scheduler:
                 closed.add(frontend.id)
                 continue
             count = min(left, self._chunk)
-            if not self._chunked and len(request.tokens) - self.kv.find_prefix(request) > count:
-                break  # nobody passes it, or smaller ones could for ever
+            if not self._chunked and (needed := len(request.tokens) - self.kv.find_prefix(request)) > count:
+                if self._budget == self._full_budget or self._rows.granted.any():
+                    break  # nobody passes it, or smaller ones could for ever
+                count = needed  # alone it may pass a budget that was cut
             cached = self._find_room(frontend, request, count, ceiling, request is promised)
             if cached is None:
                 closed.add(frontend.id)
@@ -503,12 +505,11 @@ class Scheduler:
             return
         for request in requests:
             self._preempt(request)
-        longest = 1 if self._chunked else max((len(request.tokens) for request in requests), default=1)
-        self._set_budget(max(step.num_tokens // 2, longest))
+        self._set_budget(max(1, step.num_tokens // 2))
 
     def _set_budget(self, tokens: int) -> None:
         self._budget = min(tokens, self._full_budget)
-        self._chunk = min(self._full_chunk, self._budget)
+        self._chunk = min(self._full_chunk, self._budget) if self._chunked else self._full_budget
         self._steps_until_grown = GROW_AFTER_STEPS
 
     # ------------------------------------------------------------------ leaving a slot

@@ -82,7 +82,7 @@ class EngineArgs:
     data_parallel_size: int = _default("data_parallel_size")
     distributed_executor_backend: str = _default("distributed_executor_backend")
     device: Literal["auto", "cpu", "cuda"] = _default("device")
-    attention_backend: Literal["auto", "flashinfer", "reference"] = _default("attention_backend")
+    attention_backend: Literal["auto", "flashinfer", "native", "reference"] = _default("attention_backend")
     deterministic: bool = _default("deterministic")
     enforce_eager: bool = _default("enforce_eager")
     cudagraph_capture_sizes: list[int] | None = field(default=_default("cudagraph_capture_sizes"))

@@ -137,8 +137,8 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Doc("`auto`: CUDA where there is a GPU.")] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "flashinfer", "reference"],
-        Doc("Kernel backend; `auto`: FlashInfer on a GPU, the reference elsewhere."),
+        Literal["auto", "flashinfer", "native", "reference"],
+        Doc("Kernel backend; `auto`: FlashInfer on a GPU, the reference elsewhere. `native`: C++, on a CPU."),
     ] = "auto"
     deterministic: Annotated[
         bool, Doc("On a GPU, too, let a request's tokens not depend on the others of a step. On a CPU they never do.")

@@ -82,7 +82,7 @@ class NativeBackend:
         if keys.dtype not in _DTYPES or values.dtype != keys.dtype:
             return self._reference.append(cache, keys, values, blocks, rows)
         keys, values = _rows_contiguous(keys), _rows_contiguous(values)
-        blocks, rows = blocks.contiguous(), rows.contiguous()
+        blocks, rows = blocks.int().contiguous(), rows.int().contiguous()
         self._call["rotate_and_append"](
             _TOKENS.pack(
                 len(keys), _DTYPES[keys.dtype], *_NO_HEADS, *_heads(keys), *_heads(values),
@@ -94,7 +94,10 @@ class NativeBackend:
     def plan(
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
     ) -> NativePlan:
-        """Cut the step into units of work for as many threads as torch uses."""
+        """Cut the step into units of work for as many threads as torch uses. Layers may run with a plan one after
+        another, not at once. Raises ValueError where there is no block size."""
+        if batch.block_size < 1:
+            raise ValueError(f"block_size is {batch.block_size}; it must be at least 1")
         requests = len(batch.last_page_len)
         arrays = [x.contiguous() for x in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)]
         handle = self._plan(
@@ -175,6 +178,7 @@ class NativeBackend:
         interleaved: bool = False,
     ) -> None:
         """`rotate`, then `append` of the rotated keys and the values, in one pass over the tokens."""
+        blocks, rows = blocks.int().contiguous(), rows.int().contiguous()
         if not self._rotates(query, key) or value.dtype != key.dtype or value.stride(2) != 1:
             self.rotate(query, key, cos_sin, interleaved)
             return self.append(cache, key, value, blocks, rows)
@@ -202,7 +206,7 @@ class NativeBackend:
     ) -> torch.Tensor:
         """Top-k, top-p and min-p, in this order."""
         limits = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
-        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        scores = scores.float() if scores.stride(1) == 1 else scores.float().contiguous()
         out = torch.empty(scores.shape, dtype=torch.float32)
         self._call["mask"](
             _MASK.pack(

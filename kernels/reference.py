@@ -25,6 +25,9 @@ from .interface import ROW_MULTIPLE, AttentionSpec, LayerCache, PagedBatch
 from .sampling import mask_top_k_top_p_min_p
 from .worklist import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
 
+SMALLEST_PRODUCT = 16**3
+"""Multiply-adds up to which torch does not give a half-precision product to oneDNN."""
+
 ELEMENTS_AT_A_TIME = 1 << 18
 """fp32 elements that an elementwise kernel handles at a time (1 MiB): its intermediates then stay in the cache."""
 
@@ -194,6 +197,8 @@ class ReferenceBackend:
         """How many rows to give a matrix product of ``width`` rows: a multiple of `ROW_MULTIPLE`, but in half precision
         no more than there are, where a trial on this machine gives each row the bits it has among 64. (On AVX-512 it
         does, and saves a sixth of a decode step. fp32 products choose among too many kernels for a trial to tell.)"""
+        if dtype.itemsize == 2:  # smaller products than this go to other code (torch 2.13), wherever one stands alone
+            width = max(width, SMALLEST_PRODUCT // (min(key_dim, value_dim) * KV_TILE) + 1)
         trial = (width, key_dim, value_dim, dtype, device)
         if width < ROW_MULTIPLE and dtype.itemsize == 2 and trial not in self._exact_unpadded:
             tiles = torch.empty(KV_TILE, key_dim).T, torch.empty(KV_TILE, value_dim)
@@ -291,7 +296,11 @@ def _rows_agree(rows: int, like: torch.Tensor, dtype: torch.dtype, device: torch
     left = torch.randn(64, 64, len(like), generator=generator).to(device, dtype)
     among = torch.bmm(left, right)[:, :rows]
     few = left[:, :rows].contiguous()
-    return all(torch.equal(torch.bmm(few[:batch], right[:batch]), among[:batch]) for batch in (1, 2, 12, 64))
+    return all(
+        torch.equal(torch.bmm(few[at : at + batch], right[at : at + batch]), among[at : at + batch])
+        for batch in (1, 2, 12, 64)
+        for at in range(0, 64, batch)
+    )
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

@@ -385,6 +385,20 @@ def random_work(draw: st.DrawFn) -> tuple[Setup, list[int], list[Step], int]:
     return setup, lengths, [s for s in steps if s], draw(st.integers(0, 1000))
 
 
+@by_backend
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+def test_a_request_alone_has_the_bits_it_has_among_others_also_where_products_are_tiny(
+    backend: Backend, dim: int, ratio: int
+) -> None:
+    """One KV head and one row make products so small that torch gives them to other code (seen, 2.13)."""
+    setup = Setup(spec_of(kv_heads=1, ratio=ratio, key_dim=dim, window=41), torch.bfloat16)
+    lengths = [90, 60]
+    alone = [[(0, 1)] for _ in range(lengths[0])] + [[(1, 1)] for _ in range(lengths[1])]
+    for seed in range(3):
+        assert_clockwork(backend, setup, lengths, {"together": whole(lengths), "alone, one by one": alone}, seed)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=150)
 @given(work=random_work())

@@ -238,7 +238,7 @@ struct TokensCall {
     bool interleaved;
     CacheView keys, values;  // keys.data null: nothing is appended
     Dtype cache_dtype;
-    const int64_t *blocks, *rows;  // [tokens]
+    const int32_t *blocks, *rows;  // [tokens]
 };
 
 template <class T>

@@ -80,7 +80,7 @@ EXPORT void mainspring_rotate_and_append(const int64_t* a) {
     call.keys = {at<char>(a[20]), a[21], a[22], a[23]};
     call.values = {at<char>(a[24]), a[25], a[26], a[27]};
     call.cache_dtype = Dtype(a[28]);
-    call.blocks = at<const int64_t>(a[29]), call.rows = at<const int64_t>(a[30]);
+    call.blocks = at<const int32_t>(a[29]), call.rows = at<const int32_t>(a[30]);
     rotate_and_append(call, int(a[31]));
 }
 

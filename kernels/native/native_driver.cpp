@@ -96,7 +96,7 @@ void tokens(Dtype dtype, Dtype cache_dtype, int64_t dim, int64_t rotary_dim, int
     const int64_t count = 40, heads = 3, block_size = 8;
     const Array query(dtype, count * heads * dim), key(dtype, count * dim), value(dtype, count * dim);
     const Array angles(Dtype::fp32, count * rotary_dim), keys(cache_dtype, count * dim), values(cache_dtype, count * dim);
-    std::vector<int64_t> blocks, rows;
+    std::vector<int32_t> blocks, rows;
     for (int64_t i = 0; i < count; ++i) blocks.push_back(i / block_size), rows.push_back(i % block_size);
     const int64_t call[] = {
         count, (int64_t)dtype, query.address(), heads, heads * dim, dim, key.address(), 1, dim, dim, value.address(), 1, dim,
