@@ -307,7 +307,7 @@ def test_the_command_needs_a_process_of_its_own(tmp_path: Path, capfd: pytest.Ca
         ({"cudagraph_capture_sizes": [4, 0]}, "cudagraph_capture_sizes is 0; it must be at least 1"),
         ({"cudagraph_capture_sizes": 4}, "cudagraph_capture_sizes is 4; it must be a list of ints or None"),
         ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False or None"),
-        ({"attention_backend": "fa4"}, "must be one of 'auto', 'flashinfer', 'reference'"),
+        ({"attention_backend": "fa4"}, "must be one of 'auto', 'flashinfer', 'native', 'reference'"),
     ],
 )
 def test_settings_for_a_gpu_are_checked(setting: dict[str, Any], words: str) -> None:
