@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from mainspring.ipc import connection
+from mainspring.ipc import codec, connection
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import ConnectError, EngineDeadError
@@ -598,16 +599,22 @@ def test_connections_lost_and_found_leave_no_descriptor(client: SyncClient, owne
     assert client._connection.reconnections == 11
 
 
-def test_frames_of_the_core_before_are_dropped(client: SyncClient, owner: StandInOwner) -> None:
-    """A core that says an epoch and an instance of its own, and then those of another."""
-    server, frontend = owner.server, 0
-    for instance, epoch in ((server._instance_id, owner.epoch - 1), (bytes(8), owner.epoch)):
-        good = server._instance_id, server._epoch
-        server._instance_id, server._epoch = instance, epoch
-        before = client._connection.dropped_frames
+def test_frames_of_the_core_before_are_dropped(
+    client: SyncClient, owner: StandInOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an epoch, and then of an instance, that are not the core's."""
+    server, frontend, encode = owner.server, 0, codec.encode
+    stale = [(bytes(8), owner.epoch), (server._instance_id, owner.epoch - 1)]
+
+    def encode_some_wrongly(message: Any, instance_id: bytes, epoch: int, *rest: Any) -> Any:
+        if isinstance(message, Outputs) and message.token_ids == [666]:
+            instance_id, epoch = stale.pop()
+        return encode(message, instance_id, epoch, *rest)
+
+    monkeypatch.setattr(codec, "encode", encode_some_wrongly)
+    for dropped in (1, 2):
         server.send(frontend, Outputs([0], [666]))
-        assert eventually(lambda before=before: client.abort([]) or client._connection.dropped_frames > before)  # type: ignore[misc]
-        server._instance_id, server._epoch = good
+        assert eventually(lambda n=dropped: client.abort([]) or client._connection.dropped_frames == n)  # type: ignore[misc]
     server.send(frontend, Outputs([0], [1]))
     outputs = client.get_outputs(PROMPTLY)
     assert outputs is not None
