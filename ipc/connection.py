@@ -8,6 +8,7 @@ have come so far. Silence is never taken for a loss.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -279,8 +280,15 @@ class Connection:
 
     def _send(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
         assert self._ready is not None
-        frames = codec.encode(message, self._ready.instance_id, self._ready.epoch, tensors)
-        self._socket.send_multipart(frames, copy=not tensors)
+        self._put(codec.encode(message, self._ready.instance_id, self._ready.epoch, tensors), copy=not tensors)
+
+    def _put(self, frames: Sequence[Any], copy: bool = True) -> None:
+        """Without waiting. libzmq takes whatever comes, but for a socket that the core has turned away: that one would
+        wait for ever, and is lost."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy)
+        except zmq.Again:
+            self._lost = True
 
     # ------------------------------------------------------------------ in
 
@@ -376,7 +384,7 @@ class Connection:
         self.num_sockets += 1
         self._opened_at = time.monotonic()
         self._reached = self._lost = False
-        self._socket.send_multipart(codec.encode(self._hello, codec.NO_INSTANCE, 0))
+        self._put(codec.encode(self._hello, codec.NO_INSTANCE, 0))
 
     def _reopen(self) -> None:
         if self._ready is not None or self._reached:  # one that served, listened or loaded: it has died only now
@@ -493,7 +501,8 @@ def ask_status(
         socket = make_dealer(context, keys)
         try:
             socket.connect(address)
-            socket.send_multipart(codec.encode(StatusCall(), codec.NO_INSTANCE, 0))
+            with contextlib.suppress(zmq.Again):  # turned away already: no answer will come
+                socket.send_multipart(codec.encode(StatusCall(), codec.NO_INSTANCE, 0), zmq.NOBLOCK)
             if socket.poll(int(timeout * 1000)):
                 message = codec.decode(socket.recv_multipart()).message
                 if isinstance(message, Status):
