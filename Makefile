@@ -8,6 +8,9 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 WRITE ?=
+ROUNDS ?= 5
+MINUTES ?= 60
+QUICK ?=
 
 BIN := $(VENV)/bin
 # -P: the working directory must not make a bare `core` or `kernels` importable
@@ -19,7 +22,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-ipc chaos fuzz soak flashinfer-newest gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz soak flashinfer-newest gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -74,9 +77,12 @@ format: $(DEV) ## let ruff format and mend what it can
 
 bench: $(DEV) ## speed against transformers, readiness, imports, profile; WRITE=--write puts them into docs/performance.md
 	$(BIN)/python benchmarks/make_models.py llama-110m
-	$(BIN)/python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m $(WRITE)
+	$(BIN)/python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m --rounds 3 $(WRITE)
 	$(BIN)/python benchmarks/frontend.py $(WRITE)
-	$(BIN)/python benchmarks/profile_step.py $(WRITE)
+	$(BIN)/python benchmarks/profile_step.py --workloads batch-110m,single-110m $(WRITE)
+
+bench-cpu: $(DEV) ## all bars of the CPU path, against other engines (benchmarks/peers.py), in about an hour; goes on where it stopped; QUICK=--quick: some minutes
+	$(BIN)/python benchmarks/cpu.py --rounds $(ROUNDS) --minutes $(MINUTES) $(QUICK) $(WRITE)
 
 bench-ipc: $(DEV) ## what the wire costs, how thin a frontend is, a flood; WRITE=--write puts it into docs/reliability.md
 	$(BIN)/python benchmarks/ipc.py $(WRITE)

@@ -1,4 +1,4 @@
-"""What the reliability programs say: bars with what was measured, as a table, as JSON, and on docs/reliability.md.
+"""What programs with bars say: each with what was measured, as a table, as JSON, and on a page of docs/.
 
     python benchmarks/bars.py .bench/chaos.json .bench/fuzz.json
 
@@ -15,9 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import CACHE, ROOT, machine, table
-
-PAGE = ROOT / "docs" / "reliability.md"
+from report import CACHE, DOCS, machine, table
 
 
 class Bar(NamedTuple):
@@ -32,27 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every program takes."""
     parser.add_argument("--threads", type=int, default=0, help="threads of each core; 0: as many as torch likes")
     parser.add_argument("--json", type=Path, help="default: .bench/PROGRAM.json")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="put the table into its place in docs/")
 
 
-def conclude(bars: list[Bar], details: dict[str, Any], args: argparse.Namespace) -> int:
-    """Print the table and write the JSON, and the page if asked to. → the program's exit code."""
+def conclude(
+    bars: list[Bar], details: dict[str, Any], args: argparse.Namespace, page: str = "reliability.md", more: str = ""
+) -> int:
+    """Print the table and write the JSON, and the page if asked to, with `more` below. → the program's exit code."""
     program = Path(sys.argv[0]).stem
     words = iter(sys.argv[1:])
     given = [word for word in words if word != "--write" and not (word == "--json" and next(words))]
     command = shlex.join(["python", f"benchmarks/{program}.py", *given])
     result = {
         "program": program,
+        "page": page,
         "command": command,
         "date": str(datetime.date.today()),
         "machine": machine(),
         "bars": [bar._asdict() for bar in bars],
+        "more": more,
         **details,
     }
     path = args.json or CACHE / f"{program}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{_table(result)}\n\n{path}", flush=True)
+    print(f"\n{_text(result)}\n\n{path}", flush=True)
     if args.write:
         fill(result)
     return int(any(bar.passed is False for bar in bars))
@@ -61,18 +63,19 @@ def conclude(bars: list[Bar], details: dict[str, Any], args: argparse.Namespace)
 def fill(result: dict[str, Any]) -> None:
     """Put a result into its place on the page."""
     begin, end = f"<!-- begin {result['program']} -->", f"<!-- end {result['program']} -->"
-    page = PAGE.read_text()
+    path = DOCS / result.get("page", "reliability.md")
+    page = path.read_text()
     if begin not in page or end not in page:
-        raise SystemExit(f"{PAGE.name} has no place for {result['program']!r}: it needs {begin} and {end}")
+        raise SystemExit(f"{path.name} has no place for {result['program']!r}: it needs {begin} and {end}")
     stamp = f"`{result['command']}`, {result['date']}, {result['machine']}."
     head, rest = page.split(begin)
-    PAGE.write_text(f"{head}{begin}\n{_table(result)}\n\n{stamp}\n{end}{rest.split(end)[1]}")
+    path.write_text(f"{head}{begin}\n{_text(result)}\n\n{stamp}\n{end}{rest.split(end)[1]}")
 
 
-def _table(result: dict[str, Any]) -> str:
+def _text(result: dict[str, Any]) -> str:
     verdict = {True: "pass", False: "**FAIL**", None: ""}
     rows = [[bar["name"], bar["measured"], verdict[bar["passed"]]] for bar in result["bars"]]
-    return table(["bar", "measured", ""], rows)
+    return "\n\n".join(filter(None, [table(["bar", "measured", ""], rows), result.get("more")]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Engines in turn over the same token ids: medians, our ratio pair by pair, and the distance to the physical limit.
 
-    python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m --rounds 3
+    python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m --rounds 5
 
-Rounds go A B C A B C …, each run in a fresh process. Before each, the machine's bf16 matrix rate and memory read
-bandwidth are measured, because those of a shared machine move from minute to minute.
+Rounds go A B C A B C …, each run in a fresh process. Before each, the machine's matrix rate and memory read bandwidth
+are measured, because those of a shared machine move from minute to minute. With `--log` a later call goes on where an
+earlier one stopped, and a round counts if all of its engines ran in it.
 
-A peer runs in the virtual environment .bench/peers/NAME (make it with pip; `make_models.py --forms` makes the model
+A peer runs in the virtual environment .bench/peers/NAME (`peers.py` makes it; `make_models.py --forms` makes the model
 forms it needs), or else in this one.
 """
 
@@ -13,43 +14,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from driver import ENGINES
 from report import CACHE, MODELS, publish, table
+from resume import Log
 from workloads import WORKLOADS, asks
 
 HERE = Path(__file__).resolve().parent
+LIMIT_SECONDS = 1_200  # of one run
+# The matrix rate is that of the fastest product at hand: without bf16 instructions, fp32 ones are what the machine has.
 MEASURE_MACHINE = """
-import json, time, torch
-def best(run, times=15):
-    run()
-    seconds = []
-    for _ in range(times):
+import json, time, numpy, torch
+def best(run, seconds=0.7):
+    took, until = [], time.perf_counter() + seconds
+    while time.perf_counter() < until:
         began = time.perf_counter()
         run()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-rows = torch.randn(1024, 1024, dtype=torch.bfloat16)
-weights = [torch.randn(6144, 1024, dtype=torch.bfloat16) for _ in range(8)]
-flops = 8 * 2 * 1024 * 1024 * 6144 / best(lambda: [torch.nn.functional.linear(rows, w) for w in weights])
+        took.append(time.perf_counter() - began)
+    return min(took)
+rows, weights = torch.randn(1024, 1024), torch.randn(6144, 1024)
+half = rows.bfloat16(), weights.bfloat16()
+a, b = rows.numpy(), weights.numpy().T
+products = [lambda: torch.nn.functional.linear(rows, weights), lambda: torch.nn.functional.linear(*half), lambda: a @ b]
 big = torch.randn(64 << 20)
-print(json.dumps([flops, 4 * big.numel() / best(lambda: big.sum())]))
+print(json.dumps([2 * 1024 * 1024 * 6144 / min(map(best, products)), 4 * big.numel() / best(lambda: big.sum())]))
 """
+
+Run = dict[str, Any]  # what driver.py wrote, `of_limit`, and the machine's rates before it
+Round = dict[str, Run]  # by engine
 
 
 class Machine(NamedTuple):
-    flops: float  # bf16 multiply-adds, twice, a second
+    flops: float  # multiply-adds, twice, a second
     bytes_s: float  # read from memory
 
 
+def environment() -> dict[str, str]:
+    """Every engine chooses its own threads, and asks no hub for files."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "KMP_"))}
+    return {**kept, "HF_HUB_OFFLINE": "1"}
+
+
 def measure_machine() -> Machine:
-    done = subprocess.run([sys.executable, "-c", MEASURE_MACHINE], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-P", "-c", MEASURE_MACHINE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
     return Machine(*json.loads(done.stdout))
 
 
@@ -72,33 +88,73 @@ def least_seconds(workload_name: str, machine: Machine) -> float:
     )
 
 
-def run(engine: str, workload_name: str) -> dict[str, Any] | None:
+def run(engine: str, workload_name: str) -> Run | None:
     """One fresh process; None, and a line that says why, if it failed."""
     own = CACHE / "peers" / engine / "bin" / "python"
     python = own if own.exists() else Path(sys.executable)
+    machine, why = measure_machine(), ""
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         model = MODELS / WORKLOADS[workload_name].model
         command = [str(python), str(HERE / "driver.py"), engine, workload_name, str(model), result.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS, env=environment()
+            )
+        except subprocess.TimeoutExpired:
+            why = f"it took more than {LIMIT_SECONDS} s"
+        else:
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         text = Path(result.name).read_text()
-    if done.returncode or not text:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        print(f"{workload_name}: {engine} did not run: {why}", file=sys.stderr, flush=True)
+    if why or not text:
+        print(f"{workload_name}: {engine} did not run: {why or 'no result'}", file=sys.stderr, flush=True)
         return None
-    measured: dict[str, Any] = json.loads(text)
+    measured: Run = {**json.loads(text), **machine._asdict()}
+    bf16 = "-int" not in engine  # the limit is that of bf16 weights
+    measured["of_limit"] = least_seconds(workload_name, machine) / measured["time_s"] if bf16 else None
+    print(f"  {workload_name}: {engine} {measured['time_s']:.2f} s", file=sys.stderr, flush=True)
     return measured
+
+
+def play(
+    plan: Mapping[str, Sequence[str]], rounds: int, log: Log, go_on: Callable[[], bool] = lambda: True
+) -> dict[str, list[Round]]:
+    """The rounds of each workload of a plan, which names its engines. One round of all workloads comes before the next.
+    An engine that failed once is left out of the rounds that follow; no round begins once `go_on` is false."""
+    played: dict[str, list[Round]] = {workload: [] for workload in plan}
+    failed: set[tuple[str, str]] = set()
+    for number in range(rounds):
+        for workload, engines in plan.items():
+            key = f"round {number} of {workload}: {' '.join(engines)}"
+            known: Round | None = log.get(key)
+            if known is None:
+                if not go_on():
+                    continue
+                runs = {e: None if (workload, e) in failed else run(e, workload) for e in engines}
+                failed |= {(workload, engine) for engine, found in runs.items() if found is None}
+                known = {engine: found for engine, found in runs.items() if found is not None}
+                if len(known) == len(engines):
+                    log.keep(key, known)
+            played[workload].append(known)
+    return played
+
+
+def ratios(rounds: Sequence[Round], theirs: str, ours: str = "mainspring") -> list[float]:
+    """How often our time goes into theirs, in every round that has both."""
+    return [r[theirs]["time_s"] / r[ours]["time_s"] for r in rounds if theirs in r and ours in r]
 
 
 HEAD = ["engine", "ready s", "first token s", "time s", "output tok/s", "all tok/s", "of limit", "ours is faster by"]
 
 
-def cells(engine: str, runs: dict[int, dict[str, Any]], ours: dict[int, dict[str, Any]]) -> list[str]:
+def cells(engine: str, rounds: Sequence[Round]) -> list[str]:
     """One engine's row of the table: medians over rounds."""
+    runs = [r[engine] for r in rounds if engine in r]
 
     def middle(key: str) -> float:
-        return median(run[key] for run in runs.values())
+        return median(one[key] for one in runs)
 
-    pairs = [theirs["time_s"] / ours[number]["time_s"] for number, theirs in runs.items() if number in ours]
+    pairs = ratios(rounds, engine)
     return [
         engine,
         f"{middle('ready_s'):.1f}",
@@ -106,46 +162,44 @@ def cells(engine: str, runs: dict[int, dict[str, Any]], ours: dict[int, dict[str
         f"{middle('time_s'):.2f}",
         f"{middle('output_tok_s'):,.0f}",
         f"{middle('total_tok_s'):,.0f}",
-        f"{middle('of_limit'):.0%}",
+        "" if runs[0]["of_limit"] is None else f"{middle('of_limit'):.0%}",
         f"{median(pairs):.2f}×" if pairs else "",
     ]
 
 
-def compare(workload_name: str, engines: list[str], rounds: int, log: Path | None) -> str:
+def describe(workload_name: str, rounds: Sequence[Round]) -> str:
     """The table of one workload."""
-    results: dict[str, dict[int, dict[str, Any]]] = {engine: {} for engine in engines}
-    machines: list[Machine] = []
-    for number in range(rounds):
-        for engine in engines:
-            machines.append(measure_machine())
-            measured = run(engine, workload_name)
-            if measured is None:
-                continue
-            measured["of_limit"] = least_seconds(workload_name, machines[-1]) / measured["time_s"]
-            results[engine][number] = measured
-            if log:
-                with log.open("a") as file:
-                    print(json.dumps({"round": number, **measured, **machines[-1]._asdict()}), file=file)
-    rows = [cells(engine, runs, results.get("mainspring", {})) for engine, runs in results.items() if runs]
+    runs = [one for r in rounds for one in r.values()]
+    if not runs:
+        return f"**{workload_name}**: nothing ran."
+    rows = [cells(engine, rounds) for engine in dict.fromkeys(one["engine"] for one in runs)]
     rows.sort(key=lambda row: float(row[3]))
-    rate, read = (median(values) for values in zip(*machines, strict=True))
+    rate, read = (median(one[key] for one in runs) for key in Machine._fields)
     return (
-        f"**{workload_name}**, median of {rounds} rounds, on {rate / 1e9:,.0f} GFLOP/s bf16 and "
+        f"**{workload_name}**, median of {len(rounds)} rounds, on {rate / 1e9:,.0f} GFLOP/s of matrix products and "
         f"{read / 1e9:.0f} GB/s of reads:\n\n" + table(HEAD, rows)
     )
+
+
+def engine_versions(rounds: Sequence[Round]) -> str:
+    """One line: what ran in which versions."""
+    found = {one["engine"]: one["versions"] for r in rounds for one in r.values()}
+    each = [f"{e} ({', '.join(f'{p} {v}' for p, v in versions.items())})" for e, versions in sorted(found.items())]
+    return f"Versions: {'; '.join(each)}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="mainspring,transformers", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--workloads", default="batch-110m", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--log", type=Path, help="append every result to this file, as JSON lines")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--log", type=Path, help="keep every round in this file, as JSON lines, and go on from it")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     args = parser.parse_args()
-    tables = [
-        compare(workload, args.engines.split(","), args.rounds, args.log) for workload in args.workloads.split(",")
-    ]
+    plan = dict.fromkeys(args.workloads.split(","), args.engines.split(","))
+    played = play(plan, args.rounds, Log(args.log))
+    tables = [describe(workload, rounds) for workload, rounds in played.items()]
+    tables.append(engine_versions([r for rounds in played.values() for r in rounds]))
     publish("compare", "\n\n".join(tables), args.write)
 
 

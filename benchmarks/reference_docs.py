@@ -30,8 +30,9 @@ def type_text(kind: Any) -> str:
         return ", ".join(f"`{option}`" for option in get_args(kind))
     if get_origin(kind) is dict:
         return "`dict`"
-    options = get_args(kind) or (kind,)
-    return " or ".join("none" if option is NoneType else f"`{option.__name__}`" for option in options)
+    if type(None) in get_args(kind):
+        return " or ".join("none" if option is NoneType else type_text(option) for option in get_args(kind))
+    return f"`{kind.__name__}`"
 
 
 def default_text(value: Any) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".bench"  # virtual environments of peers in peers/NAME/
 MODELS = CACHE / "models"
-PAGE = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "performance.md"
 
 
 def machine() -> str:

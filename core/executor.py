@@ -21,6 +21,8 @@ from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .memory import count_blocks
 from .model.loader import load_model
 from .model.paged_model import PagedModel
+from .model.quantized import BITS
+from .model.whole import make_whole
 from .model_runner import Launched, ModelRunner
 from .step import Step
 
@@ -76,8 +78,13 @@ class UniprocExecutor:
             None if decisions is None else decisions["fusing"],
             lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
         )
+        self._fingerprint = _fingerprint(model)
+        make_whole(model, backend, BITS.get(config.model_config.quantization or ""), model.quantized)
+        model.quantized = None
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
-        self.layout = plan_layout(model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim)
+        self.layout = plan_layout(
+            model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
+        )
         sizes = graph_sizes(options, device, scheduler.max_num_seqs)
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes)
         self.accepts_embeddings = model.accepts_embeddings
@@ -116,7 +123,7 @@ class UniprocExecutor:
             self.max_model_len,
             str(model.dtype).removeprefix("torch."),
             list(model.eos_token_ids),
-            _fingerprint(model),
+            self._fingerprint,
         )
 
     def explain(self) -> list[str]:

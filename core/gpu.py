@@ -68,20 +68,20 @@ def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
     Raises:
         InvalidArgumentError: those asked for can't run here.
     """
-    name = options.attention_backend
-    if name == "reference" or (name == "auto" and device.type != "cuda"):
-        if options.deterministic and device.type == "cuda":
+    name, on_gpu = options.attention_backend, device.type == "cuda"
+    if name == "reference":
+        if options.deterministic and on_gpu:
             raise InvalidArgumentError("deterministic on a GPU needs attention_backend='flashinfer'")
-        return ReferenceBackend(deterministic=device.type == "cpu")
+        return ReferenceBackend(deterministic=not on_gpu)
     try:
-        if name == "native":
+        if name == "native" or (name == "auto" and not on_gpu):
             return kernels.native_kernels(device)
         return kernels.flashinfer_backend(device, options.deterministic, options.kernels_dir)
     except kernels.BackendUnavailableError as error:
-        if name != "auto" or options.deterministic:
+        if name != "auto" or (options.deterministic and on_gpu):
             raise InvalidArgumentError(str(error)) from error
         logger.warning("%s; until then the reference kernels run, many times slower", error)
-        return ReferenceBackend(deterministic=device.type == "cpu")
+        return ReferenceBackend(deterministic=not on_gpu)
 
 
 def backends_for(

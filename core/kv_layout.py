@@ -34,6 +34,7 @@ class KVLayout(NamedTuple):
     dims: tuple[tuple[int, int], ...]  # how long each layer's key and value heads lie in the cache
     offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
     layer_of_call: tuple[int, ...]  # which layer each attention call of a forward uses; some share one
+    heads_first: bool = False  # a layer's keys lie head after head in a block, not token after token; so do its values
 
     @property
     def block_bytes(self) -> int:
@@ -52,10 +53,12 @@ class KVLayout(NamedTuple):
         blocks = pool.shape[0]
         out = []
         for spec, dims, offsets in zip(self.specs, self.dims, self.offsets, strict=True):
-            shape = (blocks, self.block_size, spec.num_kv_heads)
+            rows, heads = self.block_size, spec.num_kv_heads
             pair = [
                 pool.as_strided(
-                    (*shape, dim), (self.block_elements, spec.num_kv_heads * dim, dim, 1), pool.storage_offset() + at
+                    (blocks, rows, heads, dim),
+                    (self.block_elements, *((dim, rows * dim) if self.heads_first else (heads * dim, dim)), 1),
+                    pool.storage_offset() + at,
                 )
                 for dim, at in zip(dims, offsets, strict=True)
             ]
@@ -76,9 +79,10 @@ def plan_layout(
     block_size: int,
     dtype: torch.dtype,
     cache_dim: Callable[[int], int] = lambda dim: dim,
+    heads_first: bool = False,
 ) -> KVLayout:
     """Group the layers and place them in blocks of `dtype`. `sources` names for each attention call the one whose keys
-    and values it reads: itself, for most. `cache_dim` is the backend's: how long a head lies in the cache."""
+    and values it reads: itself, for most. `cache_dim` and `heads_first` are the backend's: how heads lie there."""
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
     dims = [(cache_dim(s.key_dim), cache_dim(s.value_dim)) for s in specs]
@@ -124,4 +128,5 @@ def plan_layout(
         tuple(dims),
         tuple(offsets),
         tuple(own.index(source) for source in sources),
+        heads_first,
     )

@@ -19,7 +19,7 @@ from .model.paged_model import PagedModel
 from .request import Request
 from .sampler import Sampler
 from .step import IN_FLIGHT, Step
-from .step_inputs import Rows, StepInputs, padded
+from .step_inputs import Rows, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,12 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.inputs = StepInputs(
-            device := device or device_for(model.device), layout, max_num_seqs, max_model_len, max_tokens
+            device := device or device_for(model.device),
+            layout,
+            max_num_seqs,
+            max_model_len,
+            max_tokens,
+            model.row_multiple,
         )
         self.device = device
         self._max_model_len = max_model_len
@@ -135,7 +140,7 @@ class ModelRunner:
         if self.device.asynchronous or (step.token_ids == IN_FLIGHT).any():
             ids = self._with_last_tokens(ids, count)
         embeds = self._mix_embeds(ids, step) if self._embeds else None
-        wanted = self.inputs.wanted.device[: padded(len(step.wanted))]
+        wanted = self.inputs.wanted.device[: self.inputs.padded(len(step.wanted))]
         logits = self.model.forward(
             ids, self.inputs.positions.device[:count], self._plan(batches, count), wanted, embeds
         )

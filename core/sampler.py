@@ -61,7 +61,7 @@ class Sampler:
             logits[row, self._stop_tokens[int(slots[row])]] = -torch.inf
         sampled = self._temperature[slots] > 0
         if not sampled.any():
-            return logits.argmax(dim=-1), on_device
+            return self._backend.largest(logits), on_device
 
         def limit(name: str, column: np.ndarray) -> torch.Tensor | None:
             values = np.where(sampled, column[slots], _OFF[name])

@@ -47,10 +47,18 @@ class StepInputs:
     """The arrays, and the block tables they are made from."""
 
     def __init__(
-        self, device: Device, layout: KVLayout, max_num_seqs: int, max_model_len: int, max_tokens: int
+        self,
+        device: Device,
+        layout: KVLayout,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_tokens: int,
+        multiple: int = ROW_MULTIPLE,
     ) -> None:
+        """multiple: of which the rows of a forward pass are to be one."""
+        self._multiple = multiple
         groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
-        rows = padded(max(max_tokens, max_num_seqs))
+        rows = self.padded(max(max_tokens, max_num_seqs))
         self.tables = np.zeros((groups, max_num_seqs, columns), np.int32)  # block of each slot's columns
 
         def staged(n: int, dtype: torch.dtype = torch.int64) -> Staged:
@@ -60,7 +68,7 @@ class StepInputs:
         self.places = [staged(rows, torch.int32) for _ in range(groups)]  # the block of each row
         self.offsets = staged(rows, torch.int32)  # its place in the block
         self.wanted = staged(rows)
-        seqs = padded(max_num_seqs)
+        seqs = self.padded(max_num_seqs)
         self.qo_indptr, self.kv_indptr = staged(seqs + 1, torch.int32), staged(seqs + 1, torch.int32)
         self.last_page_len = staged(seqs, torch.int32)
         self.kv_indices = [staged(max_num_seqs * columns + seqs, torch.int32) for _ in range(groups)]
@@ -69,6 +77,10 @@ class StepInputs:
         # Padding stands at the last position there is. It changes nothing in a model that passed verification, which
         # runs the same way: frequencies that depend on a neighbour's position would show there.
         self._last_position = max_model_len - 1
+
+    def padded(self, n: int) -> int:
+        """The next multiple, at least one."""
+        return max(1, -(-n // self._multiple)) * self._multiple
 
     def fill(self, rows: Rows, turn: int, requests: int | None = None) -> tuple[int, list[PagedBatch]]:
         """Write a step's arrays and send them. Returns the number of rows of the forward pass, padding included, and a
@@ -79,7 +91,7 @@ class StepInputs:
         """
         slots, starts, counts, token_ids, wanted = rows
         total, num, size = len(token_ids), len(slots), self._block_size
-        count = padded(total) if requests is None else requests
+        count = self.padded(total) if requests is None else requests
         ids, positions, offsets = self.ids.host[turn], self.positions.host[turn], self.offsets.host[turn]
         row_slots = self.row_slots.host[turn]
         ids[:total], ids[total:count] = token_ids, 0
@@ -96,8 +108,8 @@ class StepInputs:
             array.send(turn, count)
         if requests is None:  # a graph wants every row
             self.wanted.host[turn][: len(wanted)] = wanted
-            self.wanted.host[turn][len(wanted) : padded(len(wanted))] = 0
-            self.wanted.send(turn, padded(len(wanted)))
+            self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
+            self.wanted.send(turn, self.padded(len(wanted)))
 
         last = num if requests is None else requests
         num_blocks = -(-(starts + counts) // size)
@@ -141,11 +153,6 @@ class StepInputs:
                 )
             )
         return count, batches
-
-
-def padded(n: int) -> int:
-    """The next multiple of `ROW_MULTIPLE`, at least one."""
-    return max(1, -(-n // ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

@@ -47,6 +47,7 @@ class EngineArgs:
     revision: str | None = _default("revision")
     tokenizer_revision: str | None = _default("tokenizer_revision")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _default("dtype")
+    quantization: Literal["int8", "int4", "awq"] | None = _default("quantization")
     seed: int = _default("seed")
     max_model_len: int | None = _default("max_model_len")
     hf_overrides: dict[str, Any] = field(default_factory=_default("hf_overrides").copy)
@@ -134,17 +135,17 @@ def _flag_of(kind: Any) -> dict[str, Any]:
     """What argparse must know of a field of this type."""
     import argparse
 
-    options = [option for option in get_args(kind) if option is not type(None)]
+    if type(None) in get_args(kind):
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
     if get_origin(kind) is Literal:
-        return {"choices": options, "type": type(options[0])}
-    if kind is bool or bool in options:
+        return {"choices": get_args(kind), "type": type(get_args(kind)[0])}
+    if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is dict:
         return {"type": _json, "metavar": "JSON"}
-    if list[int] in options:
+    if kind == list[int]:
         return {"type": _ints, "metavar": "INT,INT,..."}
-    plain = options[0] if options else kind
-    return {"type": plain, "metavar": plain.__name__.upper()}
+    return {"type": kind, "metavar": kind.__name__.upper()}
 
 
 def _json(text: str) -> Any:
@@ -174,12 +175,11 @@ def typed(info: FieldInfo, value: Any) -> Any:
 
 
 def _described(kind: Any) -> str:
-    options = get_args(kind)
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(repr(option) for option in options)
+        return "one of " + ", ".join(repr(option) for option in get_args(kind))
     if get_origin(kind) is dict:
         return "a dict"
-    return " or ".join(_NAMES[option] for option in options or (kind,))
+    return _NAMES.get(kind) or " or ".join(map(_described, get_args(kind)))
 
 
 _NAMES = {

@@ -1,4 +1,4 @@
-"""The command line: ``mainspring generate | chat | demo | daemon | status | top | keys | kernels | version``."""
+"""``mainspring generate | chat | demo | bench | daemon | status | top | keys | kernels | version``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..ipc.errors import (
     UnknownArgumentError,
 )
 from ..ipc.params import SamplingParams
-from . import daemon_options
+from . import bench, daemon_options
 from .args import FIELDS, EngineArgs
 
 
@@ -100,16 +100,23 @@ def _parser() -> argparse.ArgumentParser:
     chat = _command(commands, "chat", _chat, "talk to the model")
     chat.add_argument("--system", help="a system message to begin with")
     demo = _command(commands, "demo", _demo, "what the engine does, with the embedded model")
+    benches = _command(commands, "bench", None, "how fast the engine is: bench throughput, bench latency, bench serve")
+    measured = benches.add_subparsers(required=True, metavar="BENCHMARK", dest="benchmark")
+    benchmarks = [_command(measured, name, _bench, kind.__doc__ or "") for name, kind in bench.COMMANDS.items()]
     daemon = _command(commands, "daemon", _daemon, "keep a core running that any number of frontends share", "INFO")
     daemon_options.add_cli_args(daemon)
-    for command in (generate, chat, demo):
+    for command in (generate, chat, demo, *benchmarks):
         EngineArgs.add_cli_args(command)
-    for command, takes in ((generate, " PROMPT ..."), (chat, ""), (demo, ""), (daemon, "")):
+    for command in (generate, chat, demo, daemon, *benchmarks):
+        takes = " PROMPT ..." if command is generate else ""
         command.usage = f"%(prog)s [OPTION ...]{takes}"  # all options are some thirty lines, before each error, too
-    for command in (generate, chat):
+    for command in (generate, chat, *benchmarks):
         command.add_argument("--connect", metavar="ADDRESS", help="use the daemon there, and start no core")
         _add_keys(command)
+    for command in (generate, chat):
         _add_sampling(command)
+    for name, command in zip(bench.COMMANDS, benchmarks, strict=True):
+        bench.add_options(command, name)
 
     status = _command(commands, "status", _status, "how a daemon is")
     status.epilog = "exit status: 0 ready, 1 starting or stopping, 2 unreachable"
@@ -221,6 +228,15 @@ def _demo(args: argparse.Namespace) -> None:
     from .console import demo
 
     demo(_engine_arguments(args))
+
+
+def _bench(args: argparse.Namespace) -> ExitCode:
+    from rich.console import Console
+
+    found = bench.run(bench.options_of(args), _llm_arguments(args))
+    Console().print(bench.table(found))
+    bench.save(found)
+    return ExitCode.FAILED if any(figures["failed"] for figures in found.results) else ExitCode.OK
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:

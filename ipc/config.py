@@ -40,6 +40,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Doc("Dtype of weights and activations; `auto`: the checkpoint's own."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4", "awq"] | None,
+        Doc(
+            "`int8`, `int4`: round the weights as they are loaded, for native kernels on a CPU; `awq`: see that the "
+            "checkpoint is one of AWQ's, which is recognised anyway."
+        ),
+    ] = None
     seed: Annotated[int, Doc("Seed of `load_format=dummy` weights.")] = 0
     max_model_len: Annotated[int | None, Doc("Most tokens of a request, prompt and output; none: the model's.")] = None
     hf_overrides: Annotated[dict[str, Any], Doc("Fields to replace in the checkpoint's config.")] = {}
@@ -138,7 +145,10 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Doc("`auto`: CUDA where there is a GPU.")] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flashinfer", "native", "reference"],
-        Doc("Kernel backend; `auto`: FlashInfer on a GPU, the reference elsewhere. `native`: C++, on a CPU."),
+        Doc(
+            "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on an x86 CPU, and where those can't run the "
+            "reference."
+        ),
     ] = "auto"
     deterministic: Annotated[
         bool, Doc("On a GPU, too, let a request's tokens not depend on the others of a step. On a CPU they never do.")

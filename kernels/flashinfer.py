@@ -42,6 +42,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
+    heads_first = False  # its "NHD"
 
     def __init__(
         self,
@@ -223,6 +224,9 @@ class FlashInferBackend:
 
     # ------------------------------------------------------------------ sampling
 
+    def decoder(self, *_: object) -> None:
+        """Layers run one by one."""
+
     def mask(
         self,
         scores: torch.Tensor,
@@ -246,6 +250,10 @@ class FlashInferBackend:
             floor = scores.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)  # where it is off, minus infinity
             scores = torch.where(scores < floor, -torch.inf, scores)
         return scores
+
+    def largest(self, scores: torch.Tensor) -> torch.Tensor:
+        """torch's own."""
+        return scores.argmax(dim=-1)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

@@ -15,9 +15,13 @@ own, bit for bit. Not on the other rows, nor on how a prompt was cut into chunks
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from .decoder import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 
 ROW_MULTIPLE = 8
 """Rows of a forward pass are padded to a multiple of this: matrix products on a CPU then give each row the same bits
@@ -80,6 +84,7 @@ class Backend(Protocol):
     name: str
     deterministic: bool  # a row's bits depend on its request alone
     graph_max_kv_len: int | None  # longest request a step planned with `graph` may have; None: any; 0: no graphs
+    heads_first: bool  # the cache is fastest as [kv_heads, block_size, dim] in a block, not [block_size, kv_heads, dim]
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """Why this attention, with queries of `dtype` and a cache of `kv_dtype`, is not for this backend, in words that
@@ -130,6 +135,21 @@ class Backend(Protocol):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias``: ``[..., in]``, ``[out, in]``, ``[out]`` → ``[..., out]``."""
 
+    def decoder(
+        self,
+        layers: Sequence[LayerTensors],
+        norm: Norm,
+        head: Linear,
+        bits: int | None = None,
+        quantized: Mapping[int, QuantizedWeight] | None = None,
+    ) -> Decoder | None:
+        """Layers with gated MLPs, the final norm and the output layer as a whole; None: this backend has no such thing.
+        The memory of the linear layers' weights is taken over: the tensors are empty afterwards.
+
+        bits: 8 or 4, of weights that are to be quantized. quantized: weights that are already, by the ``id`` of the
+        tensor that holds their values.
+        """
+
     def mask(
         self,
         scores: torch.Tensor,
@@ -139,6 +159,9 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """fp32 scores ``[rows, vocab]`` with -inf where a row's top-k, top-p or min-p drops a token. The limits are
         ``[rows]``, int64, fp32 and fp32, on the scores' device; off are 0, 1 and 0, and None where no row has one."""
+
+    def largest(self, scores: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` → the first of the largest in each row, int64 ``[rows]``."""
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from .decoder import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from .interface import AttentionSpec, LayerCache, PagedBatch
-from .native_build import load
+from .native_build import cpu_features, load
+from .native_decoder import ACTIVATIONS as _ACTIVATIONS
+from .native_decoder import DTYPES as _DTYPES
+from .native_decoder import NativeDecoder
 from .reference import ReferenceBackend
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
 
 _PLAN = struct.Struct("=5q2d7q")
 _ATTENTION = struct.Struct("=18q")
@@ -55,6 +57,7 @@ class NativeBackend:
     name = "native"
     deterministic = True
     graph_max_kv_len: int | None = 0
+    heads_first = True
 
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of native_build.py; None: the best this processor has."""
@@ -63,6 +66,7 @@ class NativeBackend:
         self._plan = _function(library, "attention_plan", ctypes.c_void_p)
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
+        self._widens = "avx512_bf16" not in cpu_features()
         self._reference = ReferenceBackend()  # for what is of no dtype or layout of ours
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -166,36 +170,26 @@ class NativeBackend:
             )
         )  # fmt: skip
 
-    def rotate_and_append(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cos_sin: torch.Tensor,
-        cache: LayerCache,
-        blocks: torch.Tensor,
-        rows: torch.Tensor,
-        interleaved: bool = False,
-    ) -> None:
-        """`rotate`, then `append` of the rotated keys and the values, in one pass over the tokens."""
-        blocks, rows = blocks.int().contiguous(), rows.int().contiguous()
-        if not self._rotates(query, key) or value.dtype != key.dtype or value.stride(2) != 1:
-            self.rotate(query, key, cos_sin, interleaved)
-            return self.append(cache, key, value, blocks, rows)
-        self._call["rotate_and_append"](
-            _TOKENS.pack(
-                len(query), _DTYPES[query.dtype], *_heads(query), *_heads(key), *_heads(value),
-                key.shape[2], value.shape[2], *_angles(cos_sin), interleaved,
-                *_cache(cache), blocks.data_ptr(), rows.data_ptr(), torch.get_num_threads(),
-            )
-        )  # fmt: skip
-
     def _rotates(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         return query.dtype == key.dtype in _DTYPES and query.stride(2) == key.stride(2) == 1
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`."""
-        return F.linear(x, weight, bias)
+        """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`. Where
+        the processor has no instructions for halves, torch is far faster with fp32, widening included."""
+        if x.dtype == torch.float32 or not self._widens:
+            return F.linear(x, weight, bias)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    def decoder(
+        self,
+        layers: Sequence[LayerTensors],
+        norm: Norm,
+        head: Linear,
+        bits: int | None = None,
+        quantized: Mapping[int, QuantizedWeight] | None = None,
+    ) -> Decoder:
+        """All in one call."""
+        return NativeDecoder(self._library, layers, norm, head, bits, quantized)
 
     def mask(
         self,
@@ -215,6 +209,11 @@ class NativeBackend:
             )
         )  # fmt: skip
         return out
+
+    def largest(self, scores: torch.Tensor) -> torch.Tensor:
+        """`choose` without noise."""
+        nothing = torch.zeros(len(scores), dtype=torch.int64)
+        return self.choose(scores, nothing, nothing, nothing.bool())
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

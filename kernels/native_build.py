@@ -1,8 +1,8 @@
 """The native kernels, compiled by the machine's own compiler on first use and kept.
 
 A library is named by a digest of everything that shapes it: the sources, the flags, the compiler's version, what the
-processor can do and the OpenMP runtime it is linked to. It is written beside its place and renamed, so that two
-processes may build the same one at once.
+processor can do and the OpenMP runtime it is linked to. It is written beside its place and renamed; of two processes
+that want the same one, the second waits for the first.
 
 torch brings an OpenMP runtime of its own. A second one in the process would mean two teams of threads that fight for
 the cores, so the objects are compiled for OpenMP and linked to the very file that torch has loaded.
@@ -11,6 +11,7 @@ the cores, so the objects are compiled for OpenMP and linked to the very file th
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -193,13 +194,17 @@ def build(level: Level) -> Path:
     path = cache_folder() / f"{level.name}-{digest(compiler, flags, runtime)}.so"
     if path.exists():
         return path
-    logger.info("building the native kernels (%s) with %s; this happens once", level.name, compiler.version)
     start = time.perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
-            compile_library(compiler, flags, runtime, Path(folder) / path.name)
-            (Path(folder) / path.name).replace(path)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # so that two processes don't do the same work
+            if path.exists():
+                return path
+            logger.info("building the native kernels (%s) with %s; this happens once", level.name, compiler.version)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+                compile_library(compiler, flags, runtime, Path(folder) / path.name)
+                (Path(folder) / path.name).replace(path)
     except OSError as e:
         raise BackendUnavailableError(f"the native kernels can't be kept in {path.parent}: {e}") from e
     logger.info("built the native kernels in %.1f s: %s", time.perf_counter() - start, path)

@@ -40,6 +40,7 @@ class ReferenceBackend:
 
     name = "reference"
     graph_max_kv_len: int | None = 0
+    heads_first = False
 
     def __init__(self, deterministic: bool = True) -> None:
         """`deterministic`: whether it is on a CPU; a GPU's matrix products depend on their number of rows."""
@@ -244,6 +245,9 @@ class ReferenceBackend:
         """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`."""
         return F.linear(x, weight, bias)
 
+    def decoder(self, *_: object) -> None:
+        """Layers run one by one."""
+
     def mask(
         self,
         scores: torch.Tensor,
@@ -259,6 +263,10 @@ class ReferenceBackend:
             torch.ones(rows) if top_p is None else top_p,
             torch.zeros(rows) if min_p is None else min_p,
         )
+
+    def largest(self, scores: torch.Tensor) -> torch.Tensor:
+        """torch's own."""
+        return scores.argmax(dim=-1)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

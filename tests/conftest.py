@@ -37,6 +37,15 @@ def _cores_left() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def native_kernels() -> None:
+    """Compiled before the first test, whose patience is not for that."""
+    from mainspring.kernels import native_build
+
+    if native_build.why_not() is None:
+        native_build.build(native_build.choose_level())
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_core_is_left_behind() -> Iterator[None]:
     """Set up first, so torn down last; an error of a worker's last test under xdist."""
     yield

@@ -1,4 +1,4 @@
-"""The engine as it runs on a GPU, on stand-ins for library and device, which can't run here: the FlashInfer backend,
+"""The engine as it runs on a GPU, on stand-ins for package and device, which can't run here: the FlashInfer backend,
 two steps in flight, graphs with padding. Every architecture of test_exact.py, token for token."""
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ H200 = Gpu((9, 0), flashinfer_double.NUM_MULTIPROCESSORS)
 
 
 class Machine(LateDevice):
-    """Device and library have one order of work. A graph is what was launched, without the Python in between."""
+    """Device and package have one order of work. A graph is what was launched, without the Python in between."""
 
-    def __init__(self, library: FlashInferDouble) -> None:
+    def __init__(self, package: FlashInferDouble) -> None:
         super().__init__()
-        self.library = library
+        self.package = package
         self.reruns = False  # a graph runs its function again: where experts on a CPU look at who chose them
 
     def done(self, number: int) -> None:
         super().done(number)
-        self.library.finish()
+        self.package.finish()
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         if self.reruns:
             return super().capture(run)
-        self.library.finish()
-        graph, result = self.library.record(run)
+        self.package.finish()
+        graph, result = self.package.record(run)
 
         def replay() -> None:
             with torch.inference_mode():
@@ -56,10 +56,10 @@ def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(flashinfer, "HALF", (*flashinfer.HALF, torch.float32))
     monkeypatch.setattr(flashinfer_double, "HALF", (*flashinfer_double.HALF, torch.float32))
     machines: list[Machine] = []
-    library = FlashInferDouble(hold=True)
+    package = FlashInferDouble(hold=True)
 
     def make(device: torch.device) -> Machine:
-        machines.append(Machine(library))
+        machines.append(Machine(package))
         machines[-1].reruns = "experts" in request.node.name
         return machines[-1]
 
@@ -73,7 +73,7 @@ def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         executor,
         "choose_backend",
-        lambda options, device: FlashInferBackend(device, options.deterministic, library=library, gpu=H200),
+        lambda options, device: FlashInferBackend(device, options.deterministic, library=package, gpu=H200),
     )
     return machines
 
@@ -95,7 +95,7 @@ def test_greedy_tokens_equal_generate(
     assert engine.engine_core.core._depth == 2
     assert machines[-1].num_replays > 20
     assert min(stats.num_preemptions, stats.prefix_hits, stats.chunked_prefills, stats.mixed_steps) > 0
-    names = {call.name for call in machines[-1].library.calls}
+    names = {call.name for call in machines[-1].package.calls}
     assert "BatchPrefillWithPagedKVCacheWrapper.run" in names
     assert deterministic or "BatchDecodeWithPagedKVCacheWrapper.run" in names
 
@@ -112,7 +112,7 @@ def test_in_bf16_graphs_and_overlap_change_nothing_and_the_kernels_are_flashinfe
     assert outputs(path, deterministic=True, enforce_eager=True) == first
     assert outputs(path, deterministic=True, async_scheduling=False) == first
     assert outputs(path, deterministic=True, max_num_batched_tokens=64, max_num_seqs=3) == first
-    names = {call.name for call in machines[-1].library.calls}
+    names = {call.name for call in machines[-1].package.calls}
     assert {
         "append_paged_kv_cache",
         "rmsnorm",

@@ -71,8 +71,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
     return devices
 
 
-def run(path: Path, reqs: list[tuple[list[int], int]], **settings: Any) -> tuple[list[list[int]], LLMEngine]:
+def run(
+    path: Path, reqs: list[tuple[list[int], int]], *, started: Callable[[], None] = lambda: None, **settings: Any
+) -> tuple[list[list[int]], LLMEngine]:
+    """The tokens of each request. `started` is called once the engine stands, before it gets any."""
     engine = LLMEngine.from_engine_args(EngineArgs(model=str(path), **settings), enable_multiprocessing=False)
+    started()
     for i, (prompt, n) in enumerate(reqs):
         params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
@@ -246,15 +250,5 @@ def test_a_step_that_a_library_has_no_room_for_is_cut(
             raise (torch.OutOfMemoryError if "CUDA" in words else RuntimeError)(words)
         return plan(self, spec, batch, *args, **kwargs)
 
-    engine_args = EngineArgs(model=str(path), **SETTINGS)
-    engine = LLMEngine.from_engine_args(engine_args, enable_multiprocessing=False)
-    monkeypatch.setattr(GraphReference, "plan", short)
-    for i, (prompt, n) in enumerate(reqs):
-        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    tokens: dict[int, list[int]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-    engine.shutdown()
-    assert [tokens[i] for i in range(len(reqs))] == whole
+    cut, _ = run(path, reqs, started=lambda: monkeypatch.setattr(GraphReference, "plan", short), **SETTINGS)
+    assert cut == whole

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import tiny
 from mainspring.core.model.fuse import STACK, FuseReport, fuse_model
 from mainspring.core.model.fuse_observe import stand_in
-from mainspring.core.model.stack import DecoderLayer, GatedMLP, StackedDecoder, StackOptions
+from mainspring.core.model.stack import StackedDecoder, StackOptions
+from mainspring.kernels.decoder import DecoderLayer, GatedMLP
 from mainspring.kernels.reference import ReferenceBackend
 
 BACKEND = ReferenceBackend()

@@ -57,6 +57,7 @@ class FuseReport(NamedTuple):
     decisions: dict[str, Decision]
     parameters: ParameterMap
     untouched: dict[str, int]  # class name → how many modules with parameters of their own stayed as they were
+    stack: StackedDecoder | None  # where it took the place of the layers' code
 
     def lines(self) -> list[str]:
         """For ``--explain-model``."""
@@ -90,7 +91,7 @@ def fuse_model(
             fusing.decide()
         else:
             fusing.follow({path: Decision(*decision) for path, decision in decisions.items()})
-    return FuseReport(fusing.decisions, fusing.parameters, _untouched(model))
+    return FuseReport(fusing.decisions, fusing.parameters, _untouched(model), fusing.stack)
 
 
 class _Replacement(NamedTuple):
@@ -110,6 +111,7 @@ class _Fusing:
         self.backend = backend
         self.decisions: dict[str, Decision] = {}
         self.parameters = ParameterMap.of(model)
+        self.stack: StackedDecoder | None = None
         places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
         uses = Counter(places.values())
         self._shared = {name for name, place in places.items() if uses[place] > 1}
@@ -151,7 +153,8 @@ class _Fusing:
 
     def _fuse(self, path: str, kind: str, options: Sequence[Any], *, verify: bool) -> None:
         if kind == STACK:
-            StackedDecoder(self.model, StackOptions.of(options), self.backend).install()
+            self.stack = StackedDecoder(self.model, StackOptions.of(options), self.backend)
+            self.stack.install()
             return
         path = path.partition(":")[0]
         new = _BUILD[kind](self.model.get_submodule(path), path, options, self.backend)

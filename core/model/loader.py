@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +24,10 @@ from ...kernels.reference import ReferenceBackend
 from .dry_run import record_attention
 from .fuse import fuse_model
 from .paged_model import PagedModel
+from .quantized import AwqWeights, read_awq, settle_quantization
 from .refuse import refuse_class, refuse_config
 from .rope import freeze_rope
-from .row_invariant import is_row_invariant, make_row_invariant, route_products, stray_products
+from .row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -52,17 +53,23 @@ def load_model(
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
+    quantization = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
     refuse_config(config, name)
     model_class = _model_class(config, model_config)
     if model_class is not None:
         refuse_class(model_class)
+    quantized: AwqWeights | None = None
     with _quiet(load_config.use_tqdm_on_load):
         if load_config.load_format == "dummy":
             model = _random_model(config, model_config, device)
+        elif quantization == "awq":
+            model, quantized = _awq_model(config, model_class, model_config, load_config)
         else:
             model = _pretrained_model(config, model_config, load_config, device)
     model.requires_grad_(False)
-    return page(model, max_model_len, backend, decisions, prepare)
+    paged = page(model, max_model_len, backend, decisions, prepare)
+    paged.quantized = quantized
+    return paged
 
 
 def page(
@@ -76,38 +83,50 @@ def page(
     refuse_class(type(model))
     model.eval()
     backend = backend or ReferenceBackend()
-    limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
-        notes = freeze_rope(model, limit) if limit else []
-        calls = record_attention(model, limit)
-        if not calls:
-            raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
-        if prepare is not None:
-            prepare([call.spec for call in calls], model.dtype)
-        fused = fuse_model(model, backend, decisions=decisions)
-        notes += fused.lines()
-        on_gpu = model.device.type == "cuda"
-        if not on_gpu:
-            notes += make_row_invariant(model)
-        elif backend.deterministic:
-            route_products(model, backend.linear)
-        paged = PagedModel(model, calls, fused.parameters, notes)
-        paged.decisions = dict(fused.decisions)
-        notes.append(verify(paged, backend))
-        stray = stray_products(model) if backend.deterministic and on_gpu else set()
-        if backend.deterministic and (stray or not is_row_invariant(model)):
-            if on_gpu:
-                where = f" ({', '.join(sorted(stray))})" if stray else ""
-                raise UnsupportedModelError(
-                    f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of "
-                    f"a step{where}: unset it, or run the model on a CPU"
-                )
-            notes.append("not clockwork: a token's bits depend on the other tokens of a step")
-            logger.warning("%s is %s", type(model).__name__, notes[-1])
+        with RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
+            return _learned(model, max_model_len, backend, decisions, prepare)
     except (MainspringError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # from the model's own code, which may be anybody's
         raise UnsupportedModelError(f"{type(model).__name__} failed in a trial run: {error!r}") from error
+
+
+def _learned(
+    model: PreTrainedModel,
+    max_model_len: int | None,
+    backend: Backend,
+    decisions: Mapping[str, Any] | None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
+) -> PagedModel:
+    limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    notes = freeze_rope(model, limit) if limit else []
+    calls = record_attention(model, limit)
+    if not calls:
+        raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
+    if prepare is not None:
+        prepare([call.spec for call in calls], model.dtype)
+    fused = fuse_model(model, backend, decisions=decisions)
+    notes += fused.lines()
+    on_gpu = model.device.type == "cuda"
+    if not on_gpu:
+        notes += make_row_invariant(model)
+    elif backend.deterministic:
+        route_products(model, backend.linear)
+    paged = PagedModel(model, calls, fused.parameters, notes)
+    paged.decisions = dict(fused.decisions)
+    paged.stack = fused.stack
+    notes.append(verify(paged, backend))
+    stray = stray_products(model) if backend.deterministic and on_gpu else set()
+    if backend.deterministic and (stray or not is_row_invariant(model)):
+        if on_gpu:
+            where = f" ({', '.join(sorted(stray))})" if stray else ""
+            raise UnsupportedModelError(
+                f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of "
+                f"a step{where}: unset it, or run the model on a CPU"
+            )
+        notes.append("not clockwork: a token's bits depend on the other tokens of a step")
+        logger.warning("%s is %s", type(model).__name__, notes[-1])
     return paged
 
 
@@ -168,9 +187,8 @@ def _random_model(config: PreTrainedConfig, model_config: ModelConfig, device: t
 def _pretrained_model(
     config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device
 ) -> PreTrainedModel:
-    name = str(Path(model_config.model or "").expanduser())
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, with output_loading_info
+    def load(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=model_config.dtype,
@@ -183,6 +201,42 @@ def _pretrained_model(
             device_map={"": device} if device.type != "cpu" and is_accelerate_available() else None,
             output_loading_info=True,
         )
+
+    model: Any = _loaded(load, model_config)
+    return cast("PreTrainedModel", model.to(device))
+
+
+def _awq_model(
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+) -> tuple[PreTrainedModel, AwqWeights]:
+    """The plain model that the weights of an AWQ checkpoint stand for, and those weights."""
+    if model_class is None:
+        raise UnsupportedModelError(f"{model_config.model!r} is quantized and brings its own code; only one may be")
+    weights = AwqWeights({})
+
+    def load(name: str) -> Any:
+        nonlocal weights
+        tensors, weights = read_awq(name, model_config.revision or "main", load_config.download_dir)
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=model_config.dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+
+    return _loaded(load, model_config), weights
+
+
+def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrainedModel:
+    """What `load` makes of a folder or hub id, a model and how loading it went, unless it went wrong."""
+    name = str(Path(model_config.model or "").expanduser())
+    try:
+        model, info = load(name)
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
     except OSError as error:
@@ -191,14 +245,13 @@ def _pretrained_model(
         raise
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
-    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnsupportedModelError(f"the checkpoint {name!r} lacks the parameter {missing[0]!r}{more}")
     if info["unexpected_keys"]:
         logger.warning("%d tensors of %s are not used by the model", len(info["unexpected_keys"]), name)
-    return cast("PreTrainedModel", model.to(device))
+    return cast("PreTrainedModel", model)
 
 
 @contextmanager

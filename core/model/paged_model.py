@@ -5,15 +5,20 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ...kernels.interface import AttentionSpec, Backend, LayerCache
+from ...kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
 from .dry_run import AttentionCall
 from .parameters import ParameterMap
+from .quantized import AwqWeights
+from .stack import StackedDecoder
+
+if TYPE_CHECKING:
+    from .whole import WholeModel
 
 
 class PagedModel:
@@ -39,6 +44,10 @@ class PagedModel:
         self.parameters = parameters  # where each parameter of the checkpoint lives now
         self.notes = notes  # what loading learned and decided, for --explain-model
         self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
+        self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
+        self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
+        self.whole: WholeModel | None = None  # where a backend runs all of it
+        self.row_multiple = ROW_MULTIPLE  # of which the rows of a forward pass are to be one
         self._calls = AttentionCalls(self.sources)
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
@@ -55,6 +64,14 @@ class PagedModel:
             raise ValueError(f"{len(caches)} layer caches given for {len(self.layers)} attention calls")
         self._calls.caches = list(caches)
         self._calls.backend = backend
+        if self.whole is not None:
+            self.whole.bind(caches, self.sources)
+
+    def run_whole(self, whole: WholeModel) -> None:
+        """From now on the forward is this one; the model's weights are `whole`'s."""
+        self.whole = whole
+        self.row_multiple = 1
+        self.parameters.packed = whole.decoder.weights
 
     @torch.inference_mode()
     def forward(
@@ -69,8 +86,11 @@ class PagedModel:
 
         input_ids and positions are int64 ``[tokens]``; attention has one entry per attention call; logit_rows is int64
         ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids. tokens and n are multiples of
-        `ROW_MULTIPLE`. → logits ``[n, vocab]`` in the model's dtype.
+        `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
         """
+        if self.whole is not None:
+            embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            return self.whole.forward(embeddings, positions, attention, logit_rows)
         self._calls.begin(attention)
         inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "use_cache": False}
         if inputs_embeds is None:
@@ -85,7 +105,8 @@ class PagedModel:
     @torch.inference_mode()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows ``[tokens, hidden]`` that stand for these ids in `forward`'s inputs_embeds; see `accepts_embeddings`."""
-        rows: torch.Tensor = self.model.get_input_embeddings()(input_ids)
+        embedding = self.model.get_input_embeddings() if self.whole is None else self.whole.embedding
+        rows: torch.Tensor = embedding(input_ids)
         return rows
 
     def explain(self) -> list[str]:

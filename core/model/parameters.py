@@ -7,11 +7,13 @@ through ``model.state_dict()``, whose names change when modules are fused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from ...kernels.decoder import PackedWeight
 
 
 class Slot(NamedTuple):
@@ -40,6 +42,7 @@ class ParameterMap:
 
     def __init__(self, slots: dict[str, Slot]) -> None:
         self._slots = slots
+        self.packed: Mapping[int, PackedWeight] = {}  # by the id of a tensor: what a backend made of it
 
     @classmethod
     def of(cls, model: nn.Module) -> ParameterMap:
@@ -64,8 +67,14 @@ class ParameterMap:
             raise KeyError(f"the model has no parameter {name!r} (it has {len(self._slots)} others)") from None
 
     def get(self, name: str) -> torch.Tensor:
-        """A view of the parameter, in its checkpoint shape. Writing to it writes to the model."""
-        return self.slot(name).view()
+        """A view of the parameter, in its checkpoint shape: writing to it writes to the model. Of what a backend has
+        packed, a copy."""
+        slot = self.slot(name)
+        packed = self.packed.get(id(slot.tensor))
+        if packed is None:
+            return slot.view()
+        whole = packed.unpack()
+        return whole if slot.length is None else whole.narrow(0, slot.start, slot.length)
 
     @torch.no_grad()
     def set(self, name: str, value: torch.Tensor) -> None:
@@ -75,7 +84,14 @@ class ParameterMap:
             raise ValueError(f"parameter {name!r} has shape {tuple(target.shape)}, but got {tuple(value.shape)}")
         if value.dtype != target.dtype:
             raise ValueError(f"parameter {name!r} has dtype {target.dtype}, but got {value.dtype}")
-        target.copy_(value)
+        slot = self.slot(name)
+        packed = self.packed.get(id(slot.tensor))
+        if packed is None:
+            target.copy_(value)
+            return
+        whole = packed.unpack()
+        whole[slot.start : slot.start + len(value)] = value
+        packed.replace(whole)
 
     def move(self, name: str, slot: Slot) -> None:
         """Say that the parameter, whose value the caller has copied, lives in `slot` from now on."""

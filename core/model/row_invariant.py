@@ -126,6 +126,19 @@ class RowInvariant(TorchFunctionMode):
         return replacement(*args, **(kwargs or {})) if replacement else _padded(func, *args, **(kwargs or {}))
 
 
+class RoutedProducts(TorchFunctionMode):
+    """Inside this context, linear layers are computed by `linear`, a backend's."""
+
+    def __init__(self, linear: Function) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def __torch_function__(
+        self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
 class _Watch(TorchFunctionMode):
     """Notes what `RowInvariant` would replace, under the innermost module that was given all the rows: one that deals
     rows out is named, not what gets some of them. What fused modules do inside is the backend's promise."""

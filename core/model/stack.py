@@ -10,65 +10,18 @@ so a `ParameterMap` stays right.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ...kernels.decoder import DecoderLayer, GatedMLP, LayerNames, LayerTensors, Linear, Norm
 from ...kernels.interface import Backend
 from .attention import IMPLEMENTATION
 from .fuse_observe import STAND_IN, own_values
 from .fused import FusedMLP, FusedRMSNorm
-
-NormT = TypeVar("NormT")
-LinearT = TypeVar("LinearT")
-TensorT = TypeVar("TensorT")
-MLPT = TypeVar("MLPT")
-
-
-class DecoderLayer(NamedTuple, Generic[NormT, LinearT, TensorT, MLPT]):
-    """One layer. None stands for a norm that it does not have."""
-
-    input_norm: NormT | None
-    qkv: LinearT  # rows of all query heads, all key heads, all value heads
-    sizes: Sequence[int]  # how many rows each of the three have
-    key_dim: int
-    value_dim: int
-    query_norm: NormT | None  # over key_dim elements, or over all heads at once
-    key_norm: NormT | None
-    rotary: int | None  # which of the stack's rotary embeddings; None: this layer has none
-    interleaved: bool
-    sinks: TensorT | None  # [query heads]
-    output: LinearT
-    attention_norm: NormT | None  # of what attention adds
-    mlp_norm: NormT | None
-    mlp: MLPT
-    output_norm: NormT | None  # of what the MLP adds
-    multiplier: float  # of what either adds
-
-
-class Norm(NamedTuple):
-    weight: torch.Tensor  # [n]
-    eps: float
-    offset: float
-
-
-class Linear(NamedTuple):
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None  # [out]
-
-
-class GatedMLP(NamedTuple):
-    gate_up: Linear  # gate first
-    down: Linear
-    activation: str
-
-
-# An MLP of another kind is a module, ``[1, rows, hidden]`` → the same, alone or first in a tuple.
-LayerTensors = DecoderLayer[Norm, Linear, torch.Tensor, GatedMLP | nn.Module]
-LayerNames = DecoderLayer[str, str, str, str]  # paths in the layer's module
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """query, key and value ``[rows, heads, dim]``, sinks ``[heads]`` or None → ``[rows, query heads, value dim]``."""
@@ -177,20 +130,27 @@ class StackedDecoder:
         layers: Any = decoder.get_submodule(options.layers)
         self.layers = [build_layer(layer, names) for layer, names in zip(layers, options.names, strict=True)]
         self.norm = _norm(decoder, options.norm)
+        self.decoder = decoder
+        self.embedding: Any = decoder.get_input_embeddings()
+        self.embed_scale = options.embed_scale
+        self.rotaries = options.rotaries
         self._backend = backend
-        self._decoder = decoder
         self._own_forward = decoder.forward
-        self._embed: Any = decoder.get_input_embeddings()
-        self._embed_scale = options.embed_scale
-        self._rotaries = options.rotaries
         self._attention: Any = layers[0].get_submodule(options.attention)
 
     def install(self) -> None:
         """From now on the decoder's forward is this one."""
-        self._decoder.forward = self.forward
+        self.decoder.forward = self.forward
 
     def remove(self) -> None:
-        self._decoder.forward = self._own_forward
+        self.decoder.forward = self._own_forward
+
+    def embed(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """What the first layer is given: int64 ``[...]`` → ``[..., hidden]``."""
+        return self.scaled(self.embedding(ids))
+
+    def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale
 
     def forward(
         self,
@@ -201,17 +161,15 @@ class StackedDecoder:
     ) -> Any:
         """What transformers calls, ids and positions ``[1, tokens]``. With an attention that is not of this package it
         is the model's own, so that the two can be compared."""
-        implementation = self._decoder.config._attn_implementation
+        implementation = self.decoder.config._attn_implementation
         if implementation not in (IMPLEMENTATION, STAND_IN):
             inputs = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
             return self._own_forward(**inputs, **kwargs)
         assert position_ids is not None
         # what is given from outside may be needed there, and the kernels overwrite
-        hidden = self._embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        if self._embed_scale != 1.0:
-            hidden = hidden * self._embed_scale
+        hidden = self.embed(input_ids) if inputs_embeds is None else self.scaled(inputs_embeds.clone())
         attend = self._attention.mainspring_calls.run if implementation == IMPLEMENTATION else own_values
-        step = Step(self._backend, cos_sin(self._decoder, self._rotaries, position_ids), attend)
+        step = Step(self._backend, cos_sin(self.decoder, self.rotaries, position_ids), attend)
         return MoeModelOutputWithPast(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
 
 

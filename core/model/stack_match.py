@@ -20,11 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ...kernels.decoder import LayerNames
 from ...kernels.interface import Backend
 from .fuse_match import TOLERANCE, NotRecognisedError, random_rows, row_differences
 from .fuse_observe import SEED, TEXT_ROWS, own_values, run_rows, stand_in
 from .fused import FusedRMSNorm, ProjectionPart
-from .stack import LayerNames, RotaryOptions, StackedDecoder, StackOptions, Step, build_layer, cos_sin, run_layer
+from .stack import RotaryOptions, StackedDecoder, StackOptions, Step, build_layer, cos_sin, run_layer
 
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest difference of the median row, in standard deviations. (A router may send a token to another expert.)"""

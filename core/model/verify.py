@@ -138,7 +138,9 @@ def paged_logits(
 ) -> list[torch.Tensor]:
     """Logits ``[length, vocab]`` of each sequence, from steps that cover it, through a cache made for the purpose."""
     count, longest = len(sequences), max(map(len, sequences))
-    layout = plan_layout(model.layers, model.sources, BLOCK_SIZE, dtype or model.dtype, backend.cache_dim)
+    layout = plan_layout(
+        model.layers, model.sources, BLOCK_SIZE, dtype or model.dtype, backend.cache_dim, backend.heads_first
+    )
     groups, columns = len(layout.groups), -(-longest // BLOCK_SIZE)
     limit = max(longest, model.max_position or 4096)
     tokens = max(sum(chunk.end - chunk.start for chunk in step) for step in steps)

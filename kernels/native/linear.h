@@ -266,7 +266,7 @@ void pack_row(const X* x, int K, char* tile, int rows, int r) {
 // ---------------------------------------------------------------- the tile
 
 // What a tile fetches for later: `lines` cache lines from `at` on, for every 4 steps it does.
-struct Ahead {
+struct Upcoming {
     const char* at;
     int lines;
 };
@@ -275,7 +275,7 @@ struct Ahead {
 // unless this is the first block of K. STREAM: w comes from memory, once, and is fetched AHEAD bytes early.
 template <class Kind, int ROWS, int PANELS, bool STREAM>
 MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
-                              Ahead ahead) {
+                              Upcoming ahead) {
     F32 acc[PANELS][ROWS][VECTORS];
     for (int p = 0; p < PANELS; ++p)
         for (int r = 0; r < ROWS; ++r)
@@ -309,10 +309,10 @@ MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, 
 constexpr int GROUP = LANES == 16 ? 4 : 1;
 template <class Kind, int ROWS = Kind::MAX_ROWS>
 inline void tile_of(int rows, int group, bool stream, const char* w, size_t panel_bytes, const char* x, int steps, float* c,
-                    bool first, Ahead ahead) {
+                    bool first, Upcoming ahead) {
     if (rows == ROWS) {
         if constexpr (ROWS <= 2)
-            if (group == GROUP) return tile<Kind, ROWS, GROUP, false>(w, panel_bytes, x, steps, c, first, Ahead{w, 0});
+            if (group == GROUP) return tile<Kind, ROWS, GROUP, false>(w, panel_bytes, x, steps, c, first, Upcoming{w, 0});
         return stream ? tile<Kind, ROWS, 1, true>(w, panel_bytes, x, steps, c, first, ahead)
                       : tile<Kind, ROWS, 1, false>(w, panel_bytes, x, steps, c, first, ahead);
     }
@@ -423,7 +423,7 @@ struct Packed {
             constexpr int column_bytes = Kind::STEP_BYTES / PANEL;
             size_t panel_bytes = sizeof(T) * PANEL * K;
             const char* w = (const char*)(data + (size_t)p * PANEL * K) + (size_t)step * columns * column_bytes;
-            Ahead ahead = {w, 0};
+            Upcoming ahead = {w, 0};
             if (columns < PANEL || whole == 0) {
                 const int bytes = whole == 0 ? sizeof(T) : column_bytes;
                 std::memset(piece, 0, group * block_bytes);
@@ -534,7 +534,7 @@ struct Quantized {
     // c[ROWS][32] = the whole product, as `tile` above. (Several panels side by side, which help bf16, halve the speed
     // here.)
     template <int ROWS, bool STREAM>
-    MAINSPRING_NOINLINE void tile(const char* w, const char* x, float* c, Ahead ahead) const {
+    MAINSPRING_NOINLINE void tile(const char* w, const char* x, float* c, Upcoming ahead) const {
         const Scale* x_scales = (const Scale*)(x + ROWS * line_bytes());
         const int length = group, total = groups() * length;
         const size_t parameter_bytes = group_bytes() - length / K_PER_STEP * STEP_BYTES;
@@ -599,7 +599,7 @@ struct Quantized {
     }
 
     template <int ROWS = MAX_ROWS>
-    void tile_of(int rows, bool stream, const char* w, const char* x, float* c, Ahead ahead) const {
+    void tile_of(int rows, bool stream, const char* w, const char* x, float* c, Upcoming ahead) const {
         if (rows == ROWS) return stream ? tile<ROWS, true>(w, x, c, ahead) : tile<ROWS, false>(w, x, c, ahead);
         if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, stream, w, x, c, ahead);
     }
@@ -609,7 +609,7 @@ struct Quantized {
                   const Done& done) const {
         const char* w = data + p * panel_bytes();
         const int per_turn = 8 / X_WORDS * STEP_BYTES / 64;  // lines of W in 8 words of x
-        Ahead ahead = {w + panel_bytes(), ceil_div(per_turn, end - first)};
+        Upcoming ahead = {w + panel_bytes(), ceil_div(per_turn, end - first)};
         const char* ahead_end = ahead.at + panel_bytes();
         for (int t = first; t < end; ++t) {
             const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
@@ -722,14 +722,14 @@ void dequantize_weight(const Quantized<BITS>& weight, float* out) {
 
 // How the work is divided. Tiles of x times panels of W are numbered block of rows by block of rows, in a block panel by
 // panel; thread t does the t-th part.
-struct Plan {
+struct LinearPlan {
     Tiles tiles;
     int panels, blocks;
     bool alone;  // one tile and little of it: each thread packs x for itself, which is sooner done than waiting for others
     size_t x_bytes, sums_bytes, piece_bytes;
 
     template <class Weight>
-    Plan(const Weight& weight, int M, int num_threads) : tiles(M, Weight::MAX_ROWS), panels(ceil_div(weight.N, PANEL)) {
+    LinearPlan(const Weight& weight, int M, int num_threads) : tiles(M, Weight::MAX_ROWS), panels(ceil_div(weight.N, PANEL)) {
         // As few blocks of rows as leave x in L2, but more where there are not enough panels to keep all threads busy.
         const int block_tiles = std::max(1, (int)(X_BLOCK_BYTES / weight.row_bytes_at_a_time() / Weight::MAX_ROWS));
         const int fewest = ceil_div(tiles.count, block_tiles);
@@ -777,7 +777,7 @@ template <class Weight, class X, class Epilogue, class Barrier>
 void linear(const X* x, ptrdiff_t x_stride, int M, const Weight& weight, const Epilogue& epilogue, void* workspace, int thread,
             int num_threads, Barrier&& barrier) {
     if (M == 0 || weight.N == 0) return;
-    const Plan plan(weight, M, num_threads);
+    const LinearPlan plan(weight, M, num_threads);
     const Tiles& tiles = plan.tiles;
 
     char* mine = (char*)workspace + (plan.alone ? 0 : plan.x_bytes) + thread * plan.thread_bytes();

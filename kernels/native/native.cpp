@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "decoder.h"
 #include "fused.h"
 #include "sample.h"
 
@@ -24,6 +25,19 @@ T* at(int64_t address) {
 }
 
 }  // namespace
+
+// Its declaration is decoder.h's: attention is compiled here, once.
+void mainspring::attend_in_team(const AttentionCall& call, Team& team, int rank) {
+    const auto with = [&](auto math, auto cache) {
+        Attention<decltype(math), decltype(cache)> attention(call);
+        attention.run(team, rank);
+    };
+#if MAINSPRING_BF16_DOT
+    if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::bf16) return with(Bf16Math(), bf16());
+    if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::fp8) return with(Bf16Math(), fp8());
+#endif
+    with_cache_dtype(call.cache_dtype, [&](auto cache) { with(Fp32Math(), cache); });
+}
 
 // A plan, to be freed with mainspring_attention_forget.
 EXPORT void* mainspring_attention_plan(const int64_t* a) {

@@ -5,6 +5,17 @@
 
 #include "native.cpp"
 
+extern "C" {
+void* mainspring_decoder_new(const int64_t*);
+void mainspring_decoder_forget(void*, const void*);
+void mainspring_decoder_bind(void*, const int64_t*);
+void mainspring_decoder_run(void*, const int64_t*);
+int64_t mainspring_weight_bytes(const int64_t*);
+void mainspring_weight_pack(const int64_t*);
+void mainspring_weight_quantize(const int64_t*);
+void mainspring_weight_rows(const int64_t*);
+}
+
 namespace {
 
 uint32_t state = 1;
@@ -13,13 +24,13 @@ float draw() {
     return float(int32_t(state)) * 0x1p-31f;
 }
 
-// n numbers of a dtype, on the heap.
+// n numbers of a dtype, up to `size`, on the heap.
 struct Array {
     Dtype dtype;
     int64_t n;
     std::unique_ptr<char[]> bytes;
-    Array(Dtype dtype, int64_t n) : dtype(dtype), n(n), bytes(new char[n * size_of(dtype)]) {
-        for (int64_t i = 0; i < n; ++i) store_as(dtype, bytes.get(), i, set(draw()), 1);
+    Array(Dtype dtype, int64_t n, float size = 1) : dtype(dtype), n(n), bytes(new char[n * size_of(dtype)]) {
+        for (int64_t i = 0; i < n; ++i) store_as(dtype, bytes.get(), i, set(size * draw()), 1);
     }
     int64_t address() const { return (int64_t)bytes.get(); }
     void must_be_finite(const char* what) const {
@@ -125,6 +136,126 @@ void sampling(int64_t rows, int64_t vocab, int threads) {
         if (token < 0 || token >= vocab) std::printf("choose: %ld of %ld\n", (long)token, (long)vocab), std::exit(1);
 }
 
+// ---------------------------------------------------------------- a whole model
+
+// A linear layer, packed.
+struct PackedLinear {
+    Array bias;
+    std::unique_ptr<char[]> bytes;
+    LinearOf of;
+    PackedLinear(WeightKind kind, Dtype dtype, int64_t N, int64_t K, bool gated = false) : bias(dtype, N) {
+        const bool quantized = kind == WeightKind::int8 || kind == WeightKind::int4;
+        int64_t words[] = {int64_t(kind), 0, N, K, quantized ? 32 : 0, gated, 0, quantized ? int64_t(dtype) : 1, 1};
+        bytes.reset(new char[mainspring_weight_bytes(words)]);
+        const Array plain(dtype, N * K, 0.25f);
+        words[1] = (int64_t)bytes.get(), words[6] = plain.address();
+        (quantized ? mainspring_weight_quantize : mainspring_weight_pack)(words);
+        of = {kind, bytes.get(), N, K, words[4], bias.bytes.get()};
+    }
+};
+
+// Three layers that differ in all they can differ in, and an output layer that is the embedding too: the logits of steps
+// of one row, a few and many, one after another.
+std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_dtype, int threads) {
+    constexpr int64_t HIDDEN = 40, HEADS = 4, KV_HEADS = 2, KEY = 10, VALUE = 6, VOCAB = 50, BLOCK = 8, BLOCKS = 16, ROTARY = 6;
+    constexpr int64_t SIZES[] = {HEADS * KEY, KV_HEADS * KEY, KV_HEADS * VALUE};
+    state = 1;
+    if (kind == WeightKind::fp32) kind = WeightKind(dtype);
+    std::vector<Array> vectors;  // of norms
+    vectors.reserve(20);
+    const auto norm = [&](int64_t n) -> NormOf {
+        vectors.emplace_back(dtype, n);
+        return {vectors.back().bytes.get(), dtype, n, 1e-6, 1};
+    };
+    std::vector<PackedLinear> linears;
+    linears.reserve(20);
+    const auto linear = [&](int64_t N, int64_t K, bool gated = false) {
+        return linears.emplace_back(kind, dtype, N, K, gated).of;
+    };
+    const auto layer = [&](int64_t inner, bool gated) {
+        LayerOf of = {};
+        of.qkv = linear(SIZES[0] + SIZES[1] + SIZES[2], HIDDEN), of.output = linear(HIDDEN, HEADS * VALUE);
+        of.gate_up = linear(2 * inner, HIDDEN, gated), of.down = linear(HIDDEN, inner), of.gated = gated;
+        of.q_size = SIZES[0], of.k_size = SIZES[1], of.v_size = SIZES[2], of.key_dim = KEY, of.value_dim = VALUE;
+        of.rotary = -1, of.multiplier = 1, of.activation = gated ? Activation::silu : Activation::gelu_tanh;
+        return of;
+    };
+    const std::vector<float> sinks(HEADS, 0.5f);
+    LayerOf layers[] = {layer(48, true), layer(45, false), layer(16, true)};
+    layers[0].input_norm = norm(HIDDEN), layers[0].mlp_norm = norm(HIDDEN), layers[0].rotary = 0;
+    layers[1].attention_norm = norm(HIDDEN), layers[1].output_norm = norm(HIDDEN), layers[1].multiplier = 0.5;
+    layers[1].query_norm = norm(SIZES[0]), layers[1].key_norm = norm(SIZES[1]), layers[1].rotary = 0;
+    layers[1].interleaved = true, layers[1].sinks = sinks.data();
+    layers[2].input_norm = norm(HIDDEN), layers[2].query_norm = norm(KEY), layers[2].key_norm = norm(KEY);
+    layers[2].mlp_norm = norm(HIDDEN);
+
+    struct {
+        DecoderOf of;
+        LayerOf layers[3];
+    } model = {{dtype, HIDDEN, 3, norm(HIDDEN), linear(VOCAB, HIDDEN)}, {layers[0], layers[1], layers[2]}};
+    void* decoder = mainspring_decoder_new((const int64_t*)&model);
+    std::vector<Array> sides;  // keys and values, head after head
+    sides.reserve(6);
+    CacheOf caches[3];
+    for (int i = 0; i < 3; ++i) {
+        const auto side = [&](int64_t dim) -> CacheView {
+            sides.emplace_back(cache_dtype, BLOCKS * KV_HEADS * BLOCK * dim);
+            return {sides.back().bytes.get(), KV_HEADS * BLOCK * dim, dim, BLOCK * dim};
+        };
+        caches[i] = {side(KEY), side(VALUE), cache_dtype, 1};
+    }
+    caches[2] = caches[0], caches[2].appends = 0;
+    mainspring_decoder_bind(decoder, (const int64_t*)caches);
+
+    std::vector<std::vector<char>> results;
+    struct Request {
+        int length, rows;
+    };
+    for (const std::vector<Request>& requests : {std::vector<Request>{{5, 1}}, {{70, 1}, {30, 19}}, {{9, 1}, {6, 2}}}) {
+        std::vector<int32_t> qo = {0}, kv = {0}, table, last, blocks, rows;
+        std::vector<int64_t> positions, ids, wanted;
+        for (const auto [length, count] : requests) {
+            for (int p = 0; p < length; p += BLOCK) table.push_back(int(table.size()) + 1);
+            for (int p = length - count; p < length; ++p) {
+                blocks.push_back(table[kv.back() + p / BLOCK]), rows.push_back(p % BLOCK);
+                positions.push_back(p), ids.push_back(p % VOCAB);
+            }
+            qo.push_back(int(blocks.size())), kv.push_back(int(table.size())), last.push_back((length - 1) % BLOCK + 1);
+            wanted.insert(wanted.begin(), qo.back() - 1);
+        }
+        KindOfLayer kinds[2];
+        for (int64_t window : {0, 20}) {
+            const int64_t plan[] = {
+                HEADS, KV_HEADS, KEY, VALUE, window, words(0.3), words(0.0), (int64_t)requests.size(), address(qo), address(kv),
+                address(table), address(last), BLOCK, threads,
+            };
+            kinds[window > 0] = {(Plan*)mainspring_attention_plan(plan), blocks.data(), rows.data()};
+        }
+        const Array hidden(dtype, ids.size() * HIDDEN), table_of_angles(Dtype::fp32, 70 * ROTARY);
+        const LinearOf& head = model.of.head;
+        const int64_t embedding[] = {
+            int64_t(kind), (int64_t)head.data, VOCAB, HIDDEN, head.group, 0, address(ids), (int64_t)ids.size(), hidden.address(),
+            int64_t(dtype), threads,
+        };
+        mainspring_weight_rows(embedding);
+        const int64_t kind_of_layer[] = {0, 1, 0};
+        const AnglesOf angles[] = {{(const float*)table_of_angles.bytes.get(), ROTARY}};
+        const Array out(dtype, wanted.size() * VOCAB);
+        StepOf step = {
+            (int64_t)ids.size(), hidden.bytes.get(), positions.data(), (int64_t)wanted.size(), wanted.data(), out.bytes.get(),
+            threads, kinds, kind_of_layer, angles,
+        };
+        mainspring_decoder_run(decoder, (const int64_t*)&step);
+        out.must_be_finite("decoder");
+        results.emplace_back(out.bytes.get(), out.bytes.get() + out.n * size_of(dtype));
+        step.num_wanted = 0;
+        mainspring_decoder_run(decoder, (const int64_t*)&step);
+        for (const auto& shared : kinds) mainspring_attention_forget(shared.plan);
+    }
+    mainspring_decoder_forget(decoder, nullptr);
+    return results;
+}
+
 }  // namespace
 
 int main() {
@@ -142,6 +273,11 @@ int main() {
                 for (int64_t rotary : {2, 24, 34, 66}) tokens(dtype, cache, 67, rotary, rotary == 34, threads);
         }
         for (int64_t vocab : {1, 15, 16, 17, 5001, 9000}) sampling(4, vocab, threads);
+        for (Dtype dtype : {Dtype::fp32, Dtype::bf16, Dtype::fp16})
+            for (WeightKind kind : {WeightKind::fp32, WeightKind::int8, WeightKind::int4})
+                for (Dtype cache : {dtype, Dtype::fp8})
+                    if (decode(dtype, kind, cache, threads) != decode(dtype, kind, cache, 1))
+                        std::puts("decoder: other bits with more threads"), std::exit(1);
         Team team(1);
         team.barrier();
         std::atomic<int> met{0};

@@ -32,7 +32,7 @@ class Team {
 
     // Waits until every member is here. Spins for some microseconds, then sleeps in the kernel.
     void barrier() {
-        if (size == 1) return;
+        if (size == 1) return next_.store(0, std::memory_order_relaxed);
         const uint32_t phase = phase_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             arrived_.store(0, std::memory_order_relaxed);

@@ -1,0 +1,88 @@
+"""Clockwork at a real size: what tests/test_clockwork.py claims of toys, on llama-110m, with 1 thread and with 2.
+
+Each way of serving 32 greedy and sampled requests must give what each of them gives alone with 1 thread.
+
+    python benchmarks/clockwork.py [--quantization int8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from bars import Bar, add_arguments, conclude
+from report import MODELS, ROOT
+
+MODEL = MODELS / "llama-110m"
+THREADS = (1, 2)
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1, "enable_prefix_caching": False},
+    "in a batch": {"enable_prefix_caching": False},
+    "in chunks": {"enable_prefix_caching": False, "max_num_batched_tokens": 29},
+    "after a cache hit": {},
+    "after preemption": {"num_gpu_blocks_override": 40, "max_num_seqs": 16, "max_num_batched_tokens": 64},
+}
+
+
+def serve(settings: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """The tokens of each request in each way, by one process whose threads are set from outside."""
+    sys.path.append(str(ROOT / "tests"))
+    from test_clockwork import make_engine, requests, run, stats
+
+    outputs = {}
+    for way, own in WAYS.items():
+        engine = make_engine(str(MODEL), **settings, **own)
+        asked = requests(engine)
+        if way == "after a cache hit":
+            run(engine, asked)
+        outputs[way] = run(engine, asked)
+        seen = stats(engine)
+        if way == "after a cache hit" and not seen.prefix_hits:
+            raise SystemExit("nothing came from the cache")
+        if way == "after preemption" and not seen.num_preemptions:
+            raise SystemExit("nothing was preempted")
+        engine.shutdown()
+    return outputs
+
+
+def in_a_process(threads: int, settings: dict[str, Any]) -> dict[str, list[list[int]]]:
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, __file__, "--serve", json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    outputs: dict[str, list[list[int]]] = json.loads(done.stdout.splitlines()[-1])
+    return outputs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--quantization", help="of the weights, as the engine's option")
+    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve is not None:
+        print(json.dumps(serve(args.serve)))
+        return 0
+    settings = {"quantization": args.quantization} if args.quantization else {}
+    found = {threads: in_a_process(threads, settings) for threads in THREADS}
+    alone = found[1]["alone"]
+    same = {
+        f"{way}, {threads} thread{'s' * (threads > 1)}": sum(a == b for a, b in zip(alone, outputs, strict=True))
+        for threads, ways in found.items()
+        for way, outputs in ways.items()
+    }
+    least = min(same.values())
+    worst = "" if least == len(alone) else f" ({', '.join(name for name, n in same.items() if n == least)})"
+    ways = f"{', '.join(WAYS)}; {' and '.join(map(str, THREADS))} threads"
+    name = f"clockwork{f' with {args.quantization} weights' if args.quantization else ''}: identical {ways}"
+    bars = [Bar(f"{name} (all)", f"{least} of {len(alone)} requests{worst}", least == len(alone))]
+    return conclude(bars, {"same": same}, args, "performance.md")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Every bar that the CPU path has to pass, with pass or fail (`make bench-cpu`).
+
+    python benchmarks/cpu.py --rounds 5 --minutes 60 --write
+    python benchmarks/cpu.py --quick
+
+All that is measured goes into a log, .bench/cpu.jsonl; the same command goes on from there for as long as the sources
+of the package are the same. Engines that are not ours run where `peers.py` put them, on the forms of the models that
+`make_models.py --forms` made.
+
+Memory is the peak resident memory of the core process (VmHWM: also what it shares with others, its libraries and files
+that it has mapped), less the weights as the checkpoint has them and less the KV cache, whose every block was used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import growth
+from bars import Bar, conclude, fill
+from compare import Round, describe, engine_versions, environment, play, ratios
+from make_models import save
+from report import CACHE, DOCS, MODELS
+from resume import Log
+from workloads import WORKLOADS, asks
+
+HERE = Path(__file__).resolve().parent
+BATCHES = ("batch-110m", "batch-0.6b", "long-110m", "prefix-110m")
+PLAN: dict[str, list[str]] = {
+    "single-110m": ["mainspring", "openvino", "llamacpp"],
+    "single-0.6b": ["mainspring", "mainspring-int8", "mainspring-int4", "openvino", "llamacpp"],
+    **{workload: ["mainspring", "openvino", "vllm"] for workload in BATCHES},
+}
+ORDER = (*BATCHES, "single-110m", "single-0.6b")
+NAMES = {"openvino": "OpenVINO", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+OF_LIMIT = {"batch-110m": 0.6, "batch-0.6b": 0.7, "single-110m": 0.9, "single-0.6b": 0.9}
+MB = 1e6
+KV_BYTES = {"llama-110m": 256 << 20, "qwen3-0.6b": 512 << 20}  # less than the batches fill
+MEMORY = (("llama-110m",), ("qwen3-0.6b",), ("qwen3-0.6b", "int8"), ("qwen3-0.6b", "int4"))
+START = """
+import sys
+from mainspring import LLM, SamplingParams
+llm = LLM(model=sys.argv[1])
+llm.generate(["Once"], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+print("first token", flush=True)
+"""
+
+
+def attempt(name: str, measure: Callable[[], list[Bar]]) -> list[Bar]:
+    """What can't be measured is a bar that was missed, and the others are measured all the same."""
+    try:
+        return measure()
+    except (Exception, SystemExit) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return [Bar(name, (f"{error}".strip().splitlines() or [repr(error)])[-1][:200], False)]
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def at_least(name: str, bar: float, found: Sequence[float], unit: str = "×") -> Bar:
+    """The median must be `bar` or more, to the digits that are shown."""
+
+    def show(value: float) -> str:
+        return f"{value:.0%}" if unit == "%" else f"{value:.2f}{unit}"
+
+    if not found:
+        return Bar(f"{name} ({show(bar)})", "did not run", False)
+    spread = f" ({show(min(found))} to {show(max(found))} in {len(found)} rounds)" if len(found) > 1 else ""
+    passed = round(median(found), 2) >= bar
+    return Bar(f"{name} ({show(bar)})", show(median(found)) + spread, passed)
+
+
+def speed(workload: str, engines: Sequence[str], rounds: Sequence[Round]) -> list[Bar]:
+    bars = []
+    for theirs in engines:
+        if theirs in NAMES:
+            bar = {"openvino": 1.25, "vllm": 2.0}[theirs] if workload in BATCHES else 1.0
+            bars.append(at_least(f"{workload}: against {NAMES[theirs]}", bar, ratios(rounds, theirs)))
+    if workload in OF_LIMIT:
+        shares = [r["mainspring"]["of_limit"] for r in rounds if "mainspring" in r]
+        bars.append(at_least(f"{workload}: of the limit", OF_LIMIT[workload], shares, "%"))
+    for ours, bar in (("mainspring-int8", 1.7), ("mainspring-int4", 2.5)):
+        if ours in engines:
+            faster = ratios(rounds, "mainspring", ours)
+            bars.append(at_least(f"{workload}: {ours.partition('-')[2]} against our bf16", bar, faster))
+    return bars
+
+
+# ---------------------------------------------------------------------- start
+
+
+def seconds_to_first_token(model: str, cache: Path | None = None) -> float:
+    """From the start of a process; `cache`: a place for compiled kernels, empty so far."""
+    env = {**environment(), **({"MAINSPRING_CACHE": str(cache)} if cache else {})}
+    command = [sys.executable, "-P", "-c", START, str(MODELS / model)]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if line == "first token\n":
+                took = time.perf_counter() - began
+                process.communicate()
+                return took
+        raise SystemExit(process.communicate()[1])
+
+
+def first_time(model: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        took = seconds_to_first_token(model, Path(folder))
+        if not list(Path(folder).rglob("*.so")):
+            raise SystemExit("no kernels were compiled: is there a compiler?")
+    return took
+
+
+def start_cached(log: Log, runs: int) -> list[Bar]:
+    if log.get("start 0") is None:
+        seconds_to_first_token("llama-110m")  # the kernels are there now, and the files in memory
+    took = median(log.once(f"start {n}", lambda: seconds_to_first_token("llama-110m")) for n in range(runs))
+    return [Bar("llama-110m: process start to first token (3.5 s)", f"{took:.2f} s", took < 3.5)]
+
+
+def start_uncached(log: Log) -> list[Bar]:
+    took = log.once("first start", lambda: first_time("llama-110m"))
+    return [Bar("… the very first time, kernels not compiled yet (30 s)", f"{took:.1f} s", took < 30)]
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    peak: float  # most that was resident at once
+    settled: float  # resident at the end
+    files: float  # of that, libraries and files that are mapped
+    weights: float  # in the checkpoint
+    kv: float
+
+
+def memory(model: str, quantization: str | None) -> Memory:
+    import psutil
+
+    from mainspring import LLM, SamplingParams
+
+    workload = WORKLOADS["batch-" + model.rpartition("-")[2]]
+    vocab = json.loads((MODELS / model / "config.json").read_text())["vocab_size"]
+    asked = [ask for seed in (1, 2) for ask in asks(workload, vocab, seed)]
+    options = {"quantization": quantization} if quantization else {}
+    kv = KV_BYTES[model]
+    with LLM(
+        model=str(MODELS / model), skip_tokenizer_init=True, max_model_len=1_024, kv_cache_memory_bytes=kv, **options
+    ) as llm:
+        core = next(
+            each for each in psutil.Process().children(recursive=True) if "mainspring.core" in " ".join(each.cmdline())
+        )
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": ask.prompt} for ask in asked], params, use_tqdm=False)
+        status = Path(f"/proc/{core.pid}/status").read_text()
+    keys = ("VmHWM", "VmRSS", "RssFile")
+    peak, settled, files = (1024.0 * int(re.findall(rf"{key}:\s+(\d+) kB", status)[0]) for key in keys)
+    weights = sum(file.stat().st_size for file in (MODELS / model).glob("*.safetensors"))
+    return Memory(peak, settled, files, weights, kv)
+
+
+def memory_bars(log: Log, model: str, quantization: str | None = None) -> list[Bar]:
+    found = Memory(*log.once(f"memory of {model}, {quantization}", lambda: memory(model, quantization)))
+    over = found.peak - found.weights - found.kv
+    text = (
+        f"{found.peak / MB:,.0f} MB at most, {found.settled / MB:,.0f} at the end: KV {found.kv / MB:,.0f}, libraries "
+        f"and files {found.files / MB:,.0f}"
+    )
+    if quantization:
+        return [Bar(f"{model} in {quantization}: memory", text, None)]
+    text = f"{over / MB:,.0f} MB: {text}, weights {found.weights / MB:,.0f}"
+    return [Bar(f"{model}: memory beside weights and KV (400 MB)", text, over < 400 * MB)]
+
+
+# ---------------------------------------------------------------------- other programs
+
+
+def program(log: Log, name: str, *arguments: str) -> dict[str, Any]:
+    """The result of a program that ends with `bars.conclude`."""
+
+    def measure() -> dict[str, Any]:
+        path = CACHE / f"{name}.json"
+        path.unlink(missing_ok=True)
+        command = [sys.executable, str(HERE / f"{name}.py"), *arguments, "--json", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+        if not path.exists():
+            raise SystemExit(f"{name}.py has no result: {done.stderr.strip()[-1000:]}")
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result
+
+    found: dict[str, Any] = log.once(" ".join([name, *arguments]), measure)
+    return found
+
+
+def bars_of(result: dict[str, Any]) -> list[Bar]:
+    return [Bar(**bar) for bar in result["bars"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=0, help="begin no round after these; 0: all rounds")
+    parser.add_argument("--quick", action="store_true", help="1 round without vLLM, contexts up to 4,096")
+    parser.add_argument("--log", type=Path, default=CACHE / "cpu.jsonl")
+    parser.add_argument("--json", type=Path, help="default: .bench/cpu.json")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
+    args = parser.parse_args()
+    began, log = time.monotonic(), Log(args.log)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for model in KV_BYTES:
+        save(model)
+    plan = {w: [e for e in engines if not (args.quick and e == "vllm")] for w, engines in PLAN.items()}
+
+    longest = ["--longest", "4096"] if args.quick else []
+    others: list[tuple[str, Callable[[], list[Bar]]]] = [
+        ("llama-110m: process start to first token", lambda: start_cached(log, 1 if args.quick else 5)),
+        ("… the very first time", lambda: start_uncached(log)),
+        *((f"{model}: memory", partial(memory_bars, log, model)) for model in KV_BYTES),
+        *(
+            (f"qwen3-0.6b in {bits}: memory", partial(memory_bars, log, "qwen3-0.6b", bits))
+            for bits in ("int8", "int4")
+        ),
+        ("perplexity of quantized weights", lambda: bars_of(program(log, "quantized"))),
+        ("clockwork", lambda: bars_of(program(log, "clockwork"))),
+        ("growth", lambda: bars_of(program(log, "growth", *longest))),
+    ]
+    after = [bar for name, measure in others for bar in attempt(name, measure)]
+    enough = began + 60 * args.minutes if args.minutes else math.inf
+    played = play(plan, 1 if args.quick else args.rounds, log, lambda: time.monotonic() < enough)
+    bars = [bar for workload in ORDER for bar in speed(workload, plan[workload], played[workload])] + after
+    tables = [describe(workload, played[workload]) for workload in ORDER]
+    tables.append(engine_versions([r for rounds in played.values() for r in rounds]))
+    if args.write:
+        for result in filter(None, (log.get("quantized"), log.get(" ".join(["growth", *longest])))):
+            fill(result)
+            if "points" in result:
+                points = {name: [growth.Point(*each) for each in found] for name, found in result["points"].items()}
+                growth.draw(points, DOCS / "growth.png")
+    return conclude(bars, {}, args, "performance.md", "\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A log that lets a long measurement go on where it stopped: one JSON line for each thing measured.
+
+What was measured with other sources of the package, or on a processor with other abilities, does not count.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from report import ROOT
+
+
+def source() -> str:
+    """A digest of what is measured: the package, what drives it, the processor's abilities."""
+    hashed = hashlib.blake2b(digest_size=8)
+    files = [file for room in ("core", "engine", "ipc", "kernels") for file in (ROOT / room).rglob("*")]
+    files += [ROOT / "benchmarks" / name for name in ("driver.py", "workloads.py")]
+    for file in sorted(file for file in files if file.suffix in (".py", ".h", ".cpp")):
+        hashed.update(file.read_bytes())
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"^(flags|Features)\s*:.*$", info.read_text(), re.MULTILINE)):
+        hashed.update(found[0].encode())
+    return hashed.hexdigest()
+
+
+class Log:
+    """Values by key. Without a path nothing is kept beyond the process."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._source = path, source()
+        self._known: dict[str, Any] = {}
+        for line in path.read_text().splitlines() if path and path.exists() else []:
+            if (record := json.loads(line))["source"] == self._source:
+                self._known[record["key"]] = record["value"]
+
+    def get(self, key: str) -> Any:
+        """None if it was not measured."""
+        return self._known.get(key)
+
+    def keep(self, key: str, value: Any) -> None:
+        self._known[key] = value
+        if self._path:
+            record = {"key": key, "source": self._source, "at": f"{datetime.datetime.now():%F %T}", "value": value}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                print(json.dumps(record), file=file)
+
+    def once(self, key: str, measure: Callable[[], Any]) -> Any:
+        """What was measured before, or is now."""
+        if key not in self._known:
+            self.keep(key, measure())
+        return self._known[key]

@@ -1,0 +1,326 @@
+// The whole stack of decoder layers, from embeddings to logits, by one team of threads that stays together.
+//
+// A layer is what core/model/stack.py says it is; here it is plain numbers. Phases that need each other's results meet at a
+// barrier. What each adds to the residual stream is added in fp32 and rounded once.
+//
+// Clockwork: each row goes through the same operations whatever the other rows are; see linear.h and attention.h.
+#pragma once
+
+#include <chrono>
+
+#include "attention.h"
+#include "products.h"
+
+namespace mainspring {
+
+// Made of 64-bit words, as native_decoder.py writes them.
+struct NormOf {
+    const void* weight;  // null: there is none
+    Dtype dtype;
+    int64_t n;
+    double eps, offset;
+};
+struct LinearOf {
+    WeightKind kind;
+    const void* data;
+    int64_t N, K, group;
+    const void* bias;
+    Weight weight() const { return {kind, data, int(N), int(K), int(group)}; }
+};
+struct CacheOf {
+    CacheView keys, values;
+    Dtype dtype;
+    int64_t appends;  // 0: the keys and values are an earlier layer's
+};
+struct LayerOf {
+    NormOf input_norm, query_norm, key_norm, attention_norm, mlp_norm, output_norm;
+    LinearOf qkv, output, gate_up, down;
+    int64_t q_size, k_size, v_size, key_dim, value_dim;
+    int64_t rotary;  // which table of angles; -1: none
+    int64_t interleaved;
+    const float* sinks;
+    Activation activation;
+    int64_t gated;  // gate_up is interleaved
+    double multiplier;
+    CacheOf cache;
+};
+struct DecoderOf {
+    Dtype dtype;
+    int64_t hidden, num_layers;
+    NormOf norm;
+    LinearOf head;
+};
+
+// What layers of one kind share in a step.
+struct KindOfLayer {
+    Plan* plan;
+    const int32_t *blocks, *rows;  // of each token's place in the cache
+};
+struct AnglesOf {
+    const float* table;  // [positions, rotary_dim]: cosines, then sines
+    int64_t rotary_dim;
+};
+struct StepOf {
+    int64_t rows;
+    void* hidden;  // [rows, hidden]: embeddings; is overwritten
+    const int64_t* positions;  // [rows]
+    int64_t num_wanted;
+    const int64_t* wanted;  // rows
+    void* logits;  // [num_wanted, vocab]
+    int64_t threads;
+    const KindOfLayer* kinds;
+    const int64_t* kind_of_layer;  // [layers]
+    const AnglesOf* angles;
+};
+
+enum Phase { NORM, QKV, HEADS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, PHASES };
+
+void attend_in_team(const AttentionCall& call, Team& team, int rank);
+
+class Decoder {
+  public:
+    Decoder(const DecoderOf& of, const LayerOf* layers) : of_(of), layers_(layers, layers + of.num_layers) {}
+    void bind(const CacheOf* caches) {
+        for (auto& layer : layers_) layer.cache = *caches++;
+    }
+    void run(const StepOf& step);
+    int64_t nanoseconds[PHASES] = {};  // spent in each phase since the decoder was made
+
+  private:
+    struct Buffer {  // grows, never shrinks; 64-byte aligned
+        char* data = nullptr;
+        size_t size = 0;
+        ~Buffer() { std::free(data); }
+        void reserve(size_t bytes) {
+            if (bytes <= size) return;
+            std::free(data);
+            size = (bytes + 4095) / 4096 * 4096;
+            data = (char*)std::aligned_alloc(4096, size);
+        }
+    };
+    template <class T>
+    friend class Forward;
+
+    DecoderOf of_;
+    std::vector<LayerOf> layers_;
+    Buffer normed_, own_, joined_, attended_, activated_, added_, workspace_;
+};
+
+// A step in the eyes of one member of the team.
+template <class T>
+class Forward {
+  public:
+    Forward(Decoder& decoder, const StepOf& step, Team& team, int rank)
+        : d_(decoder), step_(step), team_(team), rank_(rank), rows_(step.rows), width_(decoder.of_.hidden),
+          own_(rows_ <= FEW && team.size > 1), share_(rows_, rank, team.size) {
+        if (rank_ == 0) began_ = now();
+    }
+
+    // Rows of which every member normalises all for itself, rather than waits for the others.
+    static constexpr int64_t FEW = 8;
+    static size_t own_bytes(int64_t width) { return (FEW * width * sizeof(T) + 4095) / 4096 * 4096; }
+
+    void run() {
+        const T* x = nullptr;
+        for (size_t i = 0; i < d_.layers_.size(); ++i) {
+            const LayerOf& layer = d_.layers_[i];
+            const KindOfLayer& kind = step_.kinds[step_.kind_of_layer[i]];
+            x = normed(layer.input_norm);
+            product(layer.qkv, x, width_, joined(), layer.qkv.N, nullptr), done(QKV);
+            heads(layer, kind), done(HEADS);
+            attend(layer, kind), done(ATTENTION);
+            adds(layer.output, layer.attention_norm, layer.multiplier, attended(), layer.output.K, OUTPUT);
+            x = normed(layer.mlp_norm);
+            mlp(layer, x), done(GATE_UP);
+            adds(layer.down, layer.output_norm, layer.multiplier, activated(), layer.down.K, DOWN);
+        }
+        finish();
+    }
+
+  private:
+    static int64_t now() {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+    // The end of a phase: what was written may be read.
+    void done(Phase phase) {
+        team_.barrier();
+        count(phase);
+    }
+    void count(Phase phase) {
+        if (rank_) return;
+        const int64_t at = now();
+        d_.nanoseconds[phase] += at - began_;
+        began_ = at;
+    }
+
+    T* hidden() const { return (T*)step_.hidden; }
+    T* joined() const { return (T*)d_.joined_.data; }
+    T* attended() const { return (T*)d_.attended_.data; }
+    T* activated() const { return (T*)d_.activated_.data; }
+    T* added() const { return (T*)d_.added_.data; }
+
+    void norm_row(const NormOf& norm, const T* from, int64_t n, T* to) const {
+        with_dtype(norm.dtype, [&](auto w) {
+            rms_norm_row(from, (const decltype(w)*)norm.weight, n, float(norm.eps), float(norm.offset), to);
+        });
+    }
+
+    // The residual stream, normalised, ready to be read.
+    const T* normed(const NormOf& norm) {
+        if (!norm.weight) return hidden();
+        T* to = (T*)(own_ ? d_.own_.data + rank_ * own_bytes(width_) : d_.normed_.data);
+        for (int64_t row = own_ ? 0 : share_.begin; row < (own_ ? rows_ : share_.end); ++row)
+            norm_row(norm, hidden() + row * width_, width_, to + row * width_);
+        if (!own_) team_.barrier();
+        count(NORM);
+        return to;
+    }
+
+    void product(const LinearOf& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride, const T* residual) {
+        Product p = {linear.weight(), d_.of_.dtype, x, x_stride, int(rows_), y, y_stride, linear.bias, residual};
+        multiply(p, d_.workspace_.data, team_, rank_);
+    }
+
+    // Query, key and value of each token: norms, rotation, into the cache.
+    void heads(const LayerOf& layer, const KindOfLayer& kind) {
+        const int64_t q_heads = layer.q_size / layer.key_dim, kv_heads = layer.k_size / layer.key_dim;
+        const bool each_q = layer.query_norm.n == layer.key_dim, each_k = layer.key_norm.n == layer.key_dim;
+        const bool whole_rows = (layer.query_norm.weight && !each_q) || (layer.key_norm.weight && !each_k);
+        // Few tokens are shared out head by head: the heads of the query, then those of key and value.
+        const int64_t pieces = whole_rows || rows_ >= 4 * team_.size ? 1 : q_heads + kv_heads;
+        const Share share(rows_ * pieces, rank_, team_.size);
+        const AnglesOf* angles = layer.rotary < 0 ? nullptr : &step_.angles[layer.rotary];
+        for (int64_t i = share.begin; i < share.end; ++i) {
+            const int64_t token = i / pieces, first = pieces == 1 ? 0 : i % pieces;
+            const int64_t end = pieces == 1 ? q_heads + kv_heads : first + 1;
+            T* row = joined() + token * layer.qkv.N;
+            if (layer.query_norm.weight && !each_q) norm_row(layer.query_norm, row, layer.q_size, row);
+            if (layer.key_norm.weight && !each_k) norm_row(layer.key_norm, row + layer.q_size, layer.k_size, row + layer.q_size);
+            const float* cos_sin = angles ? angles->table + step_.positions[token] * angles->rotary_dim : nullptr;
+            const int64_t half = angles ? angles->rotary_dim / 2 : 0;
+            for (int64_t head = first; head < end; ++head) {
+                T* x = row + head * layer.key_dim;
+                const NormOf& norm = head < q_heads ? layer.query_norm : layer.key_norm;
+                if (norm.weight && (head < q_heads ? each_q : each_k)) norm_row(norm, x, layer.key_dim, x);
+                if (cos_sin) {
+                    if (layer.interleaved)
+                        rotate_pairs(x, cos_sin, cos_sin + half, half);
+                    else
+                        rotate_halves(x, cos_sin, cos_sin + half, half);
+                }
+                if (head < q_heads || !layer.cache.appends) continue;
+                const T* value = row + layer.q_size + layer.k_size + (head - q_heads) * layer.value_dim;
+                into_cache(layer, kind, token, head - q_heads, x, value);
+            }
+        }
+    }
+
+    void into_cache(const LayerOf& layer, const KindOfLayer& kind, int64_t token, int64_t head, const T* key, const T* value) {
+        const int64_t block = kind.blocks[token], row = kind.rows[token];
+        with_cache_dtype(layer.cache.dtype, [&](auto c) {
+            using C = decltype(c);
+            const auto put = [&](const CacheView& cache, const T* from, int64_t dim) {
+                C* to = (C*)cache.data + block * cache.block + row * cache.row + head * cache.head;
+                if constexpr (std::is_same_v<T, C>)
+                    std::memcpy(to, from, dim * sizeof(T));
+                else
+                    for (int64_t i = 0; i < dim; i += LANES) store_up_to(to + i, load_up_to(from + i, dim - i), dim - i);
+            };
+            put(layer.cache.keys, key, layer.key_dim);
+            put(layer.cache.values, value, layer.value_dim);
+        });
+    }
+
+    void attend(const LayerOf& layer, const KindOfLayer& kind) {
+        AttentionCall call;
+        call.plan = kind.plan;
+        call.query = (const char*)joined(), call.query_row = layer.qkv.N, call.query_head = layer.key_dim;
+        call.query_dtype = d_.of_.dtype, call.cache_dtype = layer.cache.dtype;
+        call.keys = layer.cache.keys, call.values = layer.cache.values;
+        call.sinks = layer.sinks;
+        call.out = (char*)attended(), call.out_rows = rows_;
+        attend_in_team(call, team_, rank_);
+    }
+
+    void mlp(const LayerOf& layer, const T* x) {
+        Product p = {layer.gate_up.weight(), d_.of_.dtype, x, width_, int(rows_)};
+        p.bias = layer.gate_up.bias, p.activation = layer.activation, p.gated = layer.gated;
+        const int64_t inner = layer.gate_up.N / 2;
+        p.y = p.gated ? activated() : joined(), p.y_stride = p.gated ? inner : 2 * inner;
+        multiply(p, d_.workspace_.data, team_, rank_);
+        if (p.gated) return;
+        team_.barrier();
+        for (int64_t row = share_.begin; row < share_.end; ++row) {
+            const T* gate = joined() + row * 2 * inner;
+            T* to = activated() + row * inner;
+            switch (layer.activation) {
+                case Activation::silu: act_and_mul_row<Activation::silu>(gate, gate + inner, inner, to); break;
+                case Activation::gelu: act_and_mul_row<Activation::gelu>(gate, gate + inner, inner, to); break;
+                default: act_and_mul_row<Activation::gelu_tanh>(gate, gate + inner, inner, to);
+            }
+        }
+    }
+
+    // hidden += multiplier * norm(x * weight)
+    void adds(const LinearOf& linear, const NormOf& norm, double multiplier, const T* x, int64_t x_stride, Phase phase) {
+        const bool straight = !norm.weight && multiplier == 1;
+        product(linear, x, x_stride, straight ? hidden() : added(), width_, straight ? hidden() : nullptr);
+        done(phase);
+        if (straight) return;
+        for (int64_t row = share_.begin; row < share_.end; ++row) {
+            T *from = added() + row * width_, *to = hidden() + row * width_;
+            if (norm.weight) norm_row(norm, from, width_, from);
+            for (int64_t i = 0; i < width_; i += LANES) {
+                const int64_t n = width_ - i;
+                store_up_to(to + i, fma(load_up_to(from + i, n), set(float(multiplier)), load_up_to(to + i, n)), n);
+            }
+        }
+        done(NORM);
+    }
+
+    void finish() {
+        const NormOf& norm = d_.of_.norm;
+        const LinearOf& head = d_.of_.head;
+        T* to = (T*)d_.normed_.data;
+        const Share share(step_.num_wanted, rank_, team_.size);
+        for (int64_t i = share.begin; i < share.end; ++i)
+            norm_row(norm, hidden() + step_.wanted[i] * width_, width_, to + i * width_);
+        done(NORM);
+        Product p = {head.weight(), d_.of_.dtype, to, width_, int(step_.num_wanted), step_.logits, head.N, head.bias};
+        multiply(p, d_.workspace_.data, team_, rank_);
+        count(HEAD);
+    }
+
+    Decoder& d_;
+    const StepOf& step_;
+    Team& team_;
+    const int rank_;
+    const int64_t rows_, width_;
+    const bool own_;
+    const Share share_;
+    int64_t began_ = 0;
+};
+
+inline void Decoder::run(const StepOf& step) {
+    const int threads = int(step.threads);
+    int64_t joined = 0, attended = 0, activated = 0;
+    size_t workspace = workspace_bytes(of_.head.weight(), int(step.num_wanted), threads);
+    for (const auto& layer : layers_) {
+        joined = std::max({joined, layer.qkv.N, layer.gated ? 0 : layer.gate_up.N});
+        attended = std::max(attended, layer.output.K);
+        activated = std::max(activated, layer.down.K);
+        for (const LinearOf* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            workspace = std::max(workspace, workspace_bytes(linear->weight(), int(step.rows), threads));
+    }
+    const int64_t bytes = step.rows * size_of(of_.dtype);
+    normed_.reserve(std::max(step.rows, step.num_wanted) * size_of(of_.dtype) * of_.hidden);
+    joined_.reserve(bytes * joined), attended_.reserve(bytes * attended), activated_.reserve(bytes * activated);
+    added_.reserve(bytes * of_.hidden), workspace_.reserve(workspace);
+    with_dtype(of_.dtype, [&](auto t) {
+        using T = decltype(t);
+        own_.reserve(threads * Forward<T>::own_bytes(of_.hidden));
+        run_team(threads, [&](Team& team, int rank) { Forward<T>(*this, step, team, rank).run(); });
+    });
+}
+
+}  // namespace mainspring

@@ -1,0 +1,50 @@
+#include "products.h"
+
+namespace mainspring {
+
+namespace {
+
+template <Activation ACT>
+struct Act {
+    F32 operator()(F32 x) const { return activate<ACT>(x); }
+};
+
+template <class T, class Typed>
+void multiply_typed(const Product& p, const Typed& weight, void* workspace, Team& team, int rank) {
+    T* y = (T*)p.y;
+    const T *x = (const T*)p.x, *bias = (const T*)p.bias;
+    const auto with = [&](const auto& epilogue) {
+        linear(x, p.x_stride, p.rows, weight, epilogue, workspace, rank, team.size, [&] { team.barrier(); });
+    };
+    if (!p.gated) return with(Store<T>{y, p.y_stride, bias, (const T*)p.residual});
+    switch (p.activation) {
+        case Activation::silu: return with(Gated<Act<Activation::silu>, T>{y, p.y_stride, bias});
+        case Activation::gelu: return with(Gated<Act<Activation::gelu>, T>{y, p.y_stride, bias});
+        case Activation::gelu_tanh: return with(Gated<Act<Activation::gelu_tanh>, T>{y, p.y_stride, bias});
+    }
+}
+
+}  // namespace
+
+void multiply(const Product& p, void* workspace, Team& team, int rank) {
+    const int N = p.weight.N, K = p.weight.K, group = p.weight.group;
+    with_dtype(p.dtype, [&](auto t) {
+        using T = decltype(t);
+        switch (p.weight.kind) {
+            case WeightKind::int8:
+                return multiply_typed<T>(p, Quantized<8>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
+            case WeightKind::int4:
+                return multiply_typed<T>(p, Quantized<4>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
+            default:  // of the dtype itself
+                return multiply_typed<T>(p, Packed<T>{(const T*)p.weight.data, N, K}, workspace, team, rank);
+        }
+    });
+}
+
+size_t workspace_bytes(const Weight& weight, int rows, int threads) {
+    size_t bytes = 0;
+    with_weight(weight, [&](const auto& typed) { bytes = linear_workspace(typed, rows, threads); });
+    return bytes;
+}
+
+}  // namespace mainspring

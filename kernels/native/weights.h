@@ -1,0 +1,69 @@
+// The weight of a linear layer, of any type there is, and an instance of a function for each.
+#pragma once
+
+#include "dtypes.h"
+#include "linear.h"
+
+namespace mainspring {
+
+enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, int8 = 8 };  // as native_weights.py numbers them
+
+struct Weight {
+    WeightKind kind;
+    const void* data;  // packed: see linear.h
+    int N, K, group;  // of K; 0 where the weight is not quantized
+};
+
+// Calls body with the `Packed` or `Quantized` that `weight` is.
+template <class Body>
+inline void with_weight(const Weight& weight, Body&& body) {
+    const int N = weight.N, K = weight.K, group = weight.group;
+    switch (weight.kind) {
+        case WeightKind::fp32: return body(Packed<float>{(const float*)weight.data, N, K});
+        case WeightKind::bf16: return body(Packed<bf16>{(const bf16*)weight.data, N, K});
+        case WeightKind::fp16: return body(Packed<fp16>{(const fp16*)weight.data, N, K});
+        case WeightKind::int8: return body(Quantized<8>{(char*)weight.data, N, K, group});
+        case WeightKind::int4: return body(Quantized<4>{(char*)weight.data, N, K, group});
+    }
+}
+
+// The same, and a number of the type of the rows that it takes and gives: a plain weight's own, `dtype` for a quantized one.
+template <class Body>
+inline void with_weight_and_rows(const Weight& weight, Dtype dtype, Body&& body) {
+    with_weight(weight, [&](const auto& packed) {
+        using T = std::decay_t<decltype(*packed.data)>;
+        if constexpr (std::is_same<T, char>::value)
+            with_dtype(dtype, [&](auto number) { body(packed, number); });
+        else
+            body(packed, T());
+    });
+}
+
+// Row `row` of a packed weight → out [K]: an embedding.
+template <class T>
+void read_row(const Packed<T>& weight, int row, T* out) {
+    using W = typename Word<T>::type;
+    constexpr int per_word = sizeof(W) / sizeof(T);
+    const int K = weight.K, columns = std::min(PANEL, weight.N - row / PANEL * PANEL), n = row % PANEL;
+    const T* panel = weight.data + (size_t)(row - n) * K;
+    for (int k = 0; k < K; ++k) {
+        const bool odd = k - k % per_word + per_word > K;  // the last, which has a word for itself
+        const T* from = panel + (size_t)k / per_word * columns * per_word + (odd ? n : n * per_word + k % per_word);
+        out[k] = *from;
+    }
+}
+template <int BITS, class Y>
+void read_row(const Quantized<BITS>& weight, int row, Y* out) {
+    const int n = row % PANEL, group = weight.group;
+    const char* from = weight.data + row / PANEL * weight.panel_bytes();
+    for (int k0 = 0; k0 < weight.K; k0 += group, from += weight.group_bytes()) {
+        const fp16* parameters = (const fp16*)(from + (size_t)group * PANEL * BITS / 8);
+        const float scale = load_one(parameters + n), zero_point = BITS == 8 ? 128 : load_one(parameters + PANEL + n);
+        for (int i = 0; i < std::min(group, weight.K - k0); ++i) {
+            const uint8_t byte = from[(i / (32 / BITS) * PANEL + n) * 4 + i % 4];
+            store_one(out + k0 + i, scale * ((BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15) - zero_point));
+        }
+    }
+}
+
+}  // namespace mainspring

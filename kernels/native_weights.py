@@ -1,0 +1,165 @@
+"""Weights of linear layers in the form the native kernels read (native/linear.h): panels, plain or quantized.
+
+Quantized, groups of weights along a row share a scale: w = scale * (q - zero), where the zero is the middle of 8 bits,
+and of 4 bits each group's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+from typing import Any, NamedTuple
+
+import torch
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
+GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
+GATE = 16  # rows of gate, then as many of up: linear.h
+
+_CHUNK_BYTES = 256 << 20
+_HUGE_PAGE = 2 << 20
+
+_WORDS = {count: struct.Struct(f"={count}q") for count in (5, 8, 9, 10, 11, 13)}
+
+
+class PackedWeight(NamedTuple):
+    """``[out_features, in_features]`` in panels."""
+
+    library: ctypes.CDLL
+    memory: torch.Tensor  # uint8
+    kind: int  # one of DTYPES, or 8 or 4: the bits of a quantized weight
+    out_features: int
+    in_features: int
+    group: int  # values of a row that share a scale; 0: not quantized
+    dtype: torch.dtype  # of the rows it takes and gives
+    gated: bool  # rows of gate and rows of up in turn, `GATE` of each
+
+    def words(self) -> tuple[int, int, int, int, int]:
+        """The fields of a `Weight` of weights.h."""
+        return self.kind, self.memory.data_ptr(), self.out_features, self.in_features, self.group
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of these numbers, int64 ``[n]``, → ``[n, in_features]``: an embedding. They must be in range."""
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.in_features, dtype=self.dtype)
+        _call(self, "rows", ids.data_ptr(), len(ids), out.data_ptr(), DTYPES[self.dtype], torch.get_num_threads())
+        return out
+
+    def unpack(self) -> torch.Tensor:
+        """``[out_features, in_features]``, as it was before, or as near as its quantization is."""
+        return self.rows(torch.arange(self.out_features))
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """By another one, ``[out_features, in_features]``."""
+        weight = weight.detach().contiguous()
+        if self.group:
+            _call(self, "quantize", weight.data_ptr(), _kind(weight), torch.get_num_threads())
+        else:
+            _call(self, "pack", weight.data_ptr(), torch.get_num_threads())
+
+
+def pack(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> PackedWeight:
+    """A copy of `weight` ``[out, in]`` in panels, of the same size. `gated`: its rows are all of gate, then all of up,
+    as many of each, a multiple of `GATE`. Raises ValueError where they are not, or the dtype is none of `DTYPES`."""
+    packed = _allocate(library, weight, _kind(weight), 0, weight.dtype, gated)
+    packed.replace(weight)
+    return packed
+
+
+def quantize(library: ctypes.CDLL, weight: torch.Tensor, bits: int, gated: bool = False) -> PackedWeight:
+    """`weight` rounded to 8 or 4 bits, group by group. Otherwise as `pack`."""
+    _kind(weight)
+    group = next((g for g in GROUPS if weight.shape[1] % g == 0), GROUPS[-1])
+    packed = _allocate(library, weight, bits, group, weight.dtype, gated)
+    packed.replace(weight)
+    return packed
+
+
+def pack_quantized(
+    library: ctypes.CDLL,
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    dtype: torch.dtype,
+    gated: bool = False,
+) -> PackedWeight:
+    """Given 4-bit values, uint8 ``[out, in]``, with fp16 scales and zeros ``[out, groups]``; `dtype` is that of the
+    rows it is to take. Raises ValueError where a group is no multiple of 32, and otherwise as `pack`."""
+    group = q.shape[1] // scales.shape[1]
+    if group * scales.shape[1] != q.shape[1] or group % GROUPS[-1]:
+        raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
+    packed = _allocate(library, q, 4, group, dtype, gated)
+    q, scales, zeros = q.contiguous(), scales.float().contiguous(), zeros.float().contiguous()
+    _call(packed, "pack_quantized", q.data_ptr(), scales.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
+    return packed
+
+
+def linear(
+    library: ctypes.CDLL, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` for ``[..., in]`` of the weight's dtype, rounded once. A row's bits depend on nothing but
+    the row, the weight and the bias."""
+    flat = x.reshape(-1, packed.in_features)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    if bias is not None:
+        bias = bias.view(2, -1, GATE).transpose(0, 1).reshape(-1) if packed.gated else bias.contiguous()
+    out = torch.empty(len(flat), packed.out_features, dtype=packed.dtype)
+    _call(
+        packed, "linear", flat.data_ptr(), flat.stride(0), len(flat), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), DTYPES[packed.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if packed.gated:
+        out = out.view(len(flat), packed.out_features // (2 * GATE), 2, GATE).transpose(1, 2).flatten(1)
+    return out.view(*x.shape[:-1], packed.out_features)
+
+
+def _call(packed: PackedWeight, name: str, *arguments: int) -> None:
+    words = (*packed.words(), packed.gated, *arguments)
+    _function(packed.library, name)(_WORDS[len(words)].pack(*words))
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = getattr(library, f"mainspring_weight_{name}")  # a CDLL keeps what it has given once
+    if function.argtypes is None:
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64 if name == "bytes" else None
+    return function
+
+
+def _kind(weight: torch.Tensor) -> int:
+    if weight.dtype not in DTYPES or weight.device.type != "cpu":
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"a weight of {weight.dtype} on {weight.device}; the native kernels pack {known} on a CPU")
+    return DTYPES[weight.dtype]
+
+
+def _allocate(
+    library: ctypes.CDLL, weight: torch.Tensor, kind: int, group: int, dtype: torch.dtype, gated: bool
+) -> PackedWeight:
+    rows, columns = weight.shape
+    if gated and rows % (2 * GATE):
+        raise ValueError(f"{rows} rows of gate and up; each must have a multiple of {GATE}")
+    size = _function(library, "bytes")(_WORDS[5].pack(kind, 0, rows, columns, group))
+    return PackedWeight(library, _memory.take(size), kind, rows, columns, group, dtype, gated)
+
+
+class _Memory:
+    """Weights lie one after another in large pieces of memory, so that huge pages fit and none is half empty. A piece
+    is given back when the last weight in it is gone."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """64-byte aligned; pages are real only once written to."""
+        if size > len(self._free):
+            pages = mmap.mmap(-1, max(size, _CHUNK_BYTES) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            whole = torch.frombuffer(pages, dtype=torch.uint8)
+            self._free = whole[-whole.data_ptr() % _HUGE_PAGE :]
+        taken, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
+        return taken
+
+
+_memory = _Memory()

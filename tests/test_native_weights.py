@@ -1,0 +1,192 @@
+"""Packed weights: packing loses nothing, quantizing no more than is stated, and a row of a product is clockwork."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mainspring.kernels import native_build, native_weights
+from mainspring.kernels.native_weights import PackedWeight, linear, pack, pack_quantized, quantize
+
+REASON = native_build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+HAS = native_build.cpu_features()
+LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(1, 1), (7, 3), (31, 32), (33, 65), (100, 301), (64, 128), (160, 96), (96, 4100)]  # [out, in]
+# Of the numbers that a row takes: rounded once, and an fp32 sum. Quantized, x too is rounded to 8 bits, group by group.
+PRODUCT_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return native_build.load(request.param)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def all_kinds(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> list[PackedWeight]:
+    return [pack(library, weight, gated), quantize(library, weight, 8, gated), quantize(library, weight, 4, gated)]
+
+
+def gated_where_it_may_be(out: int) -> tuple[bool, ...]:
+    return (False, True) if out % (2 * native_weights.GATE) == 0 else (False,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_takes_no_more_memory_and_loses_no_bit(
+    library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = draw(*shape, dtype=dtype)
+    weight[0, 0] = float("nan")
+    if dtype == torch.bfloat16:
+        weight[0, -1] = 1e-39  # what VDPBF16PS takes for 0
+    for gated in gated_where_it_may_be(shape[0]):
+        packed = pack(library, weight.clone(), gated)
+        assert packed.memory.nbytes == weight.nbytes
+        assert packed.memory.data_ptr() % 64 == 0
+        assert torch.equal(bits(packed.unpack()), bits(weight))
+        ids = torch.arange(3 * shape[0]).flip(0) % shape[0]
+        assert torch.equal(bits(packed.rows(ids)), bits(weight[ids]))
+        other = draw(*shape, seed=1, dtype=dtype)
+        packed.replace(other)
+        assert torch.equal(packed.unpack(), other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantizing_is_off_by_half_a_step_of_each_group(
+    library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    out, width = shape
+    weight = draw(*shape, dtype=dtype) * torch.arange(1, out + 1)[:, None].to(dtype)  # each row has its own scale
+    for bits, gated in itertools.product((8, 4), gated_where_it_may_be(out)):
+        packed = quantize(library, weight, bits, gated)
+        group = packed.group
+        assert packed.memory.nbytes <= -(-out // 32) * 32 * -(-width // group) * (
+            group * bits // 8 + 2 + 2 * (bits == 4)
+        )
+        padded = torch.nn.functional.pad(weight.float(), (0, -width % group)).view(out, -1, group)
+        low, high = padded.amin(-1, keepdim=True).clamp_max(0), padded.amax(-1, keepdim=True).clamp_min(0)
+        step = torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15
+        error = (packed.unpack().float() - weight.float()).abs()
+        padded_error = torch.nn.functional.pad(error, (0, -width % group)).view(out, -1, group)
+        # 4 bits: the range may have been narrowed, so the bound is on the mean of the square
+        limit = 0.51 * step + 2 ** (-8 if dtype == torch.bfloat16 else -10) * padded.abs()
+        if bits == 8:
+            assert bool((padded_error <= limit).all())
+        else:
+            assert bool((padded_error.square().mean(-1) <= limit.square().mean(-1)).all())
+        assert torch.equal(packed.rows(torch.tensor([out - 1])), packed.unpack()[-1:])
+
+
+def test_zeros_and_large_numbers_are_kept(library: ctypes.CDLL) -> None:
+    weight = torch.zeros(40, 128)
+    weight[3, 5] = 1e4
+    for bits in (8, 4):
+        back = quantize(library, weight, bits).unpack()
+        assert torch.equal(back == 0, weight == 0)
+        assert back[3, 5] == pytest.approx(1e4, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 13, 40])
+def test_products_are_torchs(library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
+    out, width = shape
+    weight, bias = draw(*shape, dtype=dtype) / width**0.5, draw(out, seed=1, dtype=dtype)
+    x = draw(rows, 2 * width, seed=2, dtype=dtype)[:, :width]  # strided
+    for gated in gated_where_it_may_be(out):
+        for packed in all_kinds(library, weight, gated):
+            exact = packed.unpack() if packed.group else weight
+            if packed.group and dtype != torch.float32:
+                exact = quantize(library, weight.float(), packed.kind, gated).unpack()
+            want = x.double() @ exact.double().T + bias.double()
+            got = linear(library, x, packed, bias)
+            assert got.dtype == dtype
+            size = (x.double().abs() @ exact.double().abs().T + bias.double().abs()).amax()
+            assert (got.double() - want).abs().max() <= (1 / 127 if packed.group else 0) * size + PRODUCT_ERROR[
+                dtype
+            ] * size
+    assert torch.equal(linear(library, x[None], packed), linear(library, x.contiguous(), packed)[None])
+    assert linear(library, x[:0], packed).shape == (0, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(100, 301), (224, 1024), (64, 6000)], ids=str)
+def test_the_bits_of_a_row_depend_on_no_other_row_and_on_no_number_of_threads(
+    library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = draw(*shape, dtype=dtype)
+    x = draw(70, shape[1], seed=2, dtype=dtype)
+    for packed in all_kinds(library, weight):
+        torch.set_num_threads(1)
+        together = linear(library, x, packed)
+        for threads, rows in itertools.product((1, 2, 3), (1, 2, 5, 14, 33, 70)):
+            torch.set_num_threads(threads)
+            assert torch.equal(bits(linear(library, x[-rows:], packed)), bits(together[-rows:])), (threads, rows)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 384])
+@pytest.mark.parametrize("gated", [False, True])
+def test_given_numbers_scales_and_zeros_are_taken_as_they_are(library: ctypes.CDLL, group: int, gated: bool) -> None:
+    generator = torch.Generator().manual_seed(group)
+    q = torch.randint(0, 16, (96, 384), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(96, 384 // group, generator=generator).half().float()
+    zeros = torch.randint(0, 16, (96, 384 // group), generator=generator).float()
+    exact = (q.view(96, -1, group) - zeros[..., None]) * scales[..., None]
+    packed = pack_quantized(library, q, scales, zeros, torch.float32, gated)
+    assert torch.equal(packed.unpack(), exact.view(96, 384))
+    x = 127 * torch.eye(384)  # which rounding to 8 bits leaves as it is
+    assert torch.equal(linear(library, x, packed), 127 * exact.view(96, 384).T)
+
+
+def test_what_cannot_be_packed_is_said(library: ctypes.CDLL) -> None:
+    with pytest.raises(ValueError, match=r"float64 on cpu; the native kernels pack float32, bfloat16, float16"):
+        pack(library, torch.zeros(2, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="48 rows of gate and up; each must have a multiple of 16"):
+        quantize(library, torch.zeros(48, 32), 8, gated=True)
+    with pytest.raises(ValueError, match="a group must be a multiple of 32"):
+        pack_quantized(library, torch.zeros(8, 96, dtype=torch.uint8), *torch.zeros(2, 8, 2), torch.float32)
+
+
+def test_weights_lie_in_huge_pages_one_after_another_and_go_with_the_last(library: ctypes.CDLL) -> None:
+    packed = [pack(library, torch.ones(1000, 1000)) for _ in range(3)]
+    first, second, _ = (weight.memory.data_ptr() for weight in packed)
+    assert second - first == 4_000_000
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if enabled.exists() and "[never]" not in enabled.read_text():
+        assert huge_bytes(second) > 0
+
+
+def huge_bytes(address: int) -> int:
+    """Of the mapping that holds `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if "-" in key:
+            begin, end = (int(x, 16) for x in key.split("-"))
+            inside = begin <= address < end
+        elif inside and key == "AnonHugePages:":
+            return int(value.split()[0]) << 10
+    return 0

@@ -1,0 +1,411 @@
+"""Models that run as a whole: which they are, that they compute what their own code does, in any step, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import tiny
+from mainspring.core.model import whole
+from mainspring.core.model.attention import attention_set
+from mainspring.core.model.loader import page
+from mainspring.core.model.paged_model import PagedModel
+from mainspring.core.model.verify import Chunk, paged_logits, schedule
+from mainspring.core.model.whole import make_whole
+from mainspring.ipc.errors import UnsupportedModelError
+from mainspring.kernels import native_build
+from mainspring.kernels.interface import ROW_MULTIPLE, Backend
+from mainspring.kernels.native_backend import NativeBackend
+from mainspring.kernels.native_decoder import PHASES, NativeDecoder
+from mainspring.kernels.reference import ReferenceBackend
+from test_stack import SIZES, TAKEN, build
+
+REASON = native_build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+# name → what test_stack.py builds, and fields in which it differs
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in TAKEN if name not in MIXTURES},
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "ungated": ("llama_biases", {"intermediate_size": 90}),  # gate and up don't share panels
+    "scaled": ("granite", {"logits_scaling": 3.0, "tie_word_embeddings": True}),
+    "hardly_scaled": ("granite", {"logits_scaling": 1.05}),
+    "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
+    "scaled_rows": ("gemma3", {"hidden_size": 80}),  # by a number that half precision rounds
+}
+LENGTHS = (37, 26)  # both longer than the windows
+SEQUENCES = [
+    torch.randint(2, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
+    for length in LENGTHS
+]
+IN_TURNS = schedule(list(LENGTHS))
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeBackend:
+    return NativeBackend()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build_one(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
+    base, fields = MODELS[name]
+    return build(base, dtype, **{**fields, **more})
+
+
+def made(
+    backend: Backend, name: str, dtype: torch.dtype = torch.float32, bits: int | None = None, **more: Any
+) -> PagedModel:
+    """A model that runs as a whole."""
+    model = page(build_one(name, dtype, **more), backend=backend)
+    make_whole(model, backend, bits)
+    assert model.whole is not None, model.notes[-1]
+    return model
+
+
+def logits_of(model: PagedModel, backend: Backend, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.cat(paged_logits(model, SEQUENCES, IN_TURNS, backend, dtype)).float()
+
+
+@torch.inference_mode()
+def own_logits(model: PreTrainedModel) -> torch.Tensor:
+    """By the model's own code."""
+    with attention_set(model, "eager"):
+        return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in SEQUENCES]).float()
+
+
+def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
+    """In standard deviations."""
+    return float((got - want).square().mean().sqrt() / want.std())
+
+
+# ------------------------------------------------------------------ which, and what they compute
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_dense_models_of_known_layers_run_as_a_whole(native: NativeBackend, architecture: str) -> None:
+    model_type, fields = tiny.ARCHITECTURES[architecture]
+    model = page(build(model_type, **fields), backend=native)
+    make_whole(model, native)
+    if architecture in MIXTURES:
+        note = "layer by layer: an MLP is not a gated one"
+    elif architecture in ("gpt2", "gpt_neox", "opt", "starcoder2"):
+        note = "layer by layer: its layers are of no form that is known"
+    else:
+        note = "as a whole: logits within "
+    assert model.explain()[-1].startswith(note)
+    assert (model.whole is None) == note.startswith("layer by layer")
+    assert model.row_multiple == (1 if model.whole else ROW_MULTIPLE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_model_s_own(native: NativeBackend, name: str) -> None:
+    own = own_logits(build_one(name))
+    got = logits_of(made(native, name), native)
+    assert (got - own).abs().max() <= 1e-4 * own.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in MODELS), *((name, torch.float16) for name in ("ungated", "scaled_rows"))],
+    ids=str,
+)
+def test_in_half_precision_they_are_as_near_to_the_exact_ones(
+    native: NativeBackend, name: str, dtype: torch.dtype
+) -> None:
+    exact = own_logits(build_one(name, dtype).float())
+    error = error_of(logits_of(made(native, name, dtype), native), exact)
+    assert error <= error_of(own_logits(build_one(name, dtype)), exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "cap"),
+    [("llama", 1.0, None), ("scaled", 1 / 3, None), ("hardly_scaled", 1 / 1.05, None), ("capped", 1.0, 3.0)],
+)
+def test_rounding_does_not_hide_what_is_done_to_logits(
+    native: NativeBackend, name: str, scale: float, cap: float | None
+) -> None:
+    model = made(native, name, torch.bfloat16)
+    assert model.whole is not None
+    assert model.whole._head[1:] == (pytest.approx(scale, rel=1e-3), cap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks(native: NativeBackend, dtype: torch.dtype) -> None:
+    """Of known models only mixtures have them."""
+    model = page(build_one("llama", dtype), backend=native)
+    assert model.stack is not None
+    without = logits_of(model, native)
+    sinks = torch.randn(len(model.stack.layers), 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    model.stack.layers = [layer._replace(sinks=own) for layer, own in zip(model.stack.layers, sinks, strict=True)]
+    before = logits_of(model, native)
+    make_whole(model, native)
+    assert model.whole is not None
+    assert error_of(without, before) > 0.1
+    assert error_of(logits_of(model, native), before) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_a_cache_of_8_bits(native: NativeBackend) -> None:
+    model = page(build_one("gemma2", torch.bfloat16), backend=native)
+    before, wide = logits_of(model, native, torch.float8_e4m3fn), logits_of(model, native)
+    make_whole(model, native)
+    got = logits_of(model, native, torch.float8_e4m3fn)
+    assert error_of(got, before) < error_of(wide, before)
+
+
+# ------------------------------------------------------------------ steps
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "bits"),
+    [
+        ("llama_biases", torch.bfloat16, None),
+        ("ungated", torch.float32, None),
+        ("olmo2", torch.bfloat16, None),
+        ("gemma3", torch.float32, None),
+        ("tied", torch.float16, None),
+        ("ungated", torch.bfloat16, 8),
+        ("qwen3", torch.float32, 4),
+    ],
+)
+def test_a_row_has_the_same_bits_in_any_step(
+    native: NativeBackend, name: str, dtype: torch.dtype, bits: int | None
+) -> None:
+    model = made(native, name, dtype, bits)
+    ids, other = SEQUENCES
+    want = paged_logits(model, [ids], [[Chunk(0, 0, len(ids))]], native)[0]
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(paged_logits(model, [ids, other], IN_TURNS, native)[0], want)
+        for size in (1, 2, 7, 8, 9, 33):
+            steps = [[Chunk(0, at, min(at + size, len(ids)))] for at in range(0, len(ids), size)]
+            assert torch.equal(paged_logits(model, [ids], steps, native)[0], want), (size, threads)
+
+
+def first_call(model: PagedModel, backend: Backend) -> tuple[Any, ...]:
+    """What a forward of all of `SEQUENCES` is given, to be given again."""
+    calls: list[tuple[Any, ...]] = []
+    forward = model.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", lambda *given: calls.append(given) or forward(*given))
+        paged_logits(model, SEQUENCES, [[Chunk(i, 0, length) for i, length in enumerate(LENGTHS)]], backend)
+    return calls[0]
+
+
+def test_rows_are_not_padded(native: NativeBackend) -> None:
+    counts = []
+    for model in (page(build_one("llama"), backend=native), made(native, "llama")):
+        ids, positions, attention, wanted = first_call(model, native)[:4]
+        counts.append([len(ids), len(positions), len(attention[0].blocks), len(wanted)])
+    assert counts == [[64] * 4, [63] * 4]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "capped", "scaled"])
+def test_any_rows_have_logits_in_any_order(native: NativeBackend, name: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = made(native, name)
+    *step, every_row = first_call(model, native)[:4]
+    want = model.forward(*step, every_row)
+    for wanted in ([], [0], [62], [5, 4, 40], [*range(62, -1, -1)], [7] * 70):
+        rows = torch.tensor(wanted, dtype=torch.int64)
+        assert torch.equal(model.forward(*step, rows), want[rows]), wanted
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "scaled", "gemma2", "scaled_rows"])
+def test_embeddings_take_the_place_of_ids(native: NativeBackend, name: str) -> None:
+    before = page(build_one(name), backend=native)
+    model = made(native, name)
+    ids, *rest = first_call(model, native)[:4]
+    assert torch.equal(model.embed(ids), before.embed(ids))
+    got = model.forward(torch.zeros_like(ids), *rest, model.embed(ids))
+    assert torch.equal(got, model.forward(ids, *rest))
+
+
+def test_angles_are_made_as_far_as_positions_go(native: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = logits_of(made(native, "gemma3"), native)
+    monkeypatch.setattr(whole, "FIRST_POSITIONS", 4)
+    model = made(native, "gemma3")
+    assert torch.equal(logits_of(model, native), want)
+    assert model.whole is not None
+    assert [len(table) for table in model.whole._angles] == [64, 64]
+
+
+def test_the_time_of_every_phase_is_known(native: NativeBackend) -> None:
+    model = made(native, "llama")
+    assert model.whole is not None
+    assert isinstance(model.whole.decoder, NativeDecoder)
+    before = model.whole.decoder.seconds()
+    logits_of(model, native)
+    after = model.whole.decoder.seconds()
+    assert tuple(after) == PHASES
+    assert all(after[phase] > before[phase] for phase in PHASES)
+
+
+# ------------------------------------------------------------------ parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama_biases", torch.bfloat16), ("ungated", torch.float32), ("scaled", torch.float16), ("phi3", torch.float32)],
+    ids=str,
+)
+def test_parameters_are_read_and_written_by_their_names(native: NativeBackend, name: str, dtype: torch.dtype) -> None:
+    other_model = build_one(name, dtype)
+    torch.manual_seed(1)
+    tiny.widen(other_model)
+    values = {key: value.clone() for key, value in other_model.state_dict().items()}
+    other = page(other_model, backend=native)
+    make_whole(other, native)
+    assert list(other.parameters.names()) == list(values)
+    for key, value in values.items():
+        assert torch.equal(other.parameters.get(key), value), key
+
+    model = made(native, name, dtype)
+    logits = logits_of(model, native)
+    for key, value in values.items():
+        model.parameters.set(key, value)
+        assert torch.equal(model.parameters.get(key), value), key
+        before, logits = logits, logits_of(model, native)
+        # a tied weight has two names, and the second changes nothing more
+        assert not torch.equal(logits, before) or (name, key) == ("scaled", "lm_head.weight"), key
+    assert torch.equal(logits, logits_of(other, native))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_memory_is_not_taken_twice(native: NativeBackend, bits: int | None) -> None:
+    model = made(native, "tied", bits=bits)
+    assert all(p.dim() == 1 or p.numel() == 0 for p in model.model.parameters())
+    assert model.whole is not None
+    assert len(model.whole.decoder.weights) == 4 * SIZES["num_hidden_layers"] + 1
+
+
+def test_a_quantized_parameter_that_is_set_is_quantized_again(native: NativeBackend) -> None:
+    model = made(native, "llama_biases", bits=8)
+    name = "model.layers.1.mlp.up_proj.weight"
+    value = torch.randn(96, 64, generator=torch.Generator().manual_seed(3))
+    beside = model.parameters.get("model.layers.1.mlp.gate_proj.weight")
+    model.parameters.set(name, value)
+    assert 0 < error_of(model.parameters.get(name), value) < 0.01
+    assert error_of(model.parameters.get("model.layers.1.mlp.gate_proj.weight"), beside) < 1e-3
+
+
+# ------------------------------------------------------------------ quantized
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.1)])
+@pytest.mark.parametrize("name", ["llama_biases", "ungated", "olmo2", "gemma3"])
+def test_quantized_weights_are_near_and_logits_are_theirs(
+    native: NativeBackend, name: str, bits: int, most: float
+) -> None:
+    model, plain = made(native, name, bits=bits), made(native, name)
+    for key in plain.parameters.names():
+        value = model.parameters.get(key)
+        assert error_of(value, plain.parameters.get(key)) < most, key
+        plain.parameters.set(key, value)
+    assert error_of(logits_of(model, native), logits_of(plain, native)) < 0.1, "inputs are rounded to 8 bits"
+    ids = torch.arange(20)
+    assert torch.equal(model.embed(ids), plain.embed(ids))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_does_not_run_as_a_whole_is_not_quantized(native: NativeBackend, bits: int) -> None:
+    mixture = page(build("mixtral"), backend=native)
+    with pytest.raises(UnsupportedModelError, match="MixtralForCausalLM can't be quantized: an MLP is not a gated one"):
+        make_whole(mixture, native, bits)
+    reference = ReferenceBackend()
+    model = page(build_one("llama"), backend=reference)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM can't be quantized: the reference backend runs"):
+        make_whole(model, reference, bits)
+
+
+# ------------------------------------------------------------------ what is left alone, and what is refused
+
+
+def shift_logits(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, given, out: out + torch.arange(out.shape[-1]) * 0.1)
+
+
+def shift_embeddings(model: Any) -> None:
+    model.model.embed_tokens.register_forward_hook(lambda module, given, out: out + 1)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def wrap_head(model: Any) -> None:
+    model.lm_head = Wrapped(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("llama", shift_logits, "its logits are not the output layer's product, scaled or capped"),
+        ("tied", shift_embeddings, "its embedding is no plain lookup in the output layer's weight"),
+        ("llama", wrap_head, "its output layer is no linear one"),
+    ],
+)
+def test_a_model_with_more_around_its_layers_runs_layer_by_layer(
+    native: NativeBackend, name: str, change: Callable[[Any], None], reason: str
+) -> None:
+    built = build_one(name)
+    change(built)
+    own = own_logits(built)
+    model = page(built, backend=native)
+    make_whole(model, native)
+    assert (model.whole, model.notes[-1]) == (None, f"layer by layer: {reason}")
+    assert error_of(logits_of(model, native), own) < 1e-4
+
+
+def test_an_embedding_of_its_own_may_do_more(native: NativeBackend) -> None:
+    built = build_one("llama")
+    shift_embeddings(built)
+    own = own_logits(built)
+    model = page(built, backend=native)
+    make_whole(model, native)
+    assert model.whole is not None
+    assert error_of(logits_of(model, native), own) < 1e-4
+
+
+def test_a_backend_without_a_decoder_runs_layer_by_layer() -> None:
+    backend = ReferenceBackend()
+    model = page(build_one("llama"), backend=backend)
+    before = logits_of(model, backend)
+    make_whole(model, backend)
+    assert (model.whole, model.notes[-1]) == (None, "layer by layer: the reference backend runs layers one by one")
+    assert torch.equal(logits_of(model, backend), before)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"multiplier": 2.0}, {"interleaved": True}, {"rotary": None}, {"mlp_norm": None}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_decoder_that_computes_something_else_is_refused(
+    native: NativeBackend, dtype: torch.dtype, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = native.decoder
+    monkeypatch.setattr(
+        native, "decoder", lambda layers, *rest: decoder([*layers[:-1], layers[-1]._replace(**wrong)], *rest)
+    )
+    model = page(build_one("qwen2", dtype), backend=native)
+    with pytest.raises(UnsupportedModelError, match=r"computes Qwen2ForCausalLM wrongly as a whole .* this is a bug"):
+        make_whole(model, native)
