@@ -75,13 +75,12 @@ format: $(DEV) ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV) ## speed against transformers, readiness, imports, profile; WRITE=--write puts them into docs/performance.md
+bench: $(DEV) ## speed against transformers, readiness, imports; WRITE=--write puts them into docs/performance.md
 	$(BIN)/python benchmarks/make_models.py llama-110m
 	$(BIN)/python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m --rounds 3 $(WRITE)
 	$(BIN)/python benchmarks/frontend.py $(WRITE)
-	$(BIN)/python benchmarks/profile_step.py --workloads batch-110m,single-110m $(WRITE)
 
-bench-cpu: $(DEV) ## all bars of the CPU path, against other engines (benchmarks/peers.py), in about an hour; goes on where it stopped; QUICK=--quick: some minutes
+bench-cpu: $(DEV) ## all bars of the CPU path, against other engines (benchmarks/peers.py), in about an hour; goes on where it stopped (QUICK=--quick: some minutes)
 	$(BIN)/python benchmarks/cpu.py --rounds $(ROUNDS) --minutes $(MINUTES) $(QUICK) $(WRITE)
 
 bench-ipc: $(DEV) ## what the wire costs, how thin a frontend is, a flood; WRITE=--write puts it into docs/reliability.md

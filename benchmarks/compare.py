@@ -13,8 +13,10 @@ forms it needs), or else in this one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,19 +95,22 @@ def run(engine: str, workload_name: str) -> Run | None:
     own = CACHE / "peers" / engine / "bin" / "python"
     python = own if own.exists() else Path(sys.executable)
     machine, why = measure_machine(), ""
-    with tempfile.NamedTemporaryFile(suffix=".json") as result:
+    with tempfile.TemporaryDirectory() as folder:
+        result, said = Path(folder) / "result", Path(folder) / "said"
         model = MODELS / WORKLOADS[workload_name].model
-        command = [str(python), str(HERE / "driver.py"), engine, workload_name, str(model), result.name]
+        command = [str(python), str(HERE / "driver.py"), engine, workload_name, str(model), str(result)]
+        with said.open("w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment(), start_new_session=True)
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS, env=environment()
-            )
+            if code := process.wait(LIMIT_SECONDS):
+                lines = said.read_text().strip().splitlines() or [f"exit code {code}"]
+                why = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         except subprocess.TimeoutExpired:
             why = f"it took more than {LIMIT_SECONDS} s"
-        else:
-            if done.returncode:
-                why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        text = Path(result.name).read_text()
+        with contextlib.suppress(ProcessLookupError):  # whatever it has left behind is not to slow the next one down
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        text = result.read_text() if result.exists() else ""
     if why or not text:
         print(f"{workload_name}: {engine} did not run: {why or 'no result'}", file=sys.stderr, flush=True)
         return None

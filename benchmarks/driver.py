@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -40,12 +41,12 @@ class Engine(Protocol):
 class _OfflineLLM:
     """The offline API that Mainspring and vLLM share; what is not said here is as they choose it."""
 
-    def __init__(self, module: Any, model: Path, **options: Any) -> None:
+    def __init__(self, module: Any, model: Path, dtype: str = "bfloat16", **options: Any) -> None:
         self._params = module.SamplingParams
         self._llm = module.LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=dtype,
             max_model_len=MAX_LEN,
             max_num_seqs=MAX_SEATS,
             **options,
@@ -75,7 +76,9 @@ class Vllm(_OfflineLLM):
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}  # GiB
         import vllm
 
-        super().__init__(vllm, model)
+        # Its bf16 products take AVX-512; elsewhere they crawl, and fp32 is what serves it best.
+        flags = Path("/proc/cpuinfo").read_text()
+        super().__init__(vllm, model, "bfloat16" if "avx512f" in flags or platform.machine() != "x86_64" else "float32")
 
 
 class Transformers:

@@ -8,11 +8,14 @@ the host writes where the model reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
+
+from ..kernels import host_memory
 
 TURNS = 2  # steps in flight
 
@@ -41,6 +44,10 @@ class Device:
 
     def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Of the device's own memory; what nothing is written to costs nothing on a CPU."""
+        return host_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
         """Where the device reads what `upload` brings from `host`."""
@@ -82,6 +89,9 @@ class CudaDevice(Device):
 
     def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch)
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(host, device=self.torch, pin_memory=False)

@@ -34,7 +34,7 @@ class KVLayout(NamedTuple):
     dims: tuple[tuple[int, int], ...]  # how long each layer's key and value heads lie in the cache
     offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
     layer_of_call: tuple[int, ...]  # which layer each attention call of a forward uses; some share one
-    heads_first: bool = False  # a layer's keys lie head after head in a block, not token after token; so do its values
+    heads_first: bool = False  # in a block lie a head's keys, its values, the next head's; else keys, values by token
 
     @property
     def block_bytes(self) -> int:
@@ -57,7 +57,7 @@ class KVLayout(NamedTuple):
             pair = [
                 pool.as_strided(
                     (blocks, rows, heads, dim),
-                    (self.block_elements, *((dim, rows * dim) if self.heads_first else (heads * dim, dim)), 1),
+                    (self.block_elements, *((dim, rows * sum(dims)) if self.heads_first else (heads * dim, dim)), 1),
                     pool.storage_offset() + at,
                 )
                 for dim, at in zip(dims, offsets, strict=True)
@@ -113,8 +113,7 @@ def plan_layout(
             groups.append(KVGroup(kind[3], tuple(part)))
             at = 0
             for layer in part:
-                size = block_size * kind[0] * kind[1]
-                offsets[layer] = (at, at + size)
+                offsets[layer] = (at, at + block_size * kind[1] * (1 if heads_first else kind[0]))
                 at += elements(kind)
             largest = max(largest, at)
     # A block's length divides by every dim, so that the pool can be read as rows of one head.

@@ -68,8 +68,8 @@ class ModelRunner:
         )
         self.device = device
         self._max_model_len = max_model_len
-        # Zeroed, for rows that are masked are still multiplied by 0; untouched pages cost nothing on a CPU.
-        self.pool = torch.zeros(num_blocks, layout.block_elements, dtype=layout.dtype, device=model.device)
+        # zeroed, for rows that are masked are still multiplied by 0
+        self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)

@@ -43,8 +43,8 @@ class AttentionSpec(NamedTuple):
 class LayerCache(NamedTuple):
     """One layer's views into the block pool.
 
-    The last dimension is contiguous, the other strides are the pool's own. A backend that gathers reads blocks holding
-    one head after the other (``[kv_heads, block_size, dim]``, seen transposed) faster than token after token.
+    The last dimension is contiguous, the other strides are the pool's own. A backend may ask for blocks that hold
+    one head after the other (`Backend.heads_first`), which it reads faster than token after token.
     """
 
     keys: torch.Tensor  # [blocks, block_size, kv_heads, key_dim], strided over blocks
@@ -84,7 +84,7 @@ class Backend(Protocol):
     name: str
     deterministic: bool  # a row's bits depend on its request alone
     graph_max_kv_len: int | None  # longest request a step planned with `graph` may have; None: any; 0: no graphs
-    heads_first: bool  # the cache is fastest as [kv_heads, block_size, dim] in a block, not [block_size, kv_heads, dim]
+    heads_first: bool  # whether a block is to hold one head after the other, its keys and then its values
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """Why this attention, with queries of `dtype` and a cache of `kv_dtype`, is not for this backend, in words that

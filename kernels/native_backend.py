@@ -31,6 +31,8 @@ _TOKENS = struct.Struct("=32q")
 _MASK = struct.Struct("=9q")
 _CHOOSE = struct.Struct("=10q")
 
+_WIDENED_ROWS = 4096  # of a weight, at once
+
 _NO_HEADS = (0, 0, 0, 0)
 _NO_CACHE = (0,) * 11
 
@@ -99,9 +101,9 @@ class NativeBackend:
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
     ) -> NativePlan:
         """Cut the step into units of work for as many threads as torch uses. Layers may run with a plan one after
-        another, not at once. Raises ValueError where there is no block size."""
-        if batch.block_size < 1:
-            raise ValueError(f"block_size is {batch.block_size}; it must be at least 1")
+        another, not at once. Raises ValueError for a block size that is not a multiple of 8."""
+        if batch.block_size < 1 or batch.block_size % 8:
+            raise ValueError(f"block_size is {batch.block_size}; it must be a multiple of 8")
         requests = len(batch.last_page_len)
         arrays = [x.contiguous() for x in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)]
         handle = self._plan(
@@ -178,7 +180,10 @@ class NativeBackend:
         the processor has no instructions for halves, torch is far faster with fp32, widening included."""
         if x.dtype == torch.float32 or not self._widens:
             return F.linear(x, weight, bias)
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        wide, pieces = x.float(), weight.split(_WIDENED_ROWS)  # a whole one of a large vocabulary takes too much memory
+        biases = [None] * len(pieces) if bias is None else [piece.float() for piece in bias.split(_WIDENED_ROWS)]
+        out = [F.linear(wide, w.float(), b).to(x.dtype) for w, b in zip(pieces, biases, strict=True)]
+        return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
 
     def decoder(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import host_memory
 from .decoder import GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
 from .interface import LayerCache
 from .native_weights import PackedWeight, pack, pack_quantized, quantize
@@ -51,7 +52,7 @@ class NativeDecoder:
         self._handle = None
         self._run = library.mainspring_decoder_run
         self._held: list[Any] = [norm]  # what C++ has addresses of
-        self.weights: dict[int, PackedWeight] = {}
+        self.weights: dict[int, PackedWeight | _InterleavedBias] = {}
         self._bits, self._quantized = bits, quantized or {}
         self._dtype, self._vocab = norm.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
@@ -129,23 +130,36 @@ class NativeDecoder:
     def _linear(self, linear: Linear, bits: int | None, gated: bool = False) -> bytes:
         weight, bias = linear
         packed = self.weights.get(id(weight))
-        if packed is None:
+        if not isinstance(packed, PackedWeight):
             packed = self.weights[id(weight)] = self._pack(weight, bits, gated)
             weight.data = torch.empty(0, dtype=weight.dtype)
-        if bias is not None:
-            bias = _interleaved(bias) if gated else bias.contiguous()
+        if bias is not None and gated:
+            copy = self.weights[id(bias)] = _InterleavedBias(bias)
+            bias = copy.memory
         self._held.append(bias)
         return _LINEAR.pack(*packed.words(), 0 if bias is None else bias.data_ptr())
 
     def _pack(self, weight: torch.Tensor, bits: int | None, gated: bool) -> PackedWeight:
         given = self._quantized.get(id(weight))
         if given is not None:
+            host_memory.give_back(weight)
             return pack_quantized(self._library, *given, weight.dtype, gated)
         if bits is not None:
-            return quantize(self._library, weight, bits, gated)
-        return pack(self._library, weight, gated)
+            return quantize(self._library, weight, bits, gated, release=True)
+        return pack(self._library, weight, gated, release=True)
 
 
-def _interleaved(bias: torch.Tensor) -> torch.Tensor:
-    """``[gate; up]`` with 16 of either side by side."""
-    return bias.view(2, -1, _GATE).transpose(0, 1).flatten().contiguous()
+class _InterleavedBias:
+    """A bias ``[gate; up]`` with `_GATE` numbers of either side by side."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.memory = bias.view(2, -1, _GATE).transpose(0, 1).flatten()
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.unpack()[ids]
+
+    def unpack(self) -> torch.Tensor:
+        return self.memory.view(-1, 2, _GATE).transpose(0, 1).flatten()
+
+    def replace(self, bias: torch.Tensor) -> None:
+        self.memory.copy_(_InterleavedBias(bias).memory)

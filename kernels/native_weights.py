@@ -7,20 +7,22 @@ and of 4 bits each group's own.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import struct
 from typing import Any, NamedTuple
 
 import torch
 
+from . import host_memory
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
 GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
 GATE = 16  # rows of gate, then as many of up: linear.h
 
+_PANEL = 32  # rows of a weight that are packed together: linear.h
+_PIECE_BYTES = 16 << 20  # of a weight that is packed at once
 _CHUNK_BYTES = 256 << 20
-_HUGE_PAGE = 2 << 20
 
-_WORDS = {count: struct.Struct(f"={count}q") for count in (5, 8, 9, 10, 11, 13)}
+_WORDS = {count: struct.Struct(f"={count}q") for count in (5, 9, 10, 11, 13)}
 
 
 class PackedWeight(NamedTuple):
@@ -50,29 +52,41 @@ class PackedWeight(NamedTuple):
         """``[out_features, in_features]``, as it was before, or as near as its quantization is."""
         return self.rows(torch.arange(self.out_features))
 
-    def replace(self, weight: torch.Tensor) -> None:
-        """By another one, ``[out_features, in_features]``."""
-        weight = weight.detach().contiguous()
-        if self.group:
-            _call(self, "quantize", weight.data_ptr(), _kind(weight), torch.get_num_threads())
-        else:
-            _call(self, "pack", weight.data_ptr(), torch.get_num_threads())
+    def replace(self, weight: torch.Tensor, release: bool = False) -> None:
+        """By another one, ``[out_features, in_features]``. `release`: see `pack`."""
+        name, dtype, threads = "quantize" if self.group else "pack", _kind(weight), torch.get_num_threads()
+        rows = self.out_features if self.group == 0 else -(-self.out_features // _PANEL) * _PANEL  # of its memory
+        step = rows if self.gated else _PIECE_BYTES // (_PANEL * weight[0].nbytes) * _PANEL + _PANEL
+        for start in range(0, rows, step):
+            part = weight.detach()[start : start + step]
+            own = part.contiguous()
+            memory = self.memory[start * len(self.memory) // rows :]
+            _call(self._replace(memory=memory, out_features=len(part)), name, own.data_ptr(), dtype, threads)
+            if release:
+                host_memory.give_back(part)
 
 
-def pack(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> PackedWeight:
-    """A copy of `weight` ``[out, in]`` in panels, of the same size. `gated`: its rows are all of gate, then all of up,
-    as many of each, a multiple of `GATE`. Raises ValueError where they are not, or the dtype is none of `DTYPES`."""
+def pack(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False) -> PackedWeight:
+    """A copy of `weight` ``[out, in]`` in panels, of the same size.
+
+    gated: its rows are all of gate, then all of up, as many of each, a multiple of `GATE`. release: the memory of
+    `weight` is given back to the system on the way, so that there are never two whole ones; what it then holds is
+    undefined.
+    Raises ValueError where rows are not as they should be, or the dtype is none of `DTYPES`.
+    """
     packed = _allocate(library, weight, _kind(weight), 0, weight.dtype, gated)
-    packed.replace(weight)
+    packed.replace(weight, release)
     return packed
 
 
-def quantize(library: ctypes.CDLL, weight: torch.Tensor, bits: int, gated: bool = False) -> PackedWeight:
+def quantize(
+    library: ctypes.CDLL, weight: torch.Tensor, bits: int, gated: bool = False, release: bool = False
+) -> PackedWeight:
     """`weight` rounded to 8 or 4 bits, group by group. Otherwise as `pack`."""
     _kind(weight)
     group = next((g for g in GROUPS if weight.shape[1] % g == 0), GROUPS[-1])
     packed = _allocate(library, weight, bits, group, weight.dtype, gated)
-    packed.replace(weight)
+    packed.replace(weight, release)
     return packed
 
 
@@ -151,13 +165,9 @@ class _Memory:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
-        """64-byte aligned; pages are real only once written to."""
+        """64-byte aligned; zeros, real only once written to."""
         if size > len(self._free):
-            pages = mmap.mmap(-1, max(size, _CHUNK_BYTES) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            whole = torch.frombuffer(pages, dtype=torch.uint8)
-            self._free = whole[-whole.data_ptr() % _HUGE_PAGE :]
+            self._free = host_memory.zeros(max(size, _CHUNK_BYTES))
         taken, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
         return taken
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mainspring.core.kv_layout import plan_layout
 from mainspring.kernels import native_build
 from mainspring.kernels.gumbel import gumbel_noise, keyed_choice
 from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
@@ -122,6 +123,48 @@ def test_long_contexts_have_the_same_bits_alone_beside_others_and_with_any_threa
                 assert torch.equal(bits(got[0]), bits(together[row])), (i, back, threads)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("window", [None, 37])
+def test_a_row_has_the_same_bits_however_many_share_its_keys(
+    native: NativeBackend, kv_dtype: torch.dtype, window: int | None
+) -> None:
+    """With few rows values are read where they lie, with many they are packed; six rows make a block."""
+    for group, dims in ((1, (64, 64)), (2, (128, 128)), (3, (72, 40)), (7, (33, 129))):
+        spec = spec_of(2 * group, 2, dims[0], value_dim=dims[1], window=window)
+        batch, cache = step_of(spec, [(150, 30)], kv_dtype)
+        query = draw(32, 2 * group, dims[0]).bfloat16()
+        prompt = native.run(native.plan(spec, batch, CPU), query, cache)
+        for rows in (1, 2, 3, 4, 5, 9):
+            some = batch._replace(qo_indptr=torch.tensor([0, rows], dtype=torch.int32))
+            got = native.run(native.plan(spec, some, CPU), query[30 - rows : 30], cache)
+            assert torch.equal(bits(got), bits(prompt[30 - rows : 30])), (group, rows)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_where_heads_lie_in_a_block_makes_no_difference(
+    native: NativeBackend, kv_dtype: torch.dtype, block_size: int
+) -> None:
+    spec = spec_of(6, 3, 40, value_dim=24)
+    batch, filled = step_of(spec, [(150, 1), (77, 20)], kv_dtype, block_size)
+    query, results = draw(24, 6, 40).bfloat16(), []
+    for heads_first in (False, True):
+        layout = plan_layout([spec] * 2, [0, 1], block_size, kv_dtype, native.cache_dim, heads_first)
+        pool = torch.full((len(filled.keys), layout.block_elements), math.nan).to(kv_dtype)
+        cache = layout.caches(pool)[1]
+        for view, numbers in zip(cache, filled, strict=True):
+            view.copy_(numbers)
+        results.append(native.run(native.plan(spec, batch, CPU), query, cache))
+    assert torch.equal(*results)
+
+
+def test_a_block_size_that_does_not_fit_is_named(native: NativeBackend) -> None:
+    batch, _ = step_of(spec_of(), [(20, 1)], torch.float32)
+    for block_size in (0, 4, 12):
+        with pytest.raises(ValueError, match=f"block_size is {block_size}; it must be a multiple of 8"):
+            native.plan(spec_of(), batch._replace(block_size=block_size), CPU)
+
+
 def test_one_plan_serves_many_layers(native: NativeBackend) -> None:
     spec = spec_of(8, 2, 32)
     batch, cache = step_of(spec, [(5000, 1)], torch.bfloat16)
@@ -169,7 +212,7 @@ def test_append_casts_as_torch_does(native: NativeBackend, dtype: torch.dtype, k
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [2, 24, 64, 70])
-def test_rotation_has_the_references_bits_also_in_one_pass_with_append(
+def test_rotation_has_the_references_bits(
     native: NativeBackend, dtype: torch.dtype, interleaved: bool, rotary_dim: int
 ) -> None:
     joined = draw(37, 6 + 2 + 2, 80).to(dtype)  # as the joint projection leaves them
@@ -180,14 +223,6 @@ def test_rotation_has_the_references_bits_also_in_one_pass_with_append(
     got = joined.clone()
     native.rotate(got[:, :6], got[:, 6:8], cos_sin, interleaved)
     assert torch.equal(got, want)
-
-    blocks, rows = torch.arange(37) // 8, torch.arange(37) % 8
-    cache = LayerCache(torch.zeros(5, 8, 2, 80, dtype=dtype), torch.zeros(5, 8, 2, 80, dtype=dtype))
-    got = joined.clone()
-    native.rotate_and_append(got[:, :6], got[:, 6:8], got[:, 8:], cos_sin, cache, blocks, rows, interleaved)
-    assert torch.equal(got, want)
-    assert torch.equal(cache.keys[blocks, rows], want[:, 6:8])
-    assert torch.equal(cache.values[blocks, rows], want[:, 8:])
 
 
 # ------------------------------------------------------------------ norms and activations

@@ -161,6 +161,25 @@ def test_given_numbers_scales_and_zeros_are_taken_as_they_are(library: ctypes.CD
     assert torch.equal(linear(library, x, packed), 127 * exact.view(96, 384).T)
 
 
+@pytest.mark.parametrize("kind", [None, 8, 4])
+def test_memory_that_was_packed_is_given_back_on_the_way(
+    library: ctypes.CDLL, kind: int | None, tmp_path: Path
+) -> None:
+    """A weight of several pieces, in a file that is mapped: its pages are not resident afterwards, and hold what they
+    held. Others' numbers in the same pages stay."""
+    values = draw(10_000, 1000, dtype=torch.bfloat16)
+    storage = torch.from_file(str(tmp_path / "weights"), shared=True, size=values.numel() + 999, dtype=torch.bfloat16)
+    storage[:999], storage[999:] = 1, values.flatten()
+    weight = storage[999:].view(values.shape)
+    with_it = bytes_at(weight.data_ptr(), "Rss:")
+    packed = pack(library, weight, release=True) if kind is None else quantize(library, weight, kind, release=True)
+    assert with_it - bytes_at(weight.data_ptr(), "Rss:") > 0.99 * weight.nbytes
+    whole = pack(library, values) if kind is None else quantize(library, values, kind)
+    assert torch.equal(packed.memory, whole.memory)
+    assert torch.equal(weight, values)
+    assert bool((storage[:999] == 1).all())
+
+
 def test_what_cannot_be_packed_is_said(library: ctypes.CDLL) -> None:
     with pytest.raises(ValueError, match=r"float64 on cpu; the native kernels pack float32, bfloat16, float16"):
         pack(library, torch.zeros(2, 2, dtype=torch.float64))
@@ -176,10 +195,10 @@ def test_weights_lie_in_huge_pages_one_after_another_and_go_with_the_last(librar
     assert second - first == 4_000_000
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if enabled.exists() and "[never]" not in enabled.read_text():
-        assert huge_bytes(second) > 0
+        assert bytes_at(second, "AnonHugePages:") > 0
 
 
-def huge_bytes(address: int) -> int:
+def bytes_at(address: int, what: str) -> int:
     """Of the mapping that holds `address`."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -187,6 +206,6 @@ def huge_bytes(address: int) -> int:
         if "-" in key:
             begin, end = (int(x, 16) for x in key.split("-"))
             inside = begin <= address < end
-        elif inside and key == "AnonHugePages:":
+        elif inside and key == what:
             return int(value.split()[0]) << 10
     return 0

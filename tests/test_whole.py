@@ -139,7 +139,9 @@ def test_rounding_does_not_hide_what_is_done_to_logits(
 ) -> None:
     model = made(native, name, torch.bfloat16)
     assert model.whole is not None
-    assert model.whole._head[1:] == (pytest.approx(scale, rel=1e-3), cap)
+    head = model.whole._head
+    assert head.scale == pytest.approx(scale, rel=1e-3)
+    assert head.cap == cap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -194,20 +196,26 @@ def test_a_row_has_the_same_bits_in_any_step(
             assert torch.equal(paged_logits(model, [ids], steps, native)[0], want), (size, threads)
 
 
-def first_call(model: PagedModel, backend: Backend) -> tuple[Any, ...]:
-    """What a forward of all of `SEQUENCES` is given, to be given again."""
-    calls: list[tuple[Any, ...]] = []
+def first_call(model: PagedModel, backend: Backend) -> tuple[Any, Any, Any, Any]:
+    """What a forward of all of `SEQUENCES` is given, to be given again: ids, positions, attention, wanted rows."""
+    calls = []
     forward = model.forward
+
+    def noted(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        return forward(*given)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "forward", lambda *given: calls.append(given) or forward(*given))
+        patch.setattr(model, "forward", noted)
         paged_logits(model, SEQUENCES, [[Chunk(i, 0, length) for i, length in enumerate(LENGTHS)]], backend)
-    return calls[0]
+    ids, positions, attention, wanted, _ = calls[0]
+    return ids, positions, attention, wanted
 
 
 def test_rows_are_not_padded(native: NativeBackend) -> None:
     counts = []
     for model in (page(build_one("llama"), backend=native), made(native, "llama")):
-        ids, positions, attention, wanted = first_call(model, native)[:4]
+        ids, positions, attention, wanted = first_call(model, native)
         counts.append([len(ids), len(positions), len(attention[0].blocks), len(wanted)])
     assert counts == [[64] * 4, [63] * 4]
 
@@ -217,21 +225,21 @@ def test_rows_are_not_padded(native: NativeBackend) -> None:
 def test_any_rows_have_logits_in_any_order(native: NativeBackend, name: str, threads: int) -> None:
     torch.set_num_threads(threads)
     model = made(native, name)
-    *step, every_row = first_call(model, native)[:4]
-    want = model.forward(*step, every_row)
+    ids, positions, attention, every_row = first_call(model, native)
+    want = model.forward(ids, positions, attention, every_row)
     for wanted in ([], [0], [62], [5, 4, 40], [*range(62, -1, -1)], [7] * 70):
         rows = torch.tensor(wanted, dtype=torch.int64)
-        assert torch.equal(model.forward(*step, rows), want[rows]), wanted
+        assert torch.equal(model.forward(ids, positions, attention, rows), want[rows]), wanted
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "scaled", "gemma2", "scaled_rows"])
 def test_embeddings_take_the_place_of_ids(native: NativeBackend, name: str) -> None:
     before = page(build_one(name), backend=native)
     model = made(native, name)
-    ids, *rest = first_call(model, native)[:4]
+    ids, positions, attention, wanted = first_call(model, native)
     assert torch.equal(model.embed(ids), before.embed(ids))
-    got = model.forward(torch.zeros_like(ids), *rest, model.embed(ids))
-    assert torch.equal(got, model.forward(ids, *rest))
+    got = model.forward(torch.zeros_like(ids), positions, attention, wanted, model.embed(ids))
+    assert torch.equal(got, model.forward(ids, positions, attention, wanted))
 
 
 def test_angles_are_made_as_far_as_positions_go(native: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...kernels import host_memory
 from ...kernels.interface import Backend
 from .fuse_match import (
     MLPOptions,
@@ -167,7 +168,10 @@ class _Fusing:
             parent, _, child = at.rpartition(".")
             setattr(self.model.get_submodule(parent), child, module.eval())
         for name, slot in new.slots.items():
+            old = self.parameters.get(name)
             self.parameters.move(name, slot)
+            if old.data_ptr() != slot.view().data_ptr():
+                host_memory.give_back(old)
 
 
 def _norm(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:

@@ -15,6 +15,8 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_atten
 
 def refuse_config(config: PreTrainedConfig, name: str) -> None:
     """Refuse what the config alone tells."""
+    if getattr(config, "quantization_config", None):  # but for what settle_quantization has taken
+        raise UnsupportedModelError(f"{name} is quantized, which is not supported so far")
     for layer_type in dict.fromkeys(getattr(config.get_text_config(), "layer_types", None) or ()):
         if layer_type not in _PLAIN_LAYERS:
             raise UnsupportedModelError(f"{name} has {layer_type} layers, which need more than a KV cache")

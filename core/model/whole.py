@@ -7,7 +7,7 @@ way and perhaps quantized, and the model's own forward can't be run any more: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,21 +144,31 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
         rows, embeddings = output.weight[ids], stack.embedding(ids)
     if stack.embedding.weight is not output.weight:
         return stack, head, None
-    for scale in (1.0, float((embeddings.float() / rows.float()).nanmedian())):
+    own = [*vars(stack.embedding).values(), *stack.embedding.buffers()]
+    for scale in (1.0, *_numbers(own), *(float(torch.tensor(x, dtype=rows.dtype)) for x in _numbers(own))):
         if torch.equal(embeddings, rows * scale):
             return stack, head, scale
     raise NotRecognisedError("its embedding is no plain lookup in the output layer's weight")
 
 
 def _head(model: PagedModel, linear: Linear, hidden: torch.Tensor, logits: torch.Tensor) -> Head:
-    product = F.linear(hidden, *linear).float()
+    """The head that comes nearest to `logits`. Its scale is a number of the config, or one over it."""
+    product = F.linear(hidden.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
+    fitted = float((product * logits).sum() / (product * product).sum().clamp_min(1e-12))
+    named = [x for number in _numbers(vars(model.config).values()) if number for x in (number, 1 / number)]
+    scale = min((1.0, *named), key=lambda x: abs(x - fitted))
     cap = getattr(model.config, "final_logit_softcapping", None)
-    scale = float((product * logits).sum() / (product * product).sum().clamp_min(1e-12))
-    for head in (Head(linear), Head(linear, scale), Head(linear, 1.0, cap)):
-        error = float((head.finish(product.clone()) - logits).abs().max() / logits.std().clamp_min(1e-12))
-        if error <= TOLERANCE[model.dtype]:
-            return head
-    raise NotRecognisedError("its logits are not the output layer's product, scaled or capped")
+    heads = [Head(linear), Head(linear, scale), Head(linear, 1.0, cap)]
+    errors = [float((head.finish(product.clone()) - logits).square().mean().sqrt()) for head in heads]
+    best = min(range(len(heads)), key=errors.__getitem__)
+    if not errors[best] <= TOLERANCE[model.dtype] * float(logits.std()):
+        raise NotRecognisedError("its logits are not the output layer's product, scaled or capped")
+    return heads[best]
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    single = (x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in values)
+    return [float(x) for x in single if isinstance(x, float)]
 
 
 def _rows_of(weight: PackedWeight, scale: float) -> Function:

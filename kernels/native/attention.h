@@ -2,8 +2,7 @@
 //
 // For each tile of 64 keys, each KV head, and all query rows that see them, six rows at a time: scores = rows x keys,
 // weights = 2^(score - largest so far), sums = sums x 2^(old - new largest) + weights x values (the online softmax of Milakov
-// & Gimelshein 2018). Where rows are many, a tile's keys and values are packed once for all of them; where they are few, as
-// in decode, both products read the cache itself. The arithmetic is the same (attention_tiles.h).
+// & Gimelshein 2018). A tile's keys are packed once for all its rows, its values where that pays (attention_tiles.h).
 //
 // Clockwork: what happens to a row is a chain of operations on it alone, in the order of the tiles. A hidden key's weight
 // is an exact 0, and tiles that a row does not see are left out. So it does not matter which rows share a unit, and a
@@ -52,9 +51,10 @@ template <class Math, class Cache>
 class Attention {
   public:
     explicit Attention(const AttentionCall& call) : call_(call), plan_(*call.plan), spec_(plan_.spec) {
-        key_steps_ = (spec_.key_dim + Math::PER_STEP - 1) / Math::PER_STEP;
-        query_stride_ = up_to_multiple(key_steps_, LANES);
-        columns_ = up_to_multiple(spec_.value_dim, LANES * Math::PER_STEP);
+        constexpr int OF_DWORD = Math::PER_STEP * Of::PARTS;
+        key_dwords_ = (spec_.key_dim + OF_DWORD - 1) / OF_DWORD;
+        query_stride_ = up_to_multiple(spec_.key_dim, Of::ELEMENTS) / Math::PER_STEP;
+        columns_ = up_to_multiple(spec_.value_dim, Of::ELEMENTS);
         row_floats_ = Plan::row_floats(spec_);
         longest_ = std::max<int64_t>(spec_.key_dim, spec_.value_dim);
     }
@@ -77,15 +77,16 @@ class Attention {
     }
 
   private:
-    struct Tile {  // where the keys and values of a tile lie, less the head; those before `first` nobody may see
+    using Of = Source<Math, Cache>;
+    struct Tile {  // keys [first, count) are those that somebody may see
         int first, count;
-        int64_t keys[TILE], values[TILE];
+        int64_t keys[TILE / RUN] = {}, values[TILE / RUN] = {};  // where its runs lie, less the head; others lie anywhere
     };
 
     void lay_out(Workspace& workspace) {
         const int64_t rows = plan_.most_rows;
         const int64_t sizes[] = {
-            TILE * up_to_multiple(key_steps_, LANES),  // keys
+            TILE * up_to_multiple(key_dwords_, LANES),  // keys
             TILE / Math::PER_STEP * columns_,  // values
             rows * query_stride_,
             BLOCK_ROWS * TILE,  // scores
@@ -117,7 +118,12 @@ class Attention {
         const int group = spec_.group();
         const int64_t tokens = unit.row_end - unit.row_begin, head_rows = tokens * group;
         const int64_t rows = head_rows * (unit.head_end - unit.head_begin);
-        pack_queries(unit);
+        for_each_row(unit, [&](int64_t row, int64_t token, int64_t head) {
+            Math::pack_query(
+                call_.query_dtype, call_.query, query_at(token, head), spec_.key_dim, query_ + row * query_stride_
+            );
+        });
+        if (next_unit) ask_for_queries(*next_unit);
         begin_range(rows);
         std::fill(all_largest_, all_largest_ + rows, -INFINITE);
         const bool one_range = unit.tile_begin / TILES_PER_RANGE == (unit.tile_end - 1) / TILES_PER_RANGE;
@@ -135,24 +141,32 @@ class Attention {
             int64_t to = tokens;
             if (spec_.window) to = std::min(to, start + TILE - 1 + spec_.window - unit.position);
             for (int head = unit.head_begin; head < unit.head_end; ++head) {
-                point(head, now);
-                if (head + 1 < unit.head_end)
-                    look_ahead(head + 1, now);
-                else if (owner)
-                    look_ahead(owner->head_begin, next);
-                else
-                    ahead_.clear();
-                const bool directly = (to - from) * group <= MOST_DIRECT_ROWS;
-                if (!directly) {
-                    pack_keys<Math>(key_, now.count, spec_.key_dim, keys_, ahead_);
-                    pack_values(Math(), value_, now.count, spec_.value_dim, values_, columns_, ahead_);
+                const bool last = head + 1 == unit.head_end;
+                key_ = rows_of(call_.keys, now.keys, head), value_ = rows_of(call_.values, now.values, head);
+                const auto turn_to_next_keys = [&] {
+                    if (last && !owner) return;
+                    const Tile& then = last ? next : now;
+                    const auto rows = rows_of(call_.keys, then.keys, last ? owner->head_begin : head + 1);
+                    ahead_.turn_to(rows, then.first, then.count, spec_.key_dim);
+                };
+                ahead_.turn_to(value_, now.first, now.count, spec_.value_dim);
+                pack_keys<Math>(key_, now.first, now.count, spec_.key_dim, keys_, ahead_);
+                const bool packed = Of::WIDENS && (to - from) * group > MOST_DIRECT_ROWS;
+                if (packed) {
+                    turn_to_next_keys();
+                    pack_values<Math>(
+                        value_, now.first, now.count, spec_.value_dim, (const Cache*)zeros_, values_, columns_, ahead_
+                    );
                 }
                 const int64_t base = (head - unit.head_begin) * head_rows;
                 for (int64_t row = from * group; row < to * group; row += BLOCK_ROWS) {
                     const int block = int(std::min<int64_t>(BLOCK_ROWS, to * group - row));
-                    meet(unit, start, base, row, block, now.count, directly);
+                    const int64_t last_seen = unit.position + int(row + block - 1) / group - start;
+                    const int count = int(std::min<int64_t>(now.count, last_seen + 1));
+                    score(unit, start, base, row, block, count);
+                    if (row == from * group && !packed) turn_to_next_keys();
+                    weigh(base + row, block, now.first, count, packed);
                 }
-                ahead_.ask_rest();
             }
             const bool range_ends = (tile + 1) % TILES_PER_RANGE == 0 || tile + 1 == unit.tile_end;
             if (range_ends && !one_range) {
@@ -181,12 +195,14 @@ class Attention {
                 for (int g = 0; g < group; ++g) body(row++, token, head * group + g);
     }
 
-    void pack_queries(const Unit& unit) {
-        for_each_row(unit, [&](int64_t row, int64_t token, int64_t head) {
-            pack_query(
-                Math(), call_.query_dtype, call_.query, token * call_.query_row + head * call_.query_head, spec_.key_dim,
-                query_ + row * query_stride_
-            );
+    int64_t query_at(int64_t token, int64_t head) { return token * call_.query_row + head * call_.query_head; }
+
+    // A prompt's queries of one head lie far apart.
+    void ask_for_queries(const Unit& unit) {
+        const int64_t size = size_of(call_.query_dtype);
+        for_each_row(unit, [&](int64_t, int64_t token, int64_t head) {
+            const char* query = call_.query + query_at(token, head) * size;
+            for (int64_t at = 0; at < spec_.key_dim * size; at += 64) _mm_prefetch(query + at, _MM_HINT_T1);
         });
     }
 
@@ -196,64 +212,54 @@ class Attention {
         std::memset(sums_, 0, rows * columns_ * sizeof(float));
     }
 
-    // Where a tile's keys and values lie. Those that no row of the unit may see are never read, whatever they hold.
+    // Blocks that no row of the unit may see are never read, whatever they hold.
     void locate(const Unit& unit, int64_t tile, Tile& to) {
         const int64_t start = tile * TILE;
         const int64_t last = unit.position + (unit.row_end - unit.row_begin) - 1;
         const int64_t oldest = spec_.window ? std::max<int64_t>(0, unit.position - spec_.window + 1) : 0;
         to.first = int(std::max<int64_t>(0, oldest - start));
         to.count = int(std::min<int64_t>(TILE, last + 1 - start));
+        const int begin = to.first / RUN, end = (to.count + RUN - 1) / RUN;
         const int32_t* table = plan_.blocks.data() + plan_.table_begin[unit.request];
-        int64_t column = (start + to.first) / plan_.block_size, row = (start + to.first) % plan_.block_size;
-        for (int i = to.first; i < to.count; ++i) {
+        int64_t column = (start + begin * RUN) / plan_.block_size, row = (start + begin * RUN) % plan_.block_size;
+        for (int i = begin; i < end; ++i) {
             const int64_t block = table[column];
             to.keys[i] = block * call_.keys.block + row * call_.keys.row;
             to.values[i] = block * call_.values.block + row * call_.values.row;
-            if (++row == plan_.block_size) row = 0, ++column;
+            if ((row += RUN) == plan_.block_size) row = 0, ++column;
         }
     }
 
-    void look_ahead(int head, const Tile& tile) {
-        ahead_.clear();
-        const Cache* keys = (const Cache*)call_.keys.data + head * call_.keys.head;
-        const Cache* values = (const Cache*)call_.values.data + head * call_.values.head;
-        for (int i = tile.first; i < tile.count; ++i) ahead_.add(keys + tile.keys[i], spec_.key_dim * sizeof(Cache));
-        for (int i = tile.first; i < tile.count; ++i) ahead_.add(values + tile.values[i], spec_.value_dim * sizeof(Cache));
+    static Rows<Cache> rows_of(const CacheView& view, const int64_t* runs, int head) {
+        Rows<Cache> rows;
+        for (int i = 0; i < TILE / RUN; ++i) rows.run[i] = (const Cache*)view.data + runs[i] + head * view.head;
+        rows.stride = view.row;
+        return rows;
     }
 
-    // A head's keys and values; zeros in place of those that are not there.
-    void point(int head, const Tile& tile) {
-        const Cache* keys = (const Cache*)call_.keys.data + head * call_.keys.head;
-        const Cache* values = (const Cache*)call_.values.data + head * call_.values.head;
-        for (int i = 0; i < TILE; ++i) key_[i] = value_[i] = (const Cache*)zeros_;
-        for (int i = tile.first; i < tile.count; ++i) key_[i] = keys + tile.keys[i], value_[i] = values + tile.values[i];
-    }
-
-    // A block of rows meets a tile. `row` counts within the head's rows, which begin at `base`.
-    void meet(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, int count, bool directly) {
-        // What lies behind the last row's own position is left out, a quarter of a tile at a time.
-        const int64_t last = unit.position + int(row + rows - 1) / spec_.group() - start;
-        count = int(std::min<int64_t>(count, last + 1));
+    // A block of rows meets a tile's keys. `row` counts within the head's rows, which begin at `base`; no row sees key `count`.
+    void score(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, int count) {
         switch ((count + TILE / 4 - 1) / (TILE / 4)) {
-            case 1: return meet_quarters<1>(unit, start, base, row, rows, count, directly);
-            case 2: return meet_quarters<2>(unit, start, base, row, rows, count, directly);
-            case 3: return meet_quarters<3>(unit, start, base, row, rows, count, directly);
-            default: return meet_quarters<4>(unit, start, base, row, rows, count, directly);
+            case 1: return score_quarters<1>(unit, start, base, row, rows);
+            case 2: return score_quarters<2>(unit, start, base, row, rows);
+            case 3: return score_quarters<3>(unit, start, base, row, rows);
+            default: return score_quarters<4>(unit, start, base, row, rows);
         }
     }
 
     template <int QUARTERS>
-    void meet_quarters(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, int count, bool directly) {
+    void score_quarters(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows) {
         constexpr int VECTORS = QUARTERS * (TILE / 4 / LANES), ALL_VECTORS = TILE / LANES;
         const int64_t at = base + row;
-        score(rows, query_ + at * query_stride_, count, VECTORS, directly);
+        product<Math, Of::PARTS>(
+            rows, query_ + at * query_stride_, query_stride_, keys_, TILE, key_dwords_, scores_, TILE, VECTORS, nullptr, ahead_
+        );
         // Scores count in powers of two: those of a row are its products times this.
         float unit_of_score = spec_.scale * LOG2_E;
         if (spec_.softcap != 0) {
             cap(rows, VECTORS);
             unit_of_score = 1;
         }
-        float keep[BLOCK_ROWS];
         for (int r = 0; r < rows; ++r) {
             float* scores = scores_ + r * TILE;
             const int64_t last = unit.position + int(row + r) / spec_.group() - start;  // that this row sees
@@ -261,45 +267,37 @@ class Attention {
             if (last < VECTORS * LANES - 1 || oldest > 0) hide(scores, oldest, last);
             F32 seen[VECTORS], most = seen[0] = load(scores);
             for (int j = 1; j < VECTORS; ++j) most = max(seen[j] = load(scores + j * LANES), most);
-            if constexpr (QUARTERS == 4) ahead_.template ask<16>();
             const float before = largest_[at + r], now = std::max(before, largest(most) * unit_of_score);
             largest_[at + r] = now;
             F32 weights[ALL_VECTORS];
             for (int j = 0; j < VECTORS; ++j) weights[j] = Math::exp2_of(fma(seen[j], set(unit_of_score), set(-now)));
             for (int j = VECTORS; j < ALL_VECTORS; ++j) weights[j] = zero();
             const F32 kept = exp2(set(before - now));
-            keep[r] = first_lane(kept);
-            store_weights(Math(), weights_ + r * TILE, weights, ALL_VECTORS);
+            keep_[r] = first_lane(kept);
+            Math::store_weights(weights_ + r * TILE, weights, ALL_VECTORS);
             for (int half = ALL_VECTORS / 2; half; half /= 2)
                 for (int j = 0; j < half; ++j) weights[j] = add(weights[j], weights[j + half]);
             float* lanes = weight_lanes_ + (at + r) * LANES;
             store(lanes, fma(load(lanes), kept, weights[0]));
         }
-        float* sums = sums_ + at * columns_;
-        if (!directly)
-            return product<Math>(
-                rows, weights_, TILE, values_, columns_, (count + Math::PER_STEP - 1) / Math::PER_STEP, sums, columns_,
-                int(columns_ / LANES), keep, ahead_
-            );
-        switch (rows) {
-            case 1: return weigh_directly<Math, 1>(weights_, value_, count, spec_.value_dim, sums, columns_, keep, ahead_);
-            case 2: return weigh_directly<Math, 2>(weights_, value_, count, spec_.value_dim, sums, columns_, keep, ahead_);
-            case 3: return weigh_directly<Math, 3>(weights_, value_, count, spec_.value_dim, sums, columns_, keep, ahead_);
-            default: return weigh_directly<Math, 4>(weights_, value_, count, spec_.value_dim, sums, columns_, keep, ahead_);
-        }
     }
 
-    void score(int rows, const uint32_t* query, int count, int vectors, bool directly) {
-        if (!directly)
-            return product<Math>(
-                rows, query, query_stride_, keys_, TILE, key_steps_, scores_, TILE, vectors, nullptr, ahead_
+    // Its weights meet the tile's values [first, count).
+    void weigh(int64_t at, int rows, int first, int count, bool packed) {
+        float* sums = sums_ + at * columns_;
+        if (packed) {
+            constexpr int STEP = Math::PER_STEP;
+            const int begin = first / STEP, steps = (count + STEP - 1) / STEP - begin;
+            return product<Math, 1>(
+                rows, weights_ + begin, TILE, values_ + begin * columns_, columns_, steps, sums, columns_,
+                int(columns_ / LANES), keep_, ahead_
             );
-        switch (rows) {
-            case 1: return score_directly<Math, 1>(key_, count, spec_.key_dim, query, query_stride_, scores_, ahead_);
-            case 2: return score_directly<Math, 2>(key_, count, spec_.key_dim, query, query_stride_, scores_, ahead_);
-            case 3: return score_directly<Math, 3>(key_, count, spec_.key_dim, query, query_stride_, scores_, ahead_);
-            default: return score_directly<Math, 4>(key_, count, spec_.key_dim, query, query_stride_, scores_, ahead_);
         }
+        with_rows<Of::WIDENS ? MOST_DIRECT_ROWS : BLOCK_ROWS>(rows, [&](auto n) {
+            weigh_directly<Math, n.value>(
+                weights_, value_, first, count, spec_.value_dim, (const Cache*)zeros_, sums, columns_, keep_, ahead_
+            );
+        });
     }
 
     void cap(int rows, int vectors) {
@@ -364,23 +362,22 @@ class Attention {
             keep = exp2_of(most - now);
             weights = std::fma(weights, keep, exp2_of(sink - now));
         }
-        natural_order(Math(), sums, columns_);
+        Of::natural_order(sums, columns_);
         const F32 factor = set(keep / weights);
         const int64_t out = (token * spec_.q_heads + head) * spec_.value_dim;
-        for (int64_t d = 0; d < spec_.value_dim; d += LANES) {
-            const F32 value = fma(load(sums + d), factor, zero());  // + 0: a sum that underflowed to -0 is 0
-            store_as(
-                call_.query_dtype, call_.out, out + d, value, int(std::min<int64_t>(LANES, spec_.value_dim - d))
-            );
-        }
+        with_dtype(call_.query_dtype, [&](auto t) {
+            for (int64_t d = 0; d < spec_.value_dim; d += LANES)  // + 0: a sum that underflowed to -0 is 0
+                store_up_to((decltype(t)*)call_.out + out + d, fma(load(sums + d), factor, zero()), spec_.value_dim - d);
+        });
     }
 
     const AttentionCall& call_;
     Plan& plan_;
     const Spec& spec_;
-    int64_t key_steps_, query_stride_, columns_, row_floats_, longest_;
+    int64_t key_dwords_, query_stride_, columns_, row_floats_, longest_;
     Ahead ahead_;
-    const Cache *key_[TILE], *value_[TILE];
+    Rows<Cache> key_, value_;
+    float keep_[BLOCK_ROWS];
     uint32_t *keys_, *values_, *query_, *weights_;
     float *scores_, *sums_, *all_sums_, *weight_lanes_, *largest_, *all_largest_, *all_weights_, *zeros_;
 };

@@ -14,6 +14,9 @@ namespace mainspring {
 constexpr int TILE = 64;
 constexpr int TILES_PER_RANGE = 8;
 
+// Tokens whose keys lie at even distances: block sizes are multiples of it.
+constexpr int RUN = 8;
+
 // Not part of them: a row's arithmetic is the same whatever rows it shares a unit with.
 constexpr int UNIT_ROWS = 96;  // query rows (tokens x query heads of a KV head) that share a packed tile of keys
 
@@ -38,12 +41,11 @@ struct Unit {
 
 // Ranges that were computed apart, to be joined in order by whoever finishes last.
 struct Merge {
-    int unit;  // the first of its units, for rows and heads
     int parts;
     int64_t at;  // where its sums lie: [parts][rows][row_floats]
     std::atomic<int> open{0};  // parts that are not there yet
-    Merge(int unit, int parts, int64_t at) : unit(unit), parts(parts), at(at), open(parts) {}
-    Merge(Merge&& other) noexcept : unit(other.unit), parts(other.parts), at(other.at), open(other.parts) {}
+    Merge(int parts, int64_t at) : parts(parts), at(at), open(parts) {}
+    Merge(Merge&& other) noexcept : parts(other.parts), at(other.at), open(other.parts) {}
 };
 
 struct Plan {
@@ -90,9 +92,9 @@ inline std::unique_ptr<Plan> plan_attention(
     int unit_rows = UNIT_ROWS;
     while (items < 3 * threads && unit_rows > 12) unit_rows /= 2, items *= 2;
     const int64_t unit_tokens = std::max(1, unit_rows / group);
-    const int64_t target = std::max<int64_t>(200, threads > 1 ? total / (4 * threads) : total);
+    const int64_t share = (total + threads - 1) / threads;
 
-    int64_t parts_at = 0;
+    int64_t parts_at = 0, room = share;  // in the share of whose turn it is
     for (int r = 0; r < requests; ++r) {
         const int64_t tokens = qo_indptr[r + 1] - qo_indptr[r];
         const int64_t pieces = (tokens + unit_tokens - 1) / unit_tokens;
@@ -101,22 +103,21 @@ inline std::unique_ptr<Plan> plan_attention(
             const int64_t position = lengths[r] - tokens + from;
             const int64_t begin = first_tile(position), end = (position + (to - from) - 1) / TILE + 1;
             const int64_t cost = tile_cost(to - from) * (end - begin);  // of one head
-            // Rows of several heads share a unit where they are few: neighbouring heads lie side by side in the cache.
-            const int most_heads = std::max<int64_t>(1, UNIT_ROWS / ((to - from) * group));
-            int64_t splits = 1;  // along the keys
+            // Where heads are few, ranges are computed apart.
             const int64_t ranges = (end - 1) / TILES_PER_RANGE - begin / TILES_PER_RANGE + 1;
-            int64_t wanted = (cost * spec.kv_heads + target - 1) / target;
-            if (wanted > 1 && ranges > 1 && cost * std::min(most_heads, spec.kv_heads) > target) splits = ranges;
-            const int64_t head_units = std::min<int64_t>(
-                spec.kv_heads,
-                std::max((wanted + splits - 1) / splits, int64_t(spec.kv_heads + most_heads - 1) / most_heads)
-            );
-            for (int64_t part = 0; part < head_units; ++part) {
-                const int h0 = spec.kv_heads * part / head_units, h1 = spec.kv_heads * (part + 1) / head_units;
+            const int64_t splits = threads > 1 && cost > share / 4 ? ranges : 1;
+            // Rows of several heads share a unit where they are few: neighbouring heads lie side by side in the cache, and
+            // to read on is faster than to begin anew. So they are parted only where a thread's share is full.
+            const int64_t most_heads = std::max<int64_t>(1, UNIT_ROWS / ((to - from) * group));
+            for (int h0 = 0, h1; h0 < spec.kv_heads; h0 = h1) {
+                if (room <= cost / 2) room = std::max(room, -cost) + share;
+                const int64_t fit = ((splits > 1 ? splits * share / 4 : room) + cost / 2) / cost;
+                h1 = h0 + int(std::max<int64_t>(1, std::min({fit, most_heads, int64_t(spec.kv_heads - h0)})));
+                room -= cost * (h1 - h0);
                 const int rows = (to - from) * group * (h1 - h0);
                 plan->most_rows = std::max(plan->most_rows, rows);
                 if (splits > 1) {
-                    plan->merges.emplace_back(int(plan->units.size()), int(splits), parts_at);
+                    plan->merges.emplace_back(int(splits), parts_at);
                     parts_at += splits * rows * Plan::row_floats(spec);
                 }
                 for (int64_t split = 0; split < splits; ++split) {
@@ -136,19 +137,7 @@ inline std::unique_ptr<Plan> plan_attention(
         }
     }
     plan->parts.resize(parts_at);
-    // Merges name their first unit, so units are put in order by index first.
-    std::vector<int> order(plan->units.size()), place(plan->units.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = int(i);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-        return plan->units[a].cost > plan->units[b].cost;
-    });
-    std::vector<Unit> sorted;
-    for (size_t i = 0; i < order.size(); ++i) {
-        place[order[i]] = int(i);
-        sorted.push_back(plan->units[order[i]]);
-    }
-    for (auto& merge : plan->merges) merge.unit = place[merge.unit];
-    plan->units = std::move(sorted);
+    std::stable_sort(plan->units.begin(), plan->units.end(), [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
     return plan;
 }
 

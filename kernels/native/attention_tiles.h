@@ -1,13 +1,13 @@
 // The two products of attention, for a tile of keys and values and up to six query rows.
 //
-// Scores: one number (or pair of bf16) of each row, broadcast, times a vector of LANES keys: so keys are transposed. Weighted
-// values: a weight (or the weights of two neighbouring keys), broadcast, times a vector along the value's dimension. Each
-// result is one chain of sums, over the dimension or over the keys, in ascending order: it has the same bits whether its
-// factors were packed before (`product`, blocks of up to six rows by 64 columns in registers) or come straight from the
-// cache (`score_directly`, `weigh_directly`).
+// Scores: one number (or pair of bf16) of each row, broadcast, times a vector of LANES keys: so keys are transposed, into a
+// buffer. Weighted values: a weight (or the weights of two neighbouring keys), broadcast, times a vector along the value's
+// dimension, straight from the cache; where that means widening and there are many rows, values are packed first. Each
+// result is one chain of sums, over the dimension or over the keys, in ascending order, whichever way its factors came.
 //
 // Two kinds of arithmetic: pairs of bf16 with VDPBF16PS, where queries are bf16 and the cache is bf16 or fp8 (which is
-// exact in bf16), weights rounded to bf16: twice the products of fp32 an instruction, and no widening. Else fp32.
+// exact in bf16), weights rounded to bf16: twice the products of fp32 an instruction, and no widening. Else fp32; a cache
+// of bf16 is then transposed in pairs, and a shift or a mask makes fp32 of half a pair.
 #pragma once
 
 #include <algorithm>
@@ -16,124 +16,195 @@
 #include "attention_plan.h"
 #include "dtypes.h"
 
+#define UNROLLED _Pragma("GCC unroll 16")  // or gcc keeps arrays in memory rather than in registers (seen: half the speed)
+
 namespace mainspring {
 
-// ---------------------------------------------------------------- what comes next
+constexpr int BLOCK_ROWS = 6;
+constexpr int MOST_DIRECT_ROWS = 4;  // so few that packing values would cost more than it saves
 
-// Asks for the keys and values that are packed next (of the next head, or of the next tile's first), a few lines at a time
-// and all the time: a core keeps some dozens of lines on the way, so memory falls idle wherever nobody asks, and asking for
-// more at once only waits. No further ahead than that: what is asked for must still be in the first-level cache when its
+constexpr int64_t up_to_multiple(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
+
+// ---------------------------------------------------------------- where keys and values lie
+
+// A head's keys or values of a tile.
+template <class T>
+struct Rows {
+    const T* run[TILE / RUN];
+    int64_t stride;
+    const T* row(unsigned i) const { return run[i / RUN] + i % RUN * stride; }
+};
+
+// Asks for what is read next (values while their keys are read, the next head's keys while values are), a few lines at a
+// time and all the time: a core keeps some dozens of lines on the way, so memory falls idle wherever nobody asks, and asking
+// for more at once only waits. No further ahead than that: what is asked for must still be in the first-level cache when its
 // time comes, or fetching it from the second competes for the same dozens.
 class Ahead {
   public:
-    void clear() { count_ = at_ = 0; }
-    void add(const void* row, int64_t bytes) { row_[count_++] = (const char*)row, lines_ = int((bytes + 63) / 64); }
+    template <class T>
+    void turn_to(const Rows<T>& rows, int first, int count, int64_t dim) {
+        const int step = rows.stride == dim ? RUN : 1;  // rows that are one piece
+        pieces_ = next_ = 0, bytes_ = step * dim * sizeof(T);
+        for (int i = first / step * step; i < count; i += step) piece_[pieces_++] = (const char*)rows.row(i);
+        forward();
+    }
     template <int LINES>
     void ask() {
-        int at = at_;
-        for (int left = LINES; left > 0 && at < count_; left -= lines_) {
-            const char* p = row_[at++];
-            for (int l = 0; l < lines_; ++l) _mm_prefetch(p + 64 * l, _MM_HINT_T0);
-        }
-        at_ = at;
+        if (at_ >= end_) return;
+        UNROLLED for (int i = 0; i < LINES; ++i) _mm_prefetch(at_ + 64 * i, _MM_HINT_T0);
+        if ((at_ += 64 * LINES) >= end_) forward();
     }
-    void ask_rest() { ask<2 * TILE * 64>(); }
 
   private:
-    int count_ = 0, at_ = 0, lines_ = 1;
-    const char *row_[2 * TILE];
+    void forward() {
+        if (next_ < pieces_) at_ = piece_[next_++], end_ = at_ + bytes_;
+    }
+    const char *at_ = nullptr, *end_ = nullptr, *piece_[TILE];
+    int64_t bytes_ = 0;
+    int next_ = 0, pieces_ = 0;
 };
 
-// ---------------------------------------------------------------- the register kernel
+// ---------------------------------------------------------------- two kinds of arithmetic
 
-constexpr int BLOCK_ROWS = 6;
-constexpr int MOST_DIRECT_ROWS = 4;  // so few that packing would cost more than it saves
-
-// How numbers are packed: `step` adds to each lane one term (fp32) or two (bf16), from 32 bits of either factor.
+// `step` adds to each lane one term (fp32) or two (bf16), from 32 bits of either factor.
 struct Fp32Math {
     static constexpr int PER_STEP = 1;
-    static F32 step(F32 sum, uint32_t a, const uint32_t* b) {
-        float x;
-        std::memcpy(&x, &a, 4);
-        return fma(set(x), load((const float*)b), sum);
-    }
-    static F32 step(F32 sum, uint32_t a, I32 b) {
-        float x;
-        std::memcpy(&x, &a, 4);
-        return fma(set(x), from_bits(b), sum);
-    }
+    static F32 step(F32 sum, I32 a, I32 b) { return fma(from_bits(a), from_bits(b), sum); }
     static F32 exp2_of(F32 x) { return exp2(x); }
+    static void store_weights(uint32_t* row, const F32* weights, int vectors) {
+        for (int j = 0; j < vectors; ++j) store((float*)row + j * LANES, weights[j]);
+    }
+    // A head of the query → dwords, zeros up to a multiple of LANES of them.
+    static void pack_query(Dtype dtype, const void* query, int64_t offset, int64_t dim, uint32_t* packed) {
+        with_dtype(dtype, [&](auto t) {
+            const auto* from = (const decltype(t)*)query + offset;
+            for (int64_t d = 0; d < dim; d += LANES)
+                store((float*)packed + d, dim - d >= LANES ? load(from + d) : load_n(from + d, int(dim - d)));
+        });
+    }
 };
+
+// Two bf16 to a lane, from element i on, those at or beyond n as zero.
+inline I32 load_pairs(const bf16* p, int64_t i, int64_t n) {
+    if (n - i >= 2 * LANES) return iload((const int32_t*)(p + i));
+#if MAINSPRING_AVX512
+    return _mm512_maskz_loadu_epi16((1u << (n - i)) - 1, p + i);
+#else
+    uint16_t halves[2 * LANES] = {};
+    std::memcpy(halves, p + i, 2 * (n - i));
+    return iload((const int32_t*)halves);
+#endif
+}
 #if MAINSPRING_BF16_DOT
 struct Bf16Math {
     static constexpr int PER_STEP = 2;
-    static F32 step(F32 sum, uint32_t a, const uint32_t* b) {
-        return dot_bf16(sum, _mm512_set1_epi32((int)a), _mm512_loadu_si512(b));
-    }
-    static F32 step(F32 sum, uint32_t a, I32 b) { return dot_bf16(sum, _mm512_set1_epi32((int)a), b); }
+    static F32 step(F32 sum, I32 a, I32 b) { return dot_bf16(sum, a, b); }
     static F32 exp2_of(F32 x) { return exp2_coarse(x); }
+    static void store_weights(uint32_t* row, const F32* weights, int vectors) {
+        for (int j = 0; j < vectors; j += 2)
+            _mm512_storeu_si512(row + j / 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(weights[j + 1], weights[j]));
+    }
+    static void pack_query(Dtype, const void* query, int64_t offset, int64_t dim, uint32_t* packed) {
+        for (int64_t d = 0; d < dim; d += 2 * LANES)
+            istore((int32_t*)packed + d / 2, load_pairs((const bf16*)query + offset, d, dim));
+    }
 };
 #endif
 
-// c[r][:] = c[r][:] * keep[r] + sum over s of a[r][s] * b[s][:], for ROWS rows and COLUMNS vectors; keep null: from zero.
-template <class Math, int ROWS, int COLUMNS>
-inline void product_block(
-    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_step, int64_t steps, float* c, int64_t c_row,
-    const float* keep, Ahead& ahead
-) {
-    F32 sums[ROWS][COLUMNS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < COLUMNS; ++j)
-            sums[r][j] = keep ? mul(load(c + r * c_row + j * LANES), set(keep[r])) : zero();
-    for (int64_t s = 0; s < steps; ++s) {
-        if constexpr (ROWS <= MOST_DIRECT_ROWS && COLUMNS > 1) ahead.ask<1>();
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-            for (int j = 0; j < COLUMNS; ++j)
-                sums[r][j] = Math::step(sums[r][j], a[r * a_row + s], b + s * b_step + j * LANES);
+// Dwords of PARTS steps' factors → the factor of one of these steps.
+template <int PARTS>
+inline I32 part_of(I32 dwords, int part) {
+    return PARTS == 1 ? dwords : part ? iand(dwords, iset((int)0xffff0000)) : ishl<16>(dwords);  // a pair of bf16
+}
+
+// What a cache of T offers to either arithmetic. `dwords`: LANES of them, from element i on, those at or beyond n elements as
+// zero; ELEMENTS elements, in each dword PARTS steps of a key. `columns`: of a value (or two) that many elements as
+// vectors of one dword a column, in an order that `natural_order` undoes.
+template <class Math, class T>
+struct Source {
+    static constexpr int PARTS = 1, ELEMENTS = LANES;
+    static constexpr bool WIDENS = !std::is_same_v<T, float>;
+    static I32 dwords(const T* p, int64_t i, int64_t n) {
+        return bits_of(n - i >= LANES ? load(p + i) : load_n(p + i, int(n - i)));
     }
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < COLUMNS; ++j) store(c + r * c_row + j * LANES, sums[r][j]);
-}
-
-// The same for `columns` vectors.
-template <class Math, int ROWS>
-inline void product_rows(
-    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_step, int64_t steps, float* c, int64_t c_row,
-    int columns, const float* keep, Ahead& ahead
-) {
-    constexpr int WIDE = LANES == 16 ? 4 : 2;  // 24 or 12 sums in registers
-    int j = 0;
-    for (; j + WIDE <= columns; j += WIDE)
-        product_block<Math, ROWS, WIDE>(a, a_row, b + j * LANES, b_step, steps, c + j * LANES, c_row, keep, ahead);
-    if constexpr (WIDE == 4)
-        for (; j + 2 <= columns; j += 2)
-            product_block<Math, ROWS, 2>(a, a_row, b + j * LANES, b_step, steps, c + j * LANES, c_row, keep, ahead);
-    for (; j < columns; ++j)
-        product_block<Math, ROWS, 1>(a, a_row, b + j * LANES, b_step, steps, c + j * LANES, c_row, keep, ahead);
-}
-
-template <class Math>
-__attribute__((noinline)) void product(
-    int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_step, int64_t steps, float* c,
-    int64_t c_row, int columns, const float* keep, Ahead& ahead
-) {
-    switch (rows) {
-        case 1: return product_rows<Math, 1>(a, a_row, b, b_step, steps, c, c_row, columns, keep, ahead);
-        case 2: return product_rows<Math, 2>(a, a_row, b, b_step, steps, c, c_row, columns, keep, ahead);
-        case 3: return product_rows<Math, 3>(a, a_row, b, b_step, steps, c, c_row, columns, keep, ahead);
-        case 4: return product_rows<Math, 4>(a, a_row, b, b_step, steps, c, c_row, columns, keep, ahead);
-        case 5: return product_rows<Math, 5>(a, a_row, b, b_step, steps, c, c_row, columns, keep, ahead);
-        default: return product_rows<Math, 6>(a, a_row, b, b_step, steps, c, c_row, columns, keep, ahead);
+    static void columns(const T* p, const T*, int64_t i, int64_t n, I32* to) { *to = dwords(p, i, n); }
+    static void natural_order(float*, int64_t) {}
+};
+template <>
+struct Source<Fp32Math, bf16> {
+    static constexpr int PARTS = 2, ELEMENTS = 2 * LANES;
+    static constexpr bool WIDENS = false;
+    static I32 dwords(const bf16* p, int64_t i, int64_t n) { return load_pairs(p, i, n); }
+    static void columns(const bf16* p, const bf16*, int64_t i, int64_t n, I32* to) {  // even ones, odd ones
+        const I32 pairs = dwords(p, i, n);
+        to[0] = part_of<2>(pairs, 0), to[1] = part_of<2>(pairs, 1);
     }
-}
+    static void natural_order(float* row, int64_t columns) {
+        for (int64_t d = 0; d < columns; d += 2 * LANES) {
+            const F32 even = load(row + d), odd = load(row + d + LANES);
+#if MAINSPRING_AVX512
+            const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            store(row + d, _mm512_permutex2var_ps(even, first, odd));
+            store(row + d + LANES, _mm512_permutex2var_ps(even, iadd(first, iset(8)), odd));
+#else
+            const F32 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+            store(row + d, _mm256_permute2f128_ps(low, high, 0x20));
+            store(row + d + LANES, _mm256_permute2f128_ps(low, high, 0x31));
+#endif
+        }
+    }
+};
+#if MAINSPRING_BF16_DOT
+// Every fp8 number without its sign as bf16, where it is exact.
+struct Fp8Table {
+    alignas(64) uint16_t bits[128];
+    constexpr Fp8Table() : bits() {
+        for (int i = 8; i < 127; ++i) bits[i] = uint16_t((i << 4) + (120 << 7));
+        for (int i = 1; i < 8; ++i) {  // i * 2^-9
+            const int top = i >= 4 ? 2 : i >= 2 ? 1 : 0;
+            bits[i] = uint16_t((127 - 9 + top) << 7 | (i << (7 - top) & 0x7f));
+        }
+        bits[127] = 0x7fc0;
+    }
+};
+inline constexpr Fp8Table FP8_AS_BF16;
 
-// ---------------------------------------------------------------- packing
+template <class T>
+struct Source<Bf16Math, T> {
+    static constexpr int PARTS = 1, ELEMENTS = 2 * LANES;
+    static constexpr bool WIDENS = true;  // so to speak: pairs of neighbouring keys
+    static I32 dwords(const bf16* p, int64_t i, int64_t n) { return load_pairs(p, i, n); }
+    static I32 dwords(const fp8* p, int64_t i, int64_t n) {
+        const __m256i bytes = n - i >= 32 ? _mm256_loadu_si256((const __m256i*)(p + i))
+                                          : _mm256_maskz_loadu_epi8((1u << (n - i)) - 1, p + i);
+        const __m512i index = _mm512_cvtepu8_epi16(bytes);  // its 7 lowest bits: 6 for a lookup, 1 for which half
+        const __m512i* table = (const __m512i*)FP8_AS_BF16.bits;
+        const __m512i low = _mm512_permutex2var_epi16(table[0], index, table[1]);
+        const __m512i high = _mm512_permutex2var_epi16(table[2], index, table[3]);
+        const __mmask32 in_high = _mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40));
+        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(index, _mm512_set1_epi16(0x80)), 8);
+        return _mm512_or_si512(_mm512_mask_blend_epi16(in_high, low, high), sign);
+    }
+    static void columns(const T* even_key, const T* odd_key, int64_t i, int64_t n, I32* to) {
+        const __m512i even = dwords(even_key, i, n), odd = dwords(odd_key, i, n);
+        to[0] = _mm512_unpacklo_epi16(even, odd), to[1] = _mm512_unpackhi_epi16(even, odd);
+    }
+    static void natural_order(float* row, int64_t columns) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        for (int64_t d = 0; d < columns; d += 32) {
+            const F32 low = load(row + d), high = load(row + d + 16);
+            store(row + d, _mm512_permutex2var_ps(low, first, high));
+            store(row + d + 16, _mm512_permutex2var_ps(low, iadd(first, iset(8)), high));
+        }
+    }
+};
+#endif
+
+// ---------------------------------------------------------------- scores
 
 // A LANES x LANES square of 32-bit numbers, in place.
 #if MAINSPRING_AVX512
-inline void transpose(__m512i* r) {
+MAINSPRING_INLINE void transpose(__m512i* r) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
@@ -159,13 +230,12 @@ inline void transpose(__m512i* r) {
     }
 }
 #else
-inline void transpose(__m256i* r) {
-    __m256i t[8];
+MAINSPRING_INLINE void transpose(__m256i* r) {
+    __m256i t[8], u[8];
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
         t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
     }
-    __m256i u[8];
     for (int i = 0; i < 8; i += 4) {
         u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
         u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
@@ -179,246 +249,175 @@ inline void transpose(__m256i* r) {
 }
 #endif
 
-// What a cache of T offers to either arithmetic: LANES dwords from element i on, those at or beyond n elements as zero.
+// Keys [first, count) → [dwords][TILE]. Columns that are not there, and the last rows of an odd dimension, hold rubbish.
 template <class Math, class T>
-struct Source;
-
-template <class T>
-struct Source<Fp32Math, T> {
-    static I32 dwords(const T* p, int64_t i, int64_t n) {
-        return bits_of(n - i >= LANES ? load(p + i) : load_n(p + i, int(n - i)));
-    }
-};
-#if MAINSPRING_BF16_DOT
-template <>
-struct Source<Bf16Math, bf16> {
-    static I32 dwords(const bf16* p, int64_t i, int64_t n) {
-        if (n - i >= 32) return _mm512_loadu_si512(p + i);
-        return _mm512_maskz_loadu_epi16((1u << (n - i)) - 1, p + i);
-    }
-};
-// Every fp8 number without its sign as bf16, where it is exact.
-struct Fp8Table {
-    alignas(64) uint16_t bits[128];
-    constexpr Fp8Table() : bits() {
-        for (int i = 8; i < 127; ++i) bits[i] = uint16_t((i << 4) + (120 << 7));
-        for (int i = 1; i < 8; ++i) {  // i * 2^-9
-            const int top = i >= 4 ? 2 : i >= 2 ? 1 : 0;
-            bits[i] = uint16_t((127 - 9 + top) << 7 | (i << (7 - top) & 0x7f));
-        }
-        bits[127] = 0x7fc0;
-    }
-};
-inline constexpr Fp8Table FP8_AS_BF16;
-
-template <>
-struct Source<Bf16Math, fp8> {
-    static I32 dwords(const fp8* p, int64_t i, int64_t n) {
-        const __m256i bytes = n - i >= 32 ? _mm256_loadu_si256((const __m256i*)(p + i))
-                                          : _mm256_maskz_loadu_epi8((1u << (n - i)) - 1, p + i);
-        const __m512i index = _mm512_cvtepu8_epi16(bytes);  // its 7 lowest bits: 6 for a lookup, 1 for which half
-        const __m512i* table = (const __m512i*)FP8_AS_BF16.bits;
-        const __m512i low = _mm512_permutex2var_epi16(table[0], index, table[1]);
-        const __m512i high = _mm512_permutex2var_epi16(table[2], index, table[3]);
-        const __mmask32 in_high = _mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40));
-        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(index, _mm512_set1_epi16(0x80)), 8);
-        return _mm512_or_si512(_mm512_mask_blend_epi16(in_high, low, high), sign);
-    }
-};
-#endif
-
-constexpr int64_t up_to_multiple(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
-
-// A tile's keys, rows[0..count) → [steps][TILE] dwords. Columns beyond `count` hold rubbish.
-template <class Math, class T>
-inline void pack_keys(const T* const* rows, int count, int64_t dim, uint32_t* packed, Ahead& ahead) {
-    const int64_t steps = (dim + Math::PER_STEP - 1) / Math::PER_STEP;
-    for (int column = 0; column < count; column += LANES) {
-        for (int64_t s = 0; s < steps; s += LANES) {
+MAINSPRING_NOINLINE void pack_keys(
+    const Rows<T>& keys, int first, int count, int64_t dim, uint32_t* packed, Ahead& ahead
+) {
+    using S = Source<Math, T>;
+    // In about the share that this has of the time until the values' turn.
+    constexpr int LINES = LANES * S::ELEMENTS * int(sizeof(T)) / 64, ASKED = std::max(1, LANES == 16 ? LINES * 3 / 4 : LINES / 2);
+    for (unsigned column = first / LANES * LANES; column < unsigned(count); column += LANES) {
+        int32_t* to = (int32_t*)packed + column;
+        for (int64_t d = 0; d < dim; d += S::ELEMENTS, to += LANES * TILE) {
+            ahead.ask<ASKED>();
+            const int64_t whole = d + S::ELEMENTS;
             I32 square[LANES];
-            const int64_t d = s * Math::PER_STEP, whole = d + LANES * Math::PER_STEP;
-            if (whole <= dim)
-                for (int i = 0; i < LANES; ++i) square[i] = Source<Math, T>::dwords(rows[column + i], d, whole);
-            else
-                for (int i = 0; i < LANES; ++i) square[i] = Source<Math, T>::dwords(rows[column + i], d, dim);
-            transpose(square);
-            ahead.ask<8>();
-            const int used = int(std::min<int64_t>(LANES, steps - s));
-            for (int i = 0; i < used; ++i) istore((int32_t*)packed + (s + i) * TILE + column, square[i]);
-        }
-    }
-}
-
-// What `pack_keys` and `product` do together, in registers: scores of ROWS rows with LANES keys after LANES keys.
-template <class Math, int ROWS, class T>
-__attribute__((noinline)) void score_directly(
-    const T* const* keys, int count, int64_t dim, const uint32_t* query, int64_t query_row, float* scores, Ahead& ahead
-) {
-    const int64_t steps = (dim + Math::PER_STEP - 1) / Math::PER_STEP;
-    for (int64_t s = 0; s < steps; s += LANES) {
-        const int64_t d = s * Math::PER_STEP, whole = d + LANES * Math::PER_STEP;
-        const int used = int(std::min<int64_t>(LANES, steps - s));
-        for (int column = 0; column < count; column += LANES) {
-            I32 square[LANES];
-            if (whole <= dim)
-                for (int i = 0; i < LANES; ++i) square[i] = Source<Math, T>::dwords(keys[column + i], d, whole);
-            else
-                for (int i = 0; i < LANES; ++i) square[i] = Source<Math, T>::dwords(keys[column + i], d, dim);
-            transpose(square);
-            ahead.ask<16>();
-            F32 sums[ROWS];
-            for (int r = 0; r < ROWS; ++r) sums[r] = s ? load(scores + r * TILE + column) : zero();
-            if (used == LANES) {
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; ++i)
-                    for (int r = 0; r < ROWS; ++r) sums[r] = Math::step(sums[r], query[r * query_row + s + i], square[i]);
-            } else {
-                for (int i = 0; i < used; ++i)
-                    for (int r = 0; r < ROWS; ++r) sums[r] = Math::step(sums[r], query[r * query_row + s + i], square[i]);
+            UNROLLED for (int run = 0; run < LANES / RUN; ++run) {
+                const T* from = keys.run[column / RUN + run];
+                if (whole <= dim)
+                    UNROLLED for (int i = 0; i < RUN; ++i) square[run * RUN + i] = S::dwords(from + i * keys.stride, d, whole);
+                else
+                    for (int i = 0; i < RUN; ++i) square[run * RUN + i] = S::dwords(from + i * keys.stride, d, dim);
             }
-            for (int r = 0; r < ROWS; ++r) store(scores + r * TILE + column, sums[r]);
+            transpose(square);
+            UNROLLED for (int i = 0; i < LANES; ++i) istore(to + i * TILE, square[i]);
         }
     }
 }
 
-// A tile's values, rows[0..count) → [steps][columns] dwords: count fp32 rows, or count / 2 rows of pairs of neighbouring
-// keys, whose columns are in the order that unpacking leaves them in (see `natural_order`).
-template <class T>
-inline void pack_values(
-    Fp32Math, const T* const* rows, int count, int64_t dim, uint32_t* packed, int64_t columns, Ahead& ahead
-) {
-    for (int k = 0; k < count; ++k) {
-        for (int64_t d = 0; d < dim; d += LANES)
-            istore((int32_t*)packed + k * columns + d, Source<Fp32Math, T>::dwords(rows[k], d, dim));
-        if (k % 4 == 3) ahead.ask<LANES>();
-    }
-}
-#if MAINSPRING_BF16_DOT
-template <class T>
-inline void pack_values(
-    Bf16Math, const T* const* rows, int count, int64_t dim, uint32_t* packed, int64_t columns, Ahead& ahead
-) {
-    for (int k = 0; k < count; k += 2) {
-        if (k % 4 == 0) ahead.ask<16>();
-        for (int64_t d = 0; d < dim; d += 32) {
-            const __m512i even = Source<Bf16Math, T>::dwords(rows[k], d, dim);
-            const __m512i odd = Source<Bf16Math, T>::dwords(rows[k + 1], d, dim);
-            uint32_t* at = packed + k / 2 * columns + d;
-            _mm512_storeu_si512(at, _mm512_unpacklo_epi16(even, odd));
-            _mm512_storeu_si512(at + 16, _mm512_unpackhi_epi16(even, odd));
-        }
-    }
-}
-#endif
-
-// What `pack_values` and `product` do together, straight from the cache: the same terms in the same order.
-template <int ROWS, int COLUMNS, bool WHOLE, class T>
-inline void weigh_columns(
-    Fp32Math, const uint32_t* weights, const T* const* values, int count, int64_t from, int64_t dim, float* sums,
-    int64_t sums_row, const float* keep, Ahead& ahead
-) {
-    F32 of_row[ROWS][COLUMNS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < COLUMNS; ++j)
-            of_row[r][j] = mul(load(sums + r * sums_row + from + j * LANES), set(keep[r]));
-    for (int k = 0; k < count; ++k) {
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int64_t d = from + j * LANES;
-            const F32 v = from_bits(Source<Fp32Math, T>::dwords(values[k], d, WHOLE ? d + LANES : dim));
-            for (int r = 0; r < ROWS; ++r) of_row[r][j] = fma(set(((const float*)weights)[r * TILE + k]), v, of_row[r][j]);
-        }
-        if (k % 4 == 3) ahead.ask<LANES>();
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < COLUMNS; ++j) store(sums + r * sums_row + from + j * LANES, of_row[r][j]);
-}
-#if MAINSPRING_BF16_DOT
-template <int ROWS, int COLUMNS, bool WHOLE, class T>
-inline void weigh_columns(
-    Bf16Math, const uint32_t* weights, const T* const* values, int count, int64_t from, int64_t dim, float* sums,
-    int64_t sums_row, const float* keep, Ahead& ahead
-) {
-    F32 of_row[ROWS][COLUMNS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < COLUMNS; ++j)
-            of_row[r][j] = mul(load(sums + r * sums_row + from + j * LANES), set(keep[r]));
-    for (int k = 0; k < count; k += 2) {
-        ahead.ask<4>();
-#pragma GCC unroll 2
-        for (int j = 0; j < COLUMNS; j += 2) {
-            const int64_t d = from + j * LANES, end = WHOLE ? d + 32 : dim;
-            const __m512i even = Source<Bf16Math, T>::dwords(values[k], d, end);
-            const __m512i odd = Source<Bf16Math, T>::dwords(values[k + 1], d, end);
-            const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) {
-                const __m512i weight = _mm512_set1_epi32((int)weights[r * TILE + k / 2]);
-                of_row[r][j] = dot_bf16(of_row[r][j], weight, low);
-                of_row[r][j + 1] = dot_bf16(of_row[r][j + 1], weight, high);
-            }
-        }
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < COLUMNS; ++j) store(sums + r * sums_row + from + j * LANES, of_row[r][j]);
-}
-#endif
-
-template <class Math, int ROWS, class T>
-__attribute__((noinline)) void weigh_directly(
-    const uint32_t* weights, const T* const* values, int count, int64_t dim, float* sums, int64_t sums_row,
+// c[r][:] = c[r][:] * keep[r] + sum over s of a[r][s] * b[s][:], for ROWS rows and COLUMNS vectors; keep null: from zero.
+// A dword of b holds PARTS steps.
+template <class Math, int PARTS, int ROWS, int COLUMNS>
+inline void product_block(
+    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
     const float* keep, Ahead& ahead
 ) {
-    constexpr int WIDE = 4, NARROW = Math::PER_STEP;
-    int64_t d = 0;
-    for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
-        weigh_columns<ROWS, WIDE, true>(Math(), weights, values, count, d, dim, sums, sums_row, keep, ahead);
-    for (; d < dim; d += NARROW * LANES)
-        weigh_columns<ROWS, NARROW, false>(Math(), weights, values, count, d, dim, sums, sums_row, keep, ahead);
-}
-
-// A row of weighted values in the order of its columns, as they were before packing.
-inline void natural_order(Fp32Math, float*, int64_t) {}
-#if MAINSPRING_BF16_DOT
-inline void natural_order(Bf16Math, float* row, int64_t columns) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int64_t d = 0; d < columns; d += 32) {
-        const F32 low = load(row + d), high = load(row + d + 16);
-        store(row + d, _mm512_permutex2var_ps(low, first, high));
-        store(row + d + 16, _mm512_permutex2var_ps(low, second, high));
+    // Of b, as many vectors at a time as there are registers left.
+    constexpr int WIDE = LANES == 16 ? COLUMNS : ROWS <= 2 ? 1 : std::min(2, COLUMNS);
+    F32 sums[ROWS][COLUMNS];
+    UNROLLED for (int r = 0; r < ROWS; ++r)
+        UNROLLED for (int j = 0; j < COLUMNS; ++j)
+            sums[r][j] = keep ? mul(load(c + r * c_row + j * LANES), set(keep[r])) : zero();
+    for (int64_t s = 0; s < dwords; ++s) {
+        if constexpr (ROWS <= MOST_DIRECT_ROWS) ahead.ask<(COLUMNS + 3) / 4>();
+        UNROLLED for (int j = 0; j < COLUMNS; j += WIDE)
+            UNROLLED for (int part = 0; part < PARTS; ++part) {
+                I32 of_b[WIDE];
+                UNROLLED for (int w = 0; w < WIDE; ++w)
+                    of_b[w] = part_of<PARTS>(iload((const int32_t*)b + s * b_row + (j + w) * LANES), part);
+                UNROLLED for (int r = 0; r < ROWS; ++r) {
+                    const I32 of_a = iset((int)a[r * a_row + s * PARTS + part]);
+                    UNROLLED for (int w = 0; w < WIDE; ++w) sums[r][j + w] = Math::step(sums[r][j + w], of_a, of_b[w]);
+                }
+            }
     }
+    UNROLLED for (int r = 0; r < ROWS; ++r)
+        UNROLLED for (int j = 0; j < COLUMNS; ++j) store(c + r * c_row + j * LANES, sums[r][j]);
 }
-#endif
 
-// LANES weights as the first factor of the second product.
-inline void store_weights(Fp32Math, uint32_t* row, const F32* weights, int vectors) {
-    for (int j = 0; j < vectors; ++j) store((float*)row + j * LANES, weights[j]);
+// The same for `columns` vectors, COLUMNS at a time and then what is left.
+template <class Math, int PARTS, int ROWS, int COLUMNS>
+inline void product_rows(
+    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
+    int columns, const float* keep, Ahead& ahead
+) {
+    int j = 0;
+    for (; j + COLUMNS <= columns; j += COLUMNS)
+        product_block<Math, PARTS, ROWS, COLUMNS>(a, a_row, b + j * LANES, b_row, dwords, c + j * LANES, c_row, keep, ahead);
+    if constexpr (COLUMNS > 1)
+        if (j < columns)
+            product_rows<Math, PARTS, ROWS, COLUMNS / 2>(
+                a, a_row, b + j * LANES, b_row, dwords, c + j * LANES, c_row, columns - j, keep, ahead
+            );
 }
-#if MAINSPRING_BF16_DOT
-inline void store_weights(Bf16Math, uint32_t* row, const F32* weights, int vectors) {
-    for (int j = 0; j < vectors; j += 2)
-        _mm512_storeu_si512(row + j / 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(weights[j + 1], weights[j]));
-}
-#endif
 
-// A head of the query → dwords, zeros up to the next multiple of LANES.
+// Calls body with `rows`, 1 to MOST, as a constant.
+template <int MOST, class Body>
+inline void with_rows(int rows, Body&& body) {
+    if constexpr (MOST > 1)
+        if (rows < MOST) return with_rows<MOST - 1>(rows, body);
+    body(std::integral_constant<int, MOST>());
+}
+
+template <class Math, int PARTS>
+MAINSPRING_NOINLINE void product(
+    int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
+    int columns, const float* keep, Ahead& ahead
+) {
+    with_rows<BLOCK_ROWS>(rows, [&](auto n) {
+        constexpr int COLUMNS = LANES == 16 ? 4 : n.value == 1 ? 8 : n.value == 2 ? 4 : 2;
+        product_rows<Math, PARTS, n.value, COLUMNS>(a, a_row, b, b_row, dwords, c, c_row, columns, keep, ahead);
+    });
+}
+
+// ---------------------------------------------------------------- weighted values
+
+// Values [first, count) → [steps][columns] dwords. Where a step takes two keys, zeros follow the last.
 template <class Math, class T>
-inline void pack_query_of(const void* query, int64_t offset, int64_t dim, uint32_t* packed) {
-    const T* from = (const T*)query + offset;
-    for (int64_t d = 0; d < dim; d += LANES * Math::PER_STEP)
-        istore((int32_t*)packed + d / Math::PER_STEP, Source<Math, T>::dwords(from, d, dim));
-}
-inline void pack_query(Fp32Math, Dtype dtype, const void* query, int64_t offset, int64_t dim, uint32_t* packed) {
-    switch (dtype) {
-        case Dtype::fp32: return pack_query_of<Fp32Math, float>(query, offset, dim, packed);
-        case Dtype::bf16: return pack_query_of<Fp32Math, bf16>(query, offset, dim, packed);
-        default: return pack_query_of<Fp32Math, fp16>(query, offset, dim, packed);
+inline void pack_values(
+    const Rows<T>& values, int first, int count, int64_t dim, const T* zeros, uint32_t* packed, int64_t columns, Ahead& ahead
+) {
+    using S = Source<Math, T>;
+    for (int k = first & -Math::PER_STEP; k < count; k += Math::PER_STEP) {
+        const T *row = values.row(k), *other = k + 1 < count ? values.row(k + 1) : zeros;
+        for (int64_t d = 0; d < dim; d += S::ELEMENTS) {
+            I32 vectors[S::ELEMENTS / LANES];
+            S::columns(row, other, d, dim, vectors);
+            for (int j = 0; j < S::ELEMENTS / LANES; ++j)
+                istore((int32_t*)packed + k / Math::PER_STEP * columns + d + j * LANES, vectors[j]);
+            ahead.ask<1>();
+        }
     }
 }
-#if MAINSPRING_BF16_DOT
-inline void pack_query(Bf16Math, Dtype, const void* query, int64_t offset, int64_t dim, uint32_t* packed) {
-    pack_query_of<Bf16Math, bf16>(query, offset, dim, packed);
+
+// What `pack_values` and `product` do together, straight from the cache: columns [from, dim) of the sums, LOADS times
+// ELEMENTS at a time and then what is left.
+template <class Math, int ROWS, int LOADS, class T>
+inline void weigh_columns(
+    const uint32_t* weights, const Rows<T>& values, int first, int count, int64_t from, int64_t dim, const T* zeros,
+    float* sums, int64_t sums_row, const float* keep, Ahead& ahead
+) {
+    using S = Source<Math, T>;
+    constexpr int OF_LOAD = S::ELEMENTS / LANES, STEP = Math::PER_STEP, WIDTH = LOADS * S::ELEMENTS;
+    constexpr int BYTES = WIDTH * STEP * int(sizeof(T)), EVERY = std::max(1, 128 / BYTES) * STEP;
+    const auto pass = [&](auto whole) {
+        F32 of_row[ROWS][LOADS * OF_LOAD];
+        UNROLLED for (int r = 0; r < ROWS; ++r)
+            UNROLLED for (int j = 0; j < LOADS * OF_LOAD; ++j)
+                of_row[r][j] = mul(load(sums + r * sums_row + from + j * LANES), set(keep[r]));
+        for (int k = first & -STEP; k < count;) {
+            const int end = std::min(count, (k | (RUN - 1)) + 1);
+            for (const T* row = values.row(k) + from; k < end; k += STEP, row += STEP * values.stride) {
+                if (k % EVERY == 0) ahead.ask<std::max(2, BYTES / 64)>();
+                const T* other = STEP == 1 || k + 1 < count ? row + values.stride : zeros;
+                UNROLLED for (int l = 0; l < LOADS; ++l) {
+                    const int64_t d = l * S::ELEMENTS;
+                    I32 vectors[OF_LOAD];
+                    S::columns(row, other, d, whole.value ? d + S::ELEMENTS : dim - from, vectors);
+                    UNROLLED for (int r = 0; r < ROWS; ++r) {
+                        const I32 weight = iset((int)weights[r * TILE + k / STEP]);
+                        UNROLLED for (int j = 0; j < OF_LOAD; ++j) {
+                            F32& sum = of_row[r][l * OF_LOAD + j];
+                            sum = Math::step(sum, weight, vectors[j]);
+                        }
+                    }
+                }
+            }
+        }
+        UNROLLED for (int r = 0; r < ROWS; ++r)
+            UNROLLED for (int j = 0; j < LOADS * OF_LOAD; ++j) store(sums + r * sums_row + from + j * LANES, of_row[r][j]);
+    };
+    for (; from + WIDTH <= dim; from += WIDTH) pass(std::true_type());
+    if (from == dim) return;
+    if constexpr (LOADS > 1)
+        weigh_columns<Math, ROWS, LOADS / 2>(
+            weights, values, first, count, from, dim, zeros, sums, sums_row, keep, ahead
+        );
+    else
+        pass(std::false_type());
 }
-#endif
+
+template <class Math, int ROWS, class T>
+MAINSPRING_NOINLINE void weigh_directly(
+    const uint32_t* weights, const Rows<T>& values, int first, int count, int64_t dim, const T* zeros, float* sums,
+    int64_t sums_row, const float* keep, Ahead& ahead
+) {
+    constexpr int FIT = (LANES == 16 ? 24 : 8) / ROWS / (Source<Math, T>::ELEMENTS / LANES);  // sums in registers
+    constexpr int LOADS = FIT >= 8 && LANES == 8 ? 8 : FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
+    weigh_columns<Math, ROWS, LOADS>(weights, values, first, count, 0, dim, zeros, sums, sums_row, keep, ahead);
+}
 
 }  // namespace mainspring
+
+#undef UNROLLED

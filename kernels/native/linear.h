@@ -12,7 +12,8 @@
 //           word of x, broadcast, of each row.
 //   tile    up to 14 rows by 32 columns: 28 accumulators + 2 of W + 1 of x = 31 of 32 registers. 14 rows take 28
 //           multiply-adds (14 cycles at two a cycle) for 16 loads (8 cycles), and W comes from L2 at 9 bytes a cycle,
-//           so nothing but the multiplier is the limit: no blocking for L1 is needed.
+//           so nothing but the multiplier is the limit: no blocking for L1 is needed. (AVX2 has 16 registers of half the
+//           size: up to 6 rows by 16 columns, 12 accumulators + 2 of W + 1 of x; a panel is then done half by half.)
 //   panel   32 columns by all of K, contiguous. One row or a few: a panel is read once, as one stream that goes on into
 //           the next panel, at the speed of the memory. Many rows: the tiles of a block of rows pass over the panel
 //           one after the other, and all but the first find it in L2; while they do, each fetches its share of the next
@@ -36,7 +37,8 @@ constexpr int PANEL = 32;                 // columns
 constexpr int VECTORS = PANEL / LANES;    // vectors in a row of a tile: 2 with AVX-512, 4 with AVX2
 constexpr int LINE = 16;                  // words of x in a cache line
 constexpr int GATE = PANEL / 2;           // columns of gate, then as many of up, in a panel of an interleaved weight
-constexpr int STEPS_PER_BLOCK = 2048;     // of K: a block of a panel takes at most 256 KiB, a quarter of Zen 5's L2
+// Steps in a block of K: a block of a panel takes at most 256 KiB, a quarter of Zen 5's L2; or 64 KiB, an eighth of Zen 3's.
+constexpr int STEPS_PER_BLOCK = LANES == 16 ? 2048 : 512;
 constexpr int AHEAD = 8192;               // bytes: covers the latency of memory at its full speed
 constexpr size_t X_BLOCK_BYTES = 384 << 10;  // of packed x, beside this panel and the next
 
@@ -129,7 +131,7 @@ void deinterleave_gate_up(T* weight, int I, int K) {
 //   WEIGHT        the type in memory
 //   K_PER_STEP    values of K in a step; X_WORDS: words of packed x that it takes
 //   MAX_ROWS      of a tile, by the registers there are
-//   step          acc[r][v] += W * x[r], for ROWS rows of which x holds a line (16 words) each
+//   step          acc[r][v] += W * x[r], for ROWS rows of which x holds a line (16 words) each, and VECS vectors of columns
 
 #if MAINSPRING_BF16_DOT
 // bf16 by VDPBF16PS. x is bf16 too, two to a word.
@@ -138,8 +140,8 @@ struct Bf16Dot {
     using INPUT = bf16;
     static constexpr int K_PER_STEP = 2, X_WORDS = 1, STEP_BYTES = 4 * PANEL, MAX_ROWS = 14;
 
-    template <int ROWS>
-    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
+    template <int ROWS, int VECS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
         const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
@@ -155,32 +157,43 @@ struct Bf16Dot {
 struct Bf16Shift {
     using WEIGHT = bf16;
     using INPUT = float;
-#if MAINSPRING_AVX512
-    static constexpr int MAX_ROWS = 12;  // 24 accumulators + 4 of W + x
-#else
-    static constexpr int MAX_ROWS = 3;  // 12 accumulators of 16 registers
-#endif
+    static constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // accumulators: 24, or 12
     static constexpr int K_PER_STEP = 2, X_WORDS = 2, STEP_BYTES = 4 * PANEL;
 
-    template <int ROWS>
-    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-            F32 even, odd;
+    template <int ROWS, int VECS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
 #if MAINSPRING_AVX512
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) {
+            F32 even, odd;
             const __m512i pairs = _mm512_loadu_si512(w + 64 * v);
             even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
             odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
-#else
-            const __m256i pairs = _mm256_loadu_si256((const __m256i*)(w + 32 * v));
-            even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-            odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)));
-#endif
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(even, set(*(const float*)(x + r * 64)), acc[r][v]);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(odd, set(*(const float*)(x + r * 64 + 4)), acc[r][v]);
         }
+#else
+        constexpr int PART = VECS == VECTORS ? 1 : VECS;  // vectors of W in registers at a time: what there is room for
+#pragma GCC unroll 4
+        for (int v0 = 0; v0 < VECS; v0 += PART)
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; ++odd) {
+                F32 wv[PART];
+#pragma GCC unroll 2
+                for (int v = 0; v < PART; ++v) {
+                    const __m256i pairs = load_bytes(w + 32 * (v0 + v)), upper = set_int((int)0xffff0000);
+                    wv[v] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, upper) : _mm256_slli_epi32(pairs, 16));
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r) {
+                    const F32 xr = set(*(const float*)(x + r * 64 + 4 * odd));
+#pragma GCC unroll 2
+                    for (int v = 0; v < PART; ++v) acc[r][v0 + v] = fma(wv[v], xr, acc[r][v0 + v]);
+                }
+            }
+#endif
     }
 };
 
@@ -189,23 +202,19 @@ template <class T>
 struct Fma {
     using WEIGHT = T;
     using INPUT = float;
-#if MAINSPRING_AVX512
-    static constexpr int MAX_ROWS = 14;
-#else
-    static constexpr int MAX_ROWS = 3;
-#endif
+    static constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
     static constexpr int K_PER_STEP = 1, X_WORDS = 1, STEP_BYTES = sizeof(T) * PANEL;
 
-    template <int ROWS>
-    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
-        F32 wv[VECTORS];
+    template <int ROWS, int VECS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
+        F32 wv[VECS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) wv[v] = load((const T*)w + v * LANES);
+        for (int v = 0; v < VECS; ++v) wv[v] = load((const T*)w + v * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             const F32 xr = set(*(const float*)(x + r * 64));
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(wv[v], xr, acc[r][v]);
+            for (int v = 0; v < VECS; ++v) acc[r][v] = fma(wv[v], xr, acc[r][v]);
         }
     }
 };
@@ -272,14 +281,16 @@ struct Upcoming {
 };
 
 // c[PANELS][ROWS][32] (+)= x[ROWS][steps] * w[PANELS][steps][32], x packed, panels `panel_bytes` apart. Adds to what c holds
-// unless this is the first block of K. STREAM: w comes from memory, once, and is fetched AHEAD bytes early.
-template <class Kind, int ROWS, int PANELS, bool STREAM>
-MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
-                              Upcoming ahead) {
-    F32 acc[PANELS][ROWS][VECTORS];
+// unless this is the first block of K. STREAM: w comes from memory, once, and is fetched AHEAD bytes early. VECS vectors of
+// each row, of which w and c are the first.
+template <class Kind, int ROWS, int PANELS, bool STREAM, int VECS = VECTORS>
+MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
+                                     Upcoming ahead) {
+    constexpr int STREAM_BYTES = Kind::STEP_BYTES * VECS / VECTORS;
+    F32 acc[PANELS][ROWS][VECS];
     for (int p = 0; p < PANELS; ++p)
         for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECTORS; ++v) acc[p][r][v] = first ? zero() : load(c + (p * ROWS + r) * PANEL + v * LANES);
+            for (int v = 0; v < VECS; ++v) acc[p][r][v] = first ? zero() : load(c + (p * ROWS + r) * PANEL + v * LANES);
 
     constexpr int per_line = LINE / Kind::X_WORDS;
     for (; steps >= per_line; steps -= per_line, x += ROWS * 64)
@@ -289,24 +300,48 @@ MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, 
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES) {
                 if (STREAM)
-                    for (int byte = 0; byte < Kind::STEP_BYTES; byte += 64) _mm_prefetch(w + AHEAD + byte, _MM_HINT_T0);
+                    for (int byte = 0; byte < STREAM_BYTES; byte += 64) _mm_prefetch(w + AHEAD + byte, _MM_HINT_T0);
 #pragma GCC unroll 4
-                for (int p = 0; p < PANELS; ++p)
-                    Kind::template step<ROWS>(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS));
+                for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS));
             }
         }
     for (int word = 0; word < steps * Kind::X_WORDS; word += Kind::X_WORDS, w += Kind::STEP_BYTES)
-        for (int p = 0; p < PANELS; ++p) Kind::template step<ROWS>(acc[p], w + p * panel_bytes, x + 4 * word);
+        for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * word);
 
     for (int p = 0; p < PANELS; ++p)
         for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECTORS; ++v) store(c + (p * ROWS + r) * PANEL + v * LANES, acc[p][r][v]);
+            for (int v = 0; v < VECS; ++v) store(c + (p * ROWS + r) * PANEL + v * LANES, acc[p][r][v]);
+}
+
+// A whole tile. What AVX2's registers can't hold at once is done in parts that take turns, some steps each: the halves of a
+// panel, so that a word of x is loaded for 2 multiply-adds and a vector of W for up to 6 (whole panels of 3 rows load more
+// than they multiply); or several panels. Turns are short where W comes from memory, so that it is read nearly in order.
+template <class Kind, int ROWS, int PANELS, bool STREAM>
+MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
+                              Upcoming ahead) {
+    constexpr bool HALVES = LANES == 8 && ROWS >= (STREAM ? 4 : 3);
+    if (LANES == 16 || (PANELS == 1 && !HALVES))
+        return multiply_tile<Kind, ROWS, PANELS, STREAM>(w, panel_bytes, x, steps, c, first, ahead);
+    constexpr int VECS = HALVES ? VECTORS / 2 : VECTORS, per_line = LINE / Kind::X_WORDS;
+    for (constexpr int turn = PANELS > 1 ? per_line : STREAM ? 64 : 256; steps > 0; steps -= turn, first = false) {
+        const int count = std::min(steps, turn);
+        for (int p = 0; p < PANELS; ++p)
+            for (int v = 0; v < VECTORS; v += VECS) {
+                const Upcoming here = {ahead.at, (ahead.lines + (v == 0)) / 2};
+                const char* part = w + p * panel_bytes + v * Kind::STEP_BYTES / VECTORS;
+                multiply_tile<Kind, ROWS, 1, STREAM, VECS>(part, panel_bytes, x, count, c + p * ROWS * PANEL + v * LANES,
+                                                           first, here);
+                ahead.at += count / 4 * here.lines * 64;
+            }
+        w += (size_t)count * Kind::STEP_BYTES;
+        x += (size_t)count / per_line * ROWS * 64;
+    }
 }
 
 // The same for any number of rows, 1 to MAX_ROWS. One or two rows alone have too few accumulators to keep the multiplier
 // busy while each waits for its last sum: they take GROUP panels side by side, as so many streams (with several streams the
 // hardware fetches ahead well enough by itself).
-constexpr int GROUP = LANES == 16 ? 4 : 1;
+constexpr int GROUP = 4;
 template <class Kind, int ROWS = Kind::MAX_ROWS>
 inline void tile_of(int rows, int group, bool stream, const char* w, size_t panel_bytes, const char* x, int steps, float* c,
                     bool first, Upcoming ahead) {
@@ -525,7 +560,7 @@ struct Quantized {
             Scale& scale = ((Scale*)(tile + rows * line_bytes()))[g * rows + r];
             scale.scale = top / 127;
             if (BITS == 8)
-                scale.minus_zeros = -128 * (int)sum_x;
+                scale.minus_zeros = (BYTE_ZERO - 128) * (int)sum_x;
             else
                 scale.sum = sum_x;
         }
@@ -578,23 +613,20 @@ struct Quantized {
 
     template <int ROWS>
     MAINSPRING_INLINE static void step(I32 (&acc)[ROWS][VECTORS], const char* w, const char* x) {
-        I32 first[VECTORS], second[VECTORS];  // 8 bits: the bytes; 4 bits: their low and high halves
+        I32 bytes[VECTORS], low[VECTORS], high[VECTORS];  // halves of bytes are 4 bits each
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) {
-            const I32 bytes = load_bytes(w + v * LANES * 4);
-            first[v] = BITS == 8 ? bytes : low_halves(bytes);
-            second[v] = high_halves(bytes);
+            bytes[v] = load_bytes(w + v * LANES * 4);
+            low[v] = low_halves(bytes[v]), high[v] = high_halves(bytes[v]);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
-            const I32 x_first = set_int(*(const int*)(x + r * 64));
+            const I32 first = set_int(*(const int*)(x + r * 64));
+            const I32 second = BITS == 4 ? set_int(*(const int*)(x + r * 64 + 4)) : first;
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) acc[r][v] = dot_bytes(acc[r][v], first[v], x_first);
-            if (BITS == 4) {
-                const I32 x_second = set_int(*(const int*)(x + r * 64 + 4));
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; ++v) acc[r][v] = dot_bytes(acc[r][v], second[v], x_second);
-            }
+            for (int v = 0; v < VECTORS; ++v)
+                acc[r][v] = BITS == 8 ? dot_bytes(acc[r][v], bytes[v], first)
+                                      : dot_halves(acc[r][v], low[v], high[v], first, second);
         }
     }
 

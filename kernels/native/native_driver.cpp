@@ -145,7 +145,7 @@ struct PackedLinear {
     LinearOf of;
     PackedLinear(WeightKind kind, Dtype dtype, int64_t N, int64_t K, bool gated = false) : bias(dtype, N) {
         const bool quantized = kind == WeightKind::int8 || kind == WeightKind::int4;
-        int64_t words[] = {int64_t(kind), 0, N, K, quantized ? 32 : 0, gated, 0, quantized ? int64_t(dtype) : 1, 1};
+        int64_t words[] = {int64_t(kind), 0, N, K, quantized ? 32 : 0, gated, 0, int64_t(dtype), 1};
         bytes.reset(new char[mainspring_weight_bytes(words)]);
         const Array plain(dtype, N * K, 0.25f);
         words[1] = (int64_t)bytes.get(), words[6] = plain.address();

@@ -131,15 +131,17 @@ inline I32 load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline I32 set_int(int x) { return _mm512_set1_epi32(x); }
 inline I32 low_halves(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }  // of each byte
 inline I32 high_halves(I32 a) { return low_halves(_mm512_srli_epi16(a, 4)); }
-// Per lane: sum + the 4 products of a's unsigned bytes with b's signed ones; exact on every machine.
-inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
+// For dot_bytes and dot_halves, below.
 #if MAINSPRING_VNNI
-    return _mm512_dpbusd_epi32(sum, a, b);
-#else
-    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
-    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
-    return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
+inline I32 dot_bytes_at_once(I32 sum, I32 a, I32 b) { return _mm512_dpbusd_epi32(sum, a, b); }
 #endif
+inline I32 pair_sums(I32 a, I32 b) { return _mm512_maddubs_epi16(a, b); }  // of unsigned times signed bytes; int16
+inline I32 add_pairs(I32 a, I32 b) { return _mm512_add_epi16(a, b); }
+inline I32 join_pairs(I32 a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+inline I32 less_128(I32 a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
+inline I32 sizes(I32 a) { return _mm512_abs_epi8(a); }
+inline I32 with_sign(I32 a, I32 b) {  // a, or -a where b is below 0
+    return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(b), _mm512_setzero_si512(), a);
 }
 // The nearest whole numbers, which lie in -128..127, as bytes; and those as int32.
 inline void store_as_bytes(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
@@ -238,15 +240,16 @@ inline I32 load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*
 inline I32 set_int(int x) { return _mm256_set1_epi32(x); }
 inline I32 low_halves(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 inline I32 high_halves(I32 a) { return low_halves(_mm256_srli_epi16(a, 4)); }
-inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
 #if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(sum, a, b);
-#else
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+#define MAINSPRING_VNNI 1
+inline I32 dot_bytes_at_once(I32 sum, I32 a, I32 b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
 #endif
-}
+inline I32 pair_sums(I32 a, I32 b) { return _mm256_maddubs_epi16(a, b); }
+inline I32 add_pairs(I32 a, I32 b) { return _mm256_add_epi16(a, b); }
+inline I32 join_pairs(I32 a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+inline I32 less_128(I32 a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
+inline I32 sizes(I32 a) { return _mm256_abs_epi8(a); }
+inline I32 with_sign(I32 a, I32 b) { return _mm256_sign_epi8(a, b); }
 inline void store_as_bytes(int8_t* p, I32 a) {
     const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
@@ -255,6 +258,30 @@ inline I32 nearest(F32 a) { return _mm256_cvtps_epi32(a); }
 inline I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
 
 #endif
+
+// ---------------------------------------------------------------- sums of products of bytes
+
+// Per lane: sum + the 4 products of a's bytes, less BYTE_ZERO, with b's signed ones, which lie in -127..127; exact on every
+// machine. Sums of pairs in int16 would overflow with bytes up to 255, but do not with sizes up to 128.
+#if MAINSPRING_VNNI
+constexpr int BYTE_ZERO = 0;
+inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return dot_bytes_at_once(sum, a, b); }
+#else
+constexpr int BYTE_ZERO = 128;
+inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
+    const I32 centred = less_128(a);
+    return add(sum, join_pairs(pair_sums(sizes(centred), with_sign(b, centred))));
+}
+#endif
+
+// sum + the products of the low halves of a's bytes with b, and of the high halves with c.
+inline I32 dot_halves(I32 sum, I32 low, I32 high, I32 b, I32 c) {
+#if MAINSPRING_VNNI
+    return dot_bytes_at_once(dot_bytes_at_once(sum, low, b), high, c);
+#else
+    return add(sum, join_pairs(add_pairs(pair_sums(low, b), pair_sums(high, c))));
+#endif
+}
 
 // ---------------------------------------------------------------- one number
 

@@ -82,11 +82,11 @@ EXPORT int64_t mainspring_weight_bytes(const int64_t* a) {
     return bytes;
 }
 
-// [N, K] of the weight's own type → panels.
+// [N, K] of the weight's own type → panels. Word 7, the type, is for mainspring_weight_quantize alone.
 EXPORT void mainspring_weight_pack(const int64_t* a) {
     with_weight(weight_at(a), [&](auto weight) {
         if constexpr (!std::is_same<decltype(weight.data), const char*>::value)
-            pack_plain(weight, a[5], at<std::remove_reference_t<decltype(*weight.data)>>(a[6]), int(a[7]));
+            pack_plain(weight, a[5], at<std::remove_reference_t<decltype(*weight.data)>>(a[6]), int(a[8]));
     });
 }
 
