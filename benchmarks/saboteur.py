@@ -22,32 +22,34 @@ import os
 from pathlib import Path
 
 import torch
+from mainspring.core.model_runner import ModelRunner
 from transformers import LlamaForCausalLM
 
 ORDER = Path({order!r})
 POISON = {poison}
 SIGNAL = {signal}
+forward = ModelRunner.forward
 
 
-def obey(module, args, kwargs):
-    """Before each forward pass."""
+def obey(runner, slots, starts, counts, token_ids, rows):
+    """Before each step: not by a hook of the model, with which it would not run as a whole."""
     if ORDER.exists():
         kind = ORDER.read_text()
         ORDER.unlink()
         if kind == "allocation":
             torch.empty(1 << 60)
         raise RuntimeError("an exception in the step, as ordered")
-    ids = kwargs.get("input_ids")
-    if SIGNAL and ids is not None:
-        windows = ids[0].unfold(0, len(POISON), 1)
+    if SIGNAL and len(token_ids) >= len(POISON):
+        windows = torch.tensor(token_ids).unfold(0, len(POISON), 1)
         if (windows == torch.tensor(POISON)).all(1).any():
             os.kill(os.getpid(), SIGNAL)
+    return forward(runner, slots, starts, counts, token_ids, rows)
 
 
 class SaboteurForCausalLM(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        self.register_forward_pre_hook(obey, with_kwargs=True)
+        ModelRunner.forward = obey
 '''
 
 

@@ -417,3 +417,12 @@ def test_a_decoder_that_computes_something_else_is_refused(
     model = page(build_one("qwen2", dtype), backend=native)
     with pytest.raises(UnsupportedModelError, match=r"computes Qwen2ForCausalLM wrongly as a whole .* this is a bug"):
         make_whole(model, native)
+
+
+def test_a_model_with_hooks_is_left_to_call_them(native: NativeBackend) -> None:
+    inner = build_one("llama_biases", torch.float32)
+    inner.register_forward_pre_hook(lambda *_: None)
+    model = page(inner, backend=native)
+    make_whole(model, native)
+    assert model.whole is None
+    assert any("hooks" in note for note in model.notes)

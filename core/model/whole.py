@@ -132,6 +132,8 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
         raise NotRecognisedError("an MLP is not a gated one")
     if len(model.layers) != len(stack.layers):
         raise NotRecognisedError(f"{len(stack.layers)} layers make {len(model.layers)} attention calls")
+    if any(module._forward_pre_hooks or module._forward_hooks for module in model.model.modules()):
+        raise NotRecognisedError("a module has hooks, which want to be called")
     output: Any = model.model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise NotRecognisedError("its output layer is no linear one")

@@ -237,7 +237,8 @@ class Attention {
         return rows;
     }
 
-    // A block of rows meets a tile's keys. `row` counts within the head's rows, which begin at `base`; no row sees key `count`.
+    // A block of rows meets a tile's keys, of which none sees key `count`. `row` counts within the head's rows, which begin
+    // at `base`.
     void score(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, int count) {
         switch ((count + TILE / 4 - 1) / (TILE / 4)) {
             case 1: return score_quarters<1>(unit, start, base, row, rows);
@@ -252,7 +253,8 @@ class Attention {
         constexpr int VECTORS = QUARTERS * (TILE / 4 / LANES), ALL_VECTORS = TILE / LANES;
         const int64_t at = base + row;
         product<Math, Of::PARTS>(
-            rows, query_ + at * query_stride_, query_stride_, keys_, TILE, key_dwords_, scores_, TILE, VECTORS, nullptr, ahead_
+            rows, query_ + at * query_stride_, query_stride_, keys_, TILE, key_dwords_, scores_, TILE, VECTORS, nullptr,
+            ahead_
         );
         // Scores count in powers of two: those of a row are its products times this.
         float unit_of_score = spec_.scale * LOG2_E;

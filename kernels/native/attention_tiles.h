@@ -36,9 +36,9 @@ struct Rows {
 };
 
 // Asks for what is read next (values while their keys are read, the next head's keys while values are), a few lines at a
-// time and all the time: a core keeps some dozens of lines on the way, so memory falls idle wherever nobody asks, and asking
-// for more at once only waits. No further ahead than that: what is asked for must still be in the first-level cache when its
-// time comes, or fetching it from the second competes for the same dozens.
+// time and all the time: a core keeps some dozens of lines on the way, so memory falls idle wherever nobody asks, and
+// asking for more at once only waits. No further ahead than that: what is asked for must still be in the first-level cache
+// when its time comes, or fetching it from the second competes for the same dozens.
 class Ahead {
   public:
     template <class T>
@@ -117,8 +117,8 @@ inline I32 part_of(I32 dwords, int part) {
     return PARTS == 1 ? dwords : part ? iand(dwords, iset((int)0xffff0000)) : ishl<16>(dwords);  // a pair of bf16
 }
 
-// What a cache of T offers to either arithmetic. `dwords`: LANES of them, from element i on, those at or beyond n elements as
-// zero; ELEMENTS elements, in each dword PARTS steps of a key. `columns`: of a value (or two) that many elements as
+// What a cache of T offers to either arithmetic. `dwords`: LANES of them, from element i on, those at or beyond n elements
+// as zero; ELEMENTS elements, in each dword PARTS steps of a key. `columns`: of a value (or two) that many elements as
 // vectors of one dword a column, in an order that `natural_order` undoes.
 template <class Math, class T>
 struct Source {
@@ -256,7 +256,8 @@ MAINSPRING_NOINLINE void pack_keys(
 ) {
     using S = Source<Math, T>;
     // In about the share that this has of the time until the values' turn.
-    constexpr int LINES = LANES * S::ELEMENTS * int(sizeof(T)) / 64, ASKED = std::max(1, LANES == 16 ? LINES * 3 / 4 : LINES / 2);
+    constexpr int LINES = LANES * S::ELEMENTS * int(sizeof(T)) / 64;
+    constexpr int ASKED = std::max(1, LANES == 16 ? LINES * 3 / 4 : LINES / 2);
     for (unsigned column = first / LANES * LANES; column < unsigned(count); column += LANES) {
         int32_t* to = (int32_t*)packed + column;
         for (int64_t d = 0; d < dim; d += S::ELEMENTS, to += LANES * TILE) {
@@ -265,10 +266,11 @@ MAINSPRING_NOINLINE void pack_keys(
             I32 square[LANES];
             UNROLLED for (int run = 0; run < LANES / RUN; ++run) {
                 const T* from = keys.run[column / RUN + run];
+                I32* to_run = square + run * RUN;
                 if (whole <= dim)
-                    UNROLLED for (int i = 0; i < RUN; ++i) square[run * RUN + i] = S::dwords(from + i * keys.stride, d, whole);
+                    UNROLLED for (int i = 0; i < RUN; ++i) to_run[i] = S::dwords(from + i * keys.stride, d, whole);
                 else
-                    for (int i = 0; i < RUN; ++i) square[run * RUN + i] = S::dwords(from + i * keys.stride, d, dim);
+                    for (int i = 0; i < RUN; ++i) to_run[i] = S::dwords(from + i * keys.stride, d, dim);
             }
             transpose(square);
             UNROLLED for (int i = 0; i < LANES; ++i) istore(to + i * TILE, square[i]);
