@@ -343,11 +343,17 @@ def test_what_does_not_run_as_a_whole_is_not_quantized(native: NativeBackend, bi
 
 
 def shift_logits(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda module, given, out: out + torch.arange(out.shape[-1]) * 0.1)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: forward(x) + torch.arange(SIZES["vocab_size"]) * 0.1
 
 
 def shift_embeddings(model: Any) -> None:
-    model.model.embed_tokens.register_forward_hook(lambda module, given, out: out + 1)
+    forward = model.model.embed_tokens.forward
+    model.model.embed_tokens.forward = lambda ids: forward(ids) + 1
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].register_forward_pre_hook(lambda *_: None)
 
 
 class Wrapped(nn.Module):
@@ -370,6 +376,7 @@ def wrap_head(model: Any) -> None:
         ("llama", shift_logits, "its logits are not the output layer's product, scaled or capped"),
         ("tied", shift_embeddings, "its embedding is no plain lookup in the output layer's weight"),
         ("llama", wrap_head, "its output layer is no linear one"),
+        ("llama", hook, "a module has hooks, which want to be called"),
     ],
 )
 def test_a_model_with_more_around_its_layers_runs_layer_by_layer(
@@ -417,12 +424,3 @@ def test_a_decoder_that_computes_something_else_is_refused(
     model = page(build_one("qwen2", dtype), backend=native)
     with pytest.raises(UnsupportedModelError, match=r"computes Qwen2ForCausalLM wrongly as a whole .* this is a bug"):
         make_whole(model, native)
-
-
-def test_a_model_with_hooks_is_left_to_call_them(native: NativeBackend) -> None:
-    inner = build_one("llama_biases", torch.float32)
-    inner.register_forward_pre_hook(lambda *_: None)
-    model = page(inner, backend=native)
-    make_whole(model, native)
-    assert model.whole is None
-    assert any("hooks" in note for note in model.notes)
