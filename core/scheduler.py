@@ -163,7 +163,9 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None if there is nothing to compute now."""
-        step = self._next()
+        preempted = self._count["num_preemptions"]
+        while (step := self._next()) is None and not self._in_flight and self._count["num_preemptions"] > preempted:
+            preempted = self._count["num_preemptions"]  # for somebody that only the next try lets in
         self._stalled = step is None and not self._in_flight
         return step
 

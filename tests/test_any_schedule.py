@@ -158,6 +158,45 @@ def run(schedule: Schedule) -> Engine:
     return engine
 
 
+job = Job(0, 0, 0, 1, 0, [], 0, 0, False, 0, None, None, None)
+GIVES_WAY_ALONE = Schedule(  # the only running request gives way to one that nothing lets in before the next try
+    {
+        "block_size": 2,
+        "windows": (None,),
+        "max_model_len": 26,
+        "num_blocks": 16,
+        "depth": 2,
+        "weights": [0.5, 0.5],
+        "prefix_caching": True,
+        "max_num_batched_tokens": 26,
+        "max_num_seqs": 3,
+        "suspects": 24,
+        "enable_chunked_prefill": False,
+        "long_prefill_token_threshold": 0,
+        "scheduling_policy": "fcfs",
+    },
+    [
+        job._replace(length=0.41, max_tokens=30),
+        job._replace(after=2, credit=False),
+        job._replace(max_tokens=3, resumed=0.8192),
+        job._replace(shared=0.42, length=0.83, frontend=1),
+        job._replace(shared=0.81, length=0.753, max_tokens=2, frontend=1),
+        job._replace(after=2, pause="keep"),
+        job._replace(credit=True),
+        job._replace(shared=0.6, length=0.29, max_tokens=15),
+        job._replace(shared=0.9, length=0.38, max_tokens=30, stops=[43], frontend=1, resumed=0.6307),
+        job._replace(abort=4),
+        job._replace(shared=0.5, length=0.912, max_tokens=33),
+    ],
+    [],
+    [],
+)
+
+
+def test_the_only_running_request_may_give_way_to_one_that_waits() -> None:
+    run(GIVES_WAY_ALONE)
+
+
 def run_any_schedules(max_examples: int) -> None:
     seen: Counter[str] = Counter()
 
