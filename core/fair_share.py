@@ -35,6 +35,8 @@ class Frontend:
         self.running: dict[int, Request] = {}  # by slot
         self._queue: list[tuple[Rank, Request]] = []  # heap; finished ones are passed over
         self._num_queued = 0  # without them
+        self.deferred: list[tuple[Rank, Request]] = []  # out of the queue while a step is made, but counted in it
+        self.kept = 0  # free blocks for them
 
     @property
     def num_running(self) -> int:
@@ -55,6 +57,16 @@ class Frontend:
         request = heapq.heappop(self._queue)[1]
         self._count(request, queued=False)
         return request
+
+    def defer(self) -> None:
+        """Let `peek` show the next request instead, until `undefer`."""
+        self.deferred.append(heapq.heappop(self._queue))
+        self.kept += self.deferred[-1][1].room
+
+    def undefer(self) -> None:
+        while self.deferred:
+            heapq.heappush(self._queue, self.deferred.pop())
+        self.kept = 0
 
     def push(self, rank: Rank, request: Request) -> None:
         self._count(request, queued=True)

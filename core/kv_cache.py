@@ -35,6 +35,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._windows = [g.window for g in groups]
         self._prefix_caching = prefix_caching
+        self._coming: dict[bytes, Request] = {}  # by digest: who runs, and had to compute this block
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (step to wait for, blocks)
         self.num_on_the_way = 0  # blocks that come back when a step in flight retires; shared ones stand several times
         self._newest_step: int | None = None  # in flight
@@ -59,16 +60,32 @@ class KVCacheManager:
         request.num_cached_blocks = blocks
         return blocks * self.block_size
 
-    def take_prefix(self, request: Request) -> None:
-        """Make what `find_prefix` just named its own."""
+    def take_prefix(self, request: Request, waited_for: bool = True) -> None:
+        """Make what `find_prefix` just named its own. The rest of its blocks are `coming_from` it, if it is to be
+        `waited_for`, and no longer from whom it didn't wait for itself."""
         for table in request.tables:
             self.pool.touch(b for b in table if b != NULL_BLOCK)
         self.held[request.frontend] += self.num_held(request)
+        if self._prefix_caching and waited_for:
+            self._coming.update(dict.fromkeys(request.digests[request.num_cached_blocks :], request))
 
     def prefix_grew(self, request: Request) -> bool:
         """Whether more of a waiting request's prefix may be cached than when it was looked up last."""
         n = request.num_cached_blocks
         return n < len(request.digests) and self.pool.find((0, request.digests[n])) is not None
+
+    def coming_from(self, request: Request, block: int) -> Request | None:
+        """Who computes this block of a waiting request, or did, and still runs."""
+        return self._coming.get(request.digests[block]) if block < len(request.digests) else None
+
+    def ends_cached(self, request: Request, blocks: int) -> bool:
+        """Whether a prefix of `blocks` blocks is cached, given that a running request has published it: what windows
+        need of it may have been given up before."""
+        for group, window in enumerate(self._windows):
+            first = blocks - 1 if window is None else self._first_needed(window, blocks * self.block_size)
+            if any(self.pool.find((group, digest)) is None for digest in request.digests[first:blocks]):
+                return False
+        return True
 
     def publish(self, request: Request, first: int, last: int) -> None:
         """Let blocks `first` to `last` (exclusive) be found: they are full, and their step has succeeded."""
@@ -165,6 +182,9 @@ class KVCacheManager:
         for table in request.tables:
             self._release([b for b in reversed(table) if b != NULL_BLOCK])
         request.tables = []
+        for digest in request.digests[request.num_cached_blocks :] if self._coming else ():
+            if self._coming.get(digest) is request:
+                del self._coming[digest]
 
     def take_updates(self) -> TableUpdate:
         """Table changes since the last call."""

@@ -31,6 +31,8 @@ from .suspects import Suspects
 
 PauseMode = Literal["abort", "keep", "wait"]
 
+COMING = -1  # instead of how much of a request is cached: a running one is just computing more of it
+MOST_DEFERRED = 32  # requests of a frontend in one step, for each may be new and have to be looked up
 GROW_AFTER_STEPS = 64  # that succeeded with a budget cut for lack of memory, it is doubled
 
 
@@ -294,14 +296,16 @@ class Scheduler:
 
     def _reserved(self, frontend: int) -> int:
         """Free blocks that are not for this frontend."""
-        promised = self._promised
-        return promised.room if promised is not None and promised.frontend != frontend else 0
+        promised, kept = self._promised, self.fair.of(frontend).kept
+        return kept + (promised.room if promised is not None and promised.frontend != frontend else 0)
 
     def _admit(self, budget: int, quotas: dict[int, int] | None, closed: set[int]) -> None:
         """Give waiting requests seats, as far as budget, seats and blocks go. `closed`: frontends that get no more in
-        this step. Where one of them lacks room, another may go before it that then still has no larger share."""
+        this step. Where one of them lacks room, another may go before it that then still has no larger share. Who waits
+        for what is `COMING` is passed by others, for this step, that leave it a seat and its blocks."""
         promised, self._promised = self._promised, None
         ceiling = min((self.fair.share(self.fair.of(f)) for f in closed), default=math.inf)
+        deferring: list[Frontend] = []
         while budget > 0 and (frontend := self.fair.next_waiting(closed)) is not None:
             request = frontend.peek()
             assert request is not None, "next_waiting named a frontend with nobody waiting"
@@ -318,7 +322,12 @@ class Scheduler:
             cached = self._find_room(frontend, request, count, ceiling, request is promised)
             if cached is None:
                 closed.add(frontend.id)
-                ceiling = min(ceiling, self.fair.share(frontend))
+                if not frontend.deferred:
+                    ceiling = min(ceiling, self.fair.share(frontend))
+                continue
+            if cached == COMING:
+                frontend.defer()
+                deferring.append(frontend)
                 continue
             count = min(count, len(request.tokens) - cached)
             frontend.pop()
@@ -330,24 +339,52 @@ class Scheduler:
             budget -= count
             if quotas is not None:
                 quotas[frontend.id] -= count
+        for frontend in deferring:
+            frontend.undefer()
+
+    def _comes(self, request: Request, most: int) -> bool:
+        """Whether a running request computes the next block that `request` lacks, in a step in flight or in this one,
+        and gets by it as far as `request` would itself, with `most` tokens, or to its end. So nobody waits for one that
+        is slower, or stands still."""
+        rows, size, block = self._rows, self.kv.block_size, request.num_cached_blocks
+        owner = self.kv.coming_from(request, block)
+        if owner is None:
+            return False
+        published = int(rows.num_published[owner.slot]) // size
+        if published > block:  # since `request` was looked up; maybe more is to come
+            if self.kv.coming_from(request, published) is not owner or not self.kv.ends_cached(request, published):
+                return False
+            block = published
+        computed, granted = int(rows.num_computed[owner.slot]), int(rows.granted[owner.slot])
+        if not granted and computed < (block + 1) * size:
+            return False
+        return computed + granted >= min(block * size + most, len(owner.tokens))
 
     def _find_room(self, frontend: Frontend, request: Request, most: int, ceiling: float, promised: bool) -> int | None:
         """Tokens of `request` that are cached, if there are a seat and blocks for it now, of which its frontend then
         holds no larger a share than `ceiling`. Beside others all its tokens must find room, or it would be admitted
-        only to be preempted; alone, those it computes now, at `most`. It is looked up anew only if that can help."""
+        only to be preempted; alone, those it computes now, at `most`. It is looked up anew only if that can help.
+        `COMING` if it should wait; nobody gives way for it then, nor for those that pass it."""
+        passed = len(frontend.deferred)
+        if passed and passed >= min(MOST_DEFERRED, len(self._free_slots)):
+            return None
         while True:
             free = self.kv.pool.num_free - self._reserved(frontend.id)
             cached = None
-            known = request.room and self._running and not self.kv.prefix_grew(request)
-            if not known or (self._free_slots and request.room <= free):
+            comes = not promised and self._comes(request, most)
+            known = request.room and self._running and (comes or not self.kv.prefix_grew(request))
+            if not known or (not comes and self._free_slots and request.room <= free):
                 cached = self.kv.find_prefix(request)
                 tokens = len(request.tokens) if self._running else min(len(request.tokens), cached + most)
                 request.room, request.hold = self.kv.room_needed(request, tokens, self._chunk)
+                comes = not promised and self._comes(request, most)
             if self.fair.share(frontend, 1, request.hold) > ceiling:
                 return None
+            if comes:
+                return COMING
             if cached is not None and self._free_slots and request.room <= free:
                 return cached
-            if not self._make_room(frontend, request, promised):
+            if passed or not self._make_room(frontend, request, promised):
                 return None
 
     def _make_room(self, frontend: Frontend, request: Request, promised: bool) -> bool:
@@ -381,7 +418,9 @@ class Scheduler:
             request.num_cached_tokens = cached
             self._count["prefix_queries"] += len(request.tokens)
             self._count["prefix_hits"] += cached
-        self.kv.take_prefix(request)
+        before = self.kv.coming_from(request, request.num_cached_blocks)
+        # What one that still runs has published, and is not there, the cache can't keep: no use to wait for it again.
+        self.kv.take_prefix(request, waited_for=before is None or self._rows.num_published[before.slot] <= cached)
         self.kv.show(request)
         self._admitted.append(request)
 

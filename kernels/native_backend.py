@@ -20,6 +20,7 @@ from .native_build import cpu_features, load
 from .native_decoder import ACTIVATIONS as _ACTIVATIONS
 from .native_decoder import DTYPES as _DTYPES
 from .native_decoder import NativeDecoder
+from .native_weights import linear
 from .reference import ReferenceBackend
 
 _PLAN = struct.Struct("=5q2d7q")
@@ -30,8 +31,6 @@ _ACT_AND_MUL = struct.Struct("=8q")
 _TOKENS = struct.Struct("=32q")
 _MASK = struct.Struct("=9q")
 _CHOOSE = struct.Struct("=10q")
-
-_WIDENED_ROWS = 4096  # of a weight, at once
 
 _NO_HEADS = (0, 0, 0, 0)
 _NO_CACHE = (0,) * 11
@@ -68,7 +67,7 @@ class NativeBackend:
         self._plan = _function(library, "attention_plan", ctypes.c_void_p)
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
-        self._widens = "avx512_bf16" not in cpu_features()
+        self._slow_halves = "avx512_bf16" not in cpu_features()
         self._reference = ReferenceBackend()  # for what is of no dtype or layout of ours
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -177,13 +176,10 @@ class NativeBackend:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`. Where
-        the processor has no instructions for halves, torch is far faster with fp32, widening included."""
-        if x.dtype == torch.float32 or not self._widens:
+        the processor has no instructions for halves torch is slow with them, and ours takes its place."""
+        if x.dtype == torch.float32 or not self._slow_halves:
             return F.linear(x, weight, bias)
-        wide, pieces = x.float(), weight.split(_WIDENED_ROWS)  # a whole one of a large vocabulary takes too much memory
-        biases = [None] * len(pieces) if bias is None else [piece.float() for piece in bias.split(_WIDENED_ROWS)]
-        out = [F.linear(wide, w.float(), b).to(x.dtype) for w, b in zip(pieces, biases, strict=True)]
-        return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
+        return linear(self._library, x, weight, bias)
 
     def decoder(
         self,

@@ -17,10 +17,12 @@ from . import host_memory
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
 GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
 GATE = 16  # rows of gate, then as many of up: linear.h
+_ROW_MAJOR = 2  # in the place of `gated`: not packed
 
 _PANEL = 32  # rows of a weight that are packed together: linear.h
 _PIECE_BYTES = 16 << 20  # of a weight that is packed at once
 _CHUNK_BYTES = 256 << 20
+_ALONE = 16_384  # numbers of rows that are read sooner than others are woken
 
 _WORDS = {count: struct.Struct(f"={count}q") for count in (5, 9, 10, 11, 13)}
 
@@ -45,7 +47,8 @@ class PackedWeight(NamedTuple):
         """Rows of these numbers, int64 ``[n]``, → ``[n, in_features]``: an embedding. They must be in range."""
         ids = ids.contiguous()
         out = torch.empty(len(ids), self.in_features, dtype=self.dtype)
-        _call(self, "rows", ids.data_ptr(), len(ids), out.data_ptr(), DTYPES[self.dtype], torch.get_num_threads())
+        threads = torch.get_num_threads() if out.numel() > _ALONE else 1
+        self._call("rows", ids.data_ptr(), len(ids), out.data_ptr(), DTYPES[self.dtype], threads)
         return out
 
     def unpack(self) -> torch.Tensor:
@@ -61,9 +64,12 @@ class PackedWeight(NamedTuple):
             part = weight.detach()[start : start + step]
             own = part.contiguous()
             memory = self.memory[start * len(self.memory) // rows :]
-            _call(self._replace(memory=memory, out_features=len(part)), name, own.data_ptr(), dtype, threads)
+            self._replace(memory=memory, out_features=len(part))._call(name, own.data_ptr(), dtype, threads)
             if release:
                 host_memory.give_back(part)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        _call(self.library, name, *self.words(), self.gated, *arguments)
 
 
 def pack(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False) -> PackedWeight:
@@ -105,32 +111,39 @@ def pack_quantized(
         raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
     packed = _allocate(library, q, 4, group, dtype, gated)
     q, scales, zeros = q.contiguous(), scales.float().contiguous(), zeros.float().contiguous()
-    _call(packed, "pack_quantized", q.data_ptr(), scales.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
+    packed._call("pack_quantized", q.data_ptr(), scales.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
     return packed
 
 
 def linear(
-    library: ctypes.CDLL, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None
+    library: ctypes.CDLL, x: torch.Tensor, weight: PackedWeight | torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` for ``[..., in]`` of the weight's dtype, rounded once. A row's bits depend on nothing but
-    the row, the weight and the bias."""
-    flat = x.reshape(-1, packed.in_features)
+    the row, the weight and the bias: not on whether the weight, ``[out, in]``, is packed before or as it is used."""
+    if isinstance(weight, torch.Tensor):
+        weight = weight.contiguous()
+        words = (_kind(weight), weight.data_ptr(), *weight.shape, 0, _ROW_MAJOR)
+        gated = False
+    else:
+        gated = weight.gated
+        words = (*weight.words(), gated)
+    out_features, in_features = words[2:4]
+    flat = x.reshape(-1, in_features)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     if bias is not None:
-        bias = bias.view(2, -1, GATE).transpose(0, 1).reshape(-1) if packed.gated else bias.contiguous()
-    out = torch.empty(len(flat), packed.out_features, dtype=packed.dtype)
+        bias = bias.view(2, -1, GATE).transpose(0, 1).reshape(-1) if gated else bias.contiguous()
+    out = torch.empty(len(flat), out_features, dtype=weight.dtype)
     _call(
-        packed, "linear", flat.data_ptr(), flat.stride(0), len(flat), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), DTYPES[packed.dtype], torch.get_num_threads(),
+        library, "linear", *words, flat.data_ptr(), flat.stride(0), len(flat), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), DTYPES[weight.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    if packed.gated:
-        out = out.view(len(flat), packed.out_features // (2 * GATE), 2, GATE).transpose(1, 2).flatten(1)
-    return out.view(*x.shape[:-1], packed.out_features)
+    if gated:
+        out = out.view(len(flat), out_features // (2 * GATE), 2, GATE).transpose(1, 2).flatten(1)
+    return out.view(*x.shape[:-1], out_features)
 
 
-def _call(packed: PackedWeight, name: str, *arguments: int) -> None:
-    words = (*packed.words(), packed.gated, *arguments)
-    _function(packed.library, name)(_WORDS[len(words)].pack(*words))
+def _call(library: ctypes.CDLL, name: str, *words: int) -> None:
+    _function(library, name)(_WORDS[len(words)].pack(*words))
 
 
 def _function(library: ctypes.CDLL, name: str) -> Any:

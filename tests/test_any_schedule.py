@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine, Key, blocks_for, expected_output
+from mainspring.core.fair_share import Frontend
 from mainspring.core.step import Step
 from mainspring.ipc.messages import AddRequest, Sampling
 
@@ -197,8 +198,15 @@ def test_the_only_running_request_may_give_way_to_one_that_waits() -> None:
     run(GIVES_WAY_ALONE)
 
 
-def run_any_schedules(max_examples: int) -> None:
+def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
+    defer = Frontend.defer
+
+    def counted(frontend: Frontend) -> None:
+        seen["waited_for_a_prefix"] += 1
+        defer(frontend)
+
+    monkeypatch.setattr(Frontend, "defer", counted)
 
     @settings(max_examples=max_examples)
     @given(schedules())
@@ -215,14 +223,15 @@ def run_any_schedules(max_examples: int) -> None:
         )
 
     any_schedule_gives_every_request_its_tokens()
+    assert seen["waited_for_a_prefix"] > 20, "nobody waited"
     assert min(seen.values()) > 20, seen
 
 
-def test_any_schedule_gives_every_request_exactly_its_tokens_once() -> None:
-    run_any_schedules(300)
+def test_any_schedule_gives_every_request_exactly_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_any_schedules(300, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_thousands_of_schedules_give_every_request_exactly_its_tokens_once() -> None:
-    run_any_schedules(8000)
+def test_thousands_of_schedules_give_every_request_exactly_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_any_schedules(8000, monkeypatch)

@@ -155,7 +155,7 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
 
 def _head(model: PagedModel, linear: Linear, hidden: torch.Tensor, logits: torch.Tensor) -> Head:
     """The head that comes nearest to `logits`. Its scale is a number of the config, or one over it."""
-    product = F.linear(hidden.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
+    product = F.linear(hidden, linear.weight, linear.bias).float()
     fitted = float((product * logits).sum() / (product * product).sum().clamp_min(1e-12))
     named = [x for number in _numbers(vars(model.config).values()) if number for x in (number, 1 / number)]
     scale = min((1.0, *named), key=lambda x: abs(x - fitted))

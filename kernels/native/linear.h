@@ -1,6 +1,6 @@
 // Linear layers: y[M, N] = x[M, K] * W[N, K]^T, with what follows it (bias, residual, act(gate) * up) in the same pass.
 //
-// W is packed once, in place. Sums are fp32; W and x are bf16, fp16 or fp32; W may also be int8 or 4-bit, in groups.
+// W is packed once. Sums are fp32; W and x are bf16, fp16 or fp32; W may also be int8 or 4-bit, in groups.
 //
 // Clockwork: an element of y is ONE fp32 accumulator that takes the products of its row in order of K. No tile, split
 // between threads, block of K or number of rows changes that order, so none changes a bit. (Which rows share a tile, and
@@ -64,65 +64,27 @@ struct Word<fp16> {
     using type = uint16_t;
 };
 
-// weight [N, K] of bf16, fp16 or fp32, contiguous → packed, in place; or back. Panels are shared out between threads.
-template <class T, bool PACK = true>
-void pack_weight(T* weight, int N, int K, int thread = 0, int num_threads = 1) {
+// rows [columns, K] of a weight → their panel, of as many bytes.
+template <class T>
+void pack_panel(const T* rows, int columns, int K, T* panel) {
     using W = typename Word<T>::type;
     constexpr int per_word = sizeof(W) / sizeof(T);
-    const int words = K / per_word, odd = K % per_word, panels = ceil_div(N, PANEL);
-    std::vector<T> copy((size_t)PANEL * K);
-    for (int p = share(panels, thread, num_threads); p < share(panels, thread + 1, num_threads); ++p) {
-        T* panel = weight + (size_t)p * PANEL * K;
-        const int columns = std::min(PANEL, N - p * PANEL);
-        std::memcpy(copy.data(), panel, sizeof(T) * columns * K);
-        // rows [columns][words], tiles [words][columns]; 16 words of each row at a time, which is a cache line of it
-        for (int k0 = 0; k0 < words; k0 += LINE)
-            for (int n = 0; n < columns; ++n)
-                for (int k = k0; k < std::min(words, k0 + LINE); ++k) {
-                    const size_t row = ((size_t)n * K + k * per_word) * sizeof(T);
-                    const size_t tile = ((size_t)k * columns + n) * sizeof(W);
-                    std::memcpy((char*)panel + (PACK ? tile : row), (char*)copy.data() + (PACK ? row : tile), sizeof(W));
-                }
-        if (odd)
-            for (int n = 0; n < columns; ++n) {
-                const size_t row = (size_t)n * K + K - 1, tile = (size_t)words * columns * per_word + n;
-                panel[PACK ? tile : row] = copy[PACK ? row : tile];
+    const int words = K / per_word, odd = K % per_word;
+    int k = 0;
+    if (sizeof(W) == 4)
+        for (; columns == PANEL && k + LANES <= words; k += LANES)
+            for (int n = 0; n < PANEL; n += LANES) {
+                I32 square[LANES];
+                for (int i = 0; i < LANES; ++i) square[i] = load_bytes(rows + (size_t)(n + i) * K + k * per_word);
+                transpose(square);
+                for (int i = 0; i < LANES; ++i) store_bytes(panel + ((size_t)(k + i) * PANEL + n) * per_word, square[i]);
             }
-    }
-}
-
-template <class T>
-void unpack_weight(T* weight, int N, int K, int thread = 0, int num_threads = 1) {
-    pack_weight<T, false>(weight, N, K, thread, num_threads);
-}
-
-// A joined weight [gate rows; up rows] = [2 * I, K], not packed yet, I a multiple of 16 → 16 rows of gate, 16 of up, 16 of
-// gate, … in place, so that each panel holds the gate and the up of the same 16 columns (see `Gated`); or back.
-template <class T, bool FORTH = true>
-void interleave_gate_up(T* weight, int I, int K) {
-    const int blocks = 2 * I / GATE, half = I / GATE;
-    const size_t size = (size_t)GATE * K;
-    const auto source = [&](int to) {  // which block comes to this place
-        return FORTH ? to / 2 + (to % 2) * half : to < half ? 2 * to : 2 * (to - half) + 1;
-    };
-    std::vector<bool> done(blocks);
-    std::vector<T> first(size);
-    for (int start = 0; start < blocks; ++start) {  // a permutation is a set of cycles: one block waits aside for each
-        if (done[start]) continue;
-        std::memcpy(first.data(), weight + start * size, size * sizeof(T));
-        int to = start;
-        for (; source(to) != start; to = source(to)) {
-            std::memcpy(weight + to * size, weight + source(to) * size, size * sizeof(T));
-            done[to] = true;
-        }
-        std::memcpy(weight + to * size, first.data(), size * sizeof(T));
-        done[to] = true;
-    }
-}
-
-template <class T>
-void deinterleave_gate_up(T* weight, int I, int K) {
-    interleave_gate_up<T, false>(weight, I, K);
+    // 16 words of each row at a time, which is a cache line of it
+    for (; k < words; k += LINE)
+        for (int n = 0; n < columns; ++n)
+            for (int i = k; i < std::min(words, k + LINE); ++i)
+                std::memcpy((W*)panel + (size_t)i * columns + n, rows + (size_t)n * K + i * per_word, sizeof(W));
+    for (int n = 0; odd && n < columns; ++n) panel[(size_t)words * columns * per_word + n] = rows[(size_t)n * K + K - 1];
 }
 
 // ---------------------------------------------------------------- the multiply-add of each type of weight
@@ -383,7 +345,7 @@ struct Store {
     }
 };
 
-// y[row, column / 2] = act(gate) * up, for a weight whose rows `interleave_gate_up` arranged: the joined activation
+// y[row, column / 2] = act(gate) * up, for a weight whose rows are 16 of gate, 16 of up, 16 of gate, …: the joined activation
 // [M, 2 * I] never exists. bias is interleaved alike.
 template <class Activation, class Y, class B = Y>
 struct Gated {
@@ -403,15 +365,6 @@ struct Gated {
         }
     }
 };
-struct Silu {
-    F32 operator()(F32 x) const { return silu(x); }
-};
-struct Gelu {
-    F32 operator()(F32 x) const { return gelu(x); }
-};
-struct GeluTanh {
-    F32 operator()(F32 x) const { return gelu_tanh(x); }
-};
 
 // ---------------------------------------------------------------- a packed weight, and panels of it times tiles of x
 
@@ -424,7 +377,7 @@ struct Packed {
     static constexpr int PANELS_AT_A_TIME = GROUP;
     static constexpr int ALONE = 32768;  // elements of x that a thread rather packs by itself than waits for the others
 
-    const T* data;  // as pack_weight left it
+    const T* data;  // as pack_panel left it
     int N, K;
 
     int steps() const { return ceil_div(K, Kind::K_PER_STEP); }
@@ -590,6 +543,7 @@ struct Quantized {
                     if (STREAM)
                         for (int byte = 0; byte < STEP_BYTES; byte += 64) _mm_prefetch(w + AHEAD + byte, _MM_HINT_T0);
                     step<ROWS>(acc, w, words + 4 * word);
+                    if (LANES == 8) asm volatile("" ::: "memory");
                 }
             }
 
@@ -733,21 +687,6 @@ void quantize_weight(const T* weight, int N, int K, int group, char* packed, int
             }
         pack_quantized<BITS>(q.data(), scales.data(), zeros.data(), columns, K, group, packed + p * panel_bytes);
     }
-}
-
-// Packed → fp32 [N, K], row-major.
-template <int BITS>
-void dequantize_weight(const Quantized<BITS>& weight, float* out) {
-    for (int row = 0; row < weight.N; ++row)
-        for (int k = 0; k < weight.K; ++k) {
-            const int n = row % PANEL, i = k % weight.group;
-            const char* from = weight.data + row / PANEL * weight.panel_bytes() + k / weight.group * weight.group_bytes();
-            const fp16* parameters = (const fp16*)(from + (size_t)weight.group * PANEL * BITS / 8);
-            const uint8_t byte = BITS == 8 ? from[(i / 4 * PANEL + n) * 4 + i % 4] : from[(i / 8 * PANEL + n) * 4 + i % 4];
-            const int q = BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15;
-            const float zero_point = BITS == 8 ? 128 : load_one(parameters + PANEL + n);
-            out[(size_t)row * weight.K + k] = load_one(parameters + n) * (q - zero_point);
-        }
 }
 
 // ---------------------------------------------------------------- linear

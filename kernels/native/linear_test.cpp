@@ -13,7 +13,7 @@
 
 #include <sys/mman.h>
 
-#include "linear.h"
+#include "weights.h"
 
 using namespace mainspring;
 
@@ -92,6 +92,18 @@ static void by_team(int num_threads, const X* x, int x_stride, const T* w, int M
     });
 }
 
+struct Silu {
+    F32 operator()(F32 x) const { return silu(x); }
+};
+
+template <class T>
+static std::vector<T> packed_weight(const std::vector<T>& rows, int N, int K) {
+    std::vector<T> packed(rows.size());
+    for (int n = 0; n < N; n += PANEL)
+        pack_panel(&rows[(size_t)n * K], std::min(PANEL, N - n), K, &packed[(size_t)n * K]);
+    return packed;
+}
+
 template <class T>
 static void check_shape(int M, int N, int K, std::mt19937& rng) {
     const int stride = K + rng() % 3;
@@ -100,11 +112,9 @@ static void check_shape(int M, int N, int K, std::mt19937& rng) {
     const auto bias = random_numbers<T>(N, rng, 1);
     const auto residual = random_numbers<T>((size_t)M * N, rng, 1);
 
-    auto w = original;
-    const int packers = 1 + rng() % 3;
-    for (int t = 0; t < packers; ++t) pack_weight(w.data(), N, K, t, packers);
-    auto back = w;
-    unpack_weight(back.data(), N, K);
+    const auto w = packed_weight(original, N, K);
+    std::vector<T> back(w.size());
+    for (int n = 0; n < N; ++n) read_row(Packed<T>{w.data(), N, K}, n, &back[(size_t)n * K]);
     CHECK(!std::memcmp(back.data(), original.data(), sizeof(T) * N * K), "%s [%d, %d] packed and unpacked differs", name_of<T>(), N, K);
 
     // One row at a time, one thread: what all others must equal, bit for bit.
@@ -147,19 +157,20 @@ static void check_shape(int M, int N, int K, std::mt19937& rng) {
     // gate and up, as if the weight were joined
     if (N % (2 * GATE) == 0) {
         const int I = N / 2;
-        auto joined = original;
-        interleave_gate_up(joined.data(), I, K);
-        auto parted = joined;
-        deinterleave_gate_up(parted.data(), I, K);
-        CHECK(!std::memcmp(parted.data(), original.data(), sizeof(T) * N * K), "%s I %d K %d: interleaved and back differs", name_of<T>(), I, K);
-        pack_weight(joined.data(), N, K);
+        std::vector<T> joined;
+        for (int i = 0; i < I; i += GATE)
+            for (size_t half : {0, I}) {
+                const auto rows = original.begin() + (half + i) * K;
+                joined.insert(joined.end(), rows, rows + GATE * K);
+            }
+        joined = packed_weight(joined, N, K);
         std::vector<T> gated((size_t)M * I), want((size_t)M * I);
         by_team(2, x.data(), stride, joined.data(), M, N, K, Gated<Silu, T>{gated.data(), I});
         for (int m = 0; m < M; ++m)
             for (int i = 0; i < I; ++i) {
-                float act[LANES];
-                store(act, mul(silu(set(alone[(size_t)m * N + i])), set(alone[(size_t)m * N + I + i])));
-                store_one(&want[(size_t)m * I + i], act[0]);
+                float product[LANES];
+                store(product, mul(silu(set(alone[(size_t)m * N + i])), set(alone[(size_t)m * N + I + i])));
+                store_one(&want[(size_t)m * I + i], product[0]);
             }
         CHECK(!std::memcmp(gated.data(), want.data(), sizeof(T) * M * I), "%s M %d I %d K %d: act(gate) * up", name_of<T>(), M, I, K);
     }
@@ -196,7 +207,7 @@ static void check_quantized(int M, int N, int K, int group, std::mt19937& rng) {
     weight.data = packed.at;
     for (int t = 0; t < 2; ++t) quantize_weight<BITS>(original.data(), N, K, group, packed.at, t, 2);
     std::vector<float> w((size_t)N * K);
-    dequantize_weight(weight, w.data());
+    for (int n = 0; n < N; ++n) read_row(weight, n, &w[(size_t)n * K]);
     double error = 0, size = 0;
     for (size_t i = 0; i < w.size(); ++i)
         error += std::pow(w[i] - load_one(&original[i]), 2), size += std::pow(load_one(&original[i]), 2);

@@ -128,6 +128,7 @@ inline F32 dot_bf16(F32 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum
 
 // Bytes, 4 to a lane.
 inline I32 load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(void* p, I32 a) { _mm512_storeu_si512(p, a); }
 inline I32 set_int(int x) { return _mm512_set1_epi32(x); }
 inline I32 low_halves(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }  // of each byte
 inline I32 high_halves(I32 a) { return low_halves(_mm512_srli_epi16(a, 4)); }
@@ -237,6 +238,7 @@ inline float largest(F32 a) {
 }
 
 inline I32 load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void store_bytes(void* p, I32 a) { _mm256_storeu_si256((__m256i*)p, a); }
 inline I32 set_int(int x) { return _mm256_set1_epi32(x); }
 inline I32 low_halves(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 inline I32 high_halves(I32 a) { return low_halves(_mm256_srli_epi16(a, 4)); }
@@ -351,5 +353,54 @@ inline F32 gelu_tanh(F32 x) {
     const F32 cubic = fma(mul(mul(x, x), x), set(0.044715f), x);
     return mul(mul(set(0.5f), x), add(set(1.0f), tanh(mul(cubic, set(0.79788456080286536f)))));
 }
+
+// ---------------------------------------------------------------- squares
+
+// A LANES x LANES square of 32-bit numbers, in place.
+#if MAINSPRING_AVX512
+MAINSPRING_INLINE void transpose(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+#else
+MAINSPRING_INLINE void transpose(__m256i* r) {
+    __m256i t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        u[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x20);
+        r[i + 4] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x31);
+    }
+}
+#endif
 
 }  // namespace mainspring

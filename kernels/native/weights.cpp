@@ -47,10 +47,8 @@ template <class T>
 void pack_plain(const Packed<T>& weight, bool gated, const T* rows, int threads) {
     const int K = weight.K;
     for_panels(weight.N, threads, [&](int p, int columns) {
-        T* panel = (T*)weight.data + (size_t)p * PANEL * K;
         std::vector<T> copy;
-        std::memcpy(panel, rows_of_panel(rows, p, weight.N, K, gated, copy), sizeof(T) * columns * K);
-        pack_weight(panel, columns, K);
+        pack_panel(rows_of_panel(rows, p, weight.N, K, gated, copy), columns, K, (T*)weight.data + (size_t)p * PANEL * K);
     });
 }
 
@@ -138,10 +136,28 @@ EXPORT void mainspring_weight_rows(const int64_t* a) {
     });
 }
 
-// y [M, N] = x [M, K] * weight + bias [N], all of one dtype (likewise). Columns are in the order of the panels.
+// y [M, N] = x [M, K] * weight + bias [N], all of one dtype (likewise). Columns are in the order of the panels. A weight
+// whose sixth word is 2 is none of panels but rows [N, K]: each thread packs a panel, uses it and forgets it.
 EXPORT void mainspring_weight_linear(const int64_t* a) {
-    Product product = {weight_at(a), Dtype(a[11]), at<void>(a[6]), a[7], int(a[8]), at<void>(a[10]), a[2], at<void>(a[9])};
-    static thread_local Workspace workspace;
-    void* memory = workspace.of(workspace_bytes(product.weight, product.rows, int(a[12])));
-    run_team(int(a[12]), [&](Team& team, int rank) { multiply(product, memory, team, rank); });
+    const Product product = {weight_at(a), Dtype(a[11]), at<void>(a[6]), a[7], int(a[8]), at<void>(a[10]), a[2], at<void>(a[9])};
+    const int threads = int(a[12]);
+    static thread_local Workspace workspace, panel;
+    if (a[5] != 2) {
+        void* memory = workspace.of(workspace_bytes(product.weight, product.rows, threads));
+        return run_team(threads, [&](Team& team, int rank) { multiply(product, memory, team, rank); });
+    }
+    with_dtype(product.dtype, [&](auto number) {
+        using T = decltype(number);
+        const int K = product.weight.K;
+        for_panels(product.weight.N, threads, [&](int p, int columns) {
+            T* packed = (T*)panel.of(sizeof(T) * PANEL * K);
+            pack_panel((const T*)product.weight.data + (size_t)p * PANEL * K, columns, K, packed);
+            Product part = product;
+            part.weight.data = packed, part.weight.N = columns;
+            part.y = (T*)product.y + p * PANEL;
+            if (product.bias) part.bias = (const T*)product.bias + p * PANEL;
+            Team alone(1);
+            multiply(part, workspace.of(workspace_bytes(part.weight, part.rows, 1)), alone, 0);
+        });
+    });
 }
