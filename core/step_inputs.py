@@ -94,22 +94,28 @@ class StepInputs:
         count = self.padded(total) if requests is None else requests
         ids, positions, offsets = self.ids.host[turn], self.positions.host[turn], self.offsets.host[turn]
         row_slots = self.row_slots.host[turn]
-        ids[:total], ids[total:count] = token_ids, 0
-        row_slots[:total], row_slots[total:count] = np.repeat(slots, counts), 0
-        positions[:total] = np.arange(total) + np.repeat(starts - _starts(counts), counts)
-        positions[total:count] = self._last_position
+        ids[:total] = token_ids
+        if total == num:
+            row_slots[:total], positions[:total] = slots, starts
+        else:
+            row_slots[:total] = np.repeat(slots, counts)
+            positions[:total] = np.arange(total) + np.repeat(starts - _starts(counts), counts)
         column, offsets[:total] = np.divmod(positions[:total], size)
-        offsets[total:count] = 0
         for group, places in enumerate(self.places):
             places.host[turn][:total] = self.tables[group, row_slots[:total], column]
-            places.host[turn][total:count] = 0  # the null block
-            places.send(turn, count)
-        for array in (self.ids, self.positions, self.offsets, self.row_slots):
-            array.send(turn, count)
+        if count > total:
+            ids[total:count] = row_slots[total:count] = offsets[total:count] = 0
+            positions[total:count] = self._last_position
+            for places in self.places:
+                places.host[turn][total:count] = 0  # the null block
         if requests is None:  # a graph wants every row
             self.wanted.host[turn][: len(wanted)] = wanted
             self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
-            self.wanted.send(turn, self.padded(len(wanted)))
+        if on_device := self._asynchronous:
+            for array in (self.ids, self.positions, self.offsets, self.row_slots, *self.places):
+                array.send(turn, count)
+            if requests is None:
+                self.wanted.send(turn, self.padded(len(wanted)))
 
         last = num if requests is None else requests
         num_blocks = -(-(starts + counts) // size)
@@ -117,13 +123,13 @@ class StepInputs:
         qo_indptr[0] = kv_indptr[0] = 0
         np.cumsum(counts, out=qo_indptr[1 : num + 1])
         np.cumsum(num_blocks, out=kv_indptr[1 : num + 1])
-        qo_indptr[num + 1 : last + 1] = qo_indptr[num] + np.arange(1, last - num + 1)
-        kv_indptr[num + 1 : last + 1] = kv_indptr[num] + np.arange(1, last - num + 1)
+        if last > num:
+            qo_indptr[num + 1 : last + 1] = qo_indptr[num] + np.arange(1, last - num + 1)
+            kv_indptr[num + 1 : last + 1] = kv_indptr[num] + np.arange(1, last - num + 1)
         lengths = self.last_page_len.host[turn]
         lengths[:num], lengths[num:last] = starts + counts - (num_blocks - 1) * size, 1
         listed = np.arange(int(num_blocks.max())) < num_blocks[:, None]
         used, all_blocks = int(kv_indptr[num]), int(kv_indptr[last])
-        on_device = self._asynchronous
         if on_device:
             self.kv_indptr.send(turn, last + 1)
             self.last_page_len.send(turn, last)

@@ -238,6 +238,21 @@ def test_importing_the_package_loads_nothing_else_of_it() -> None:
     assert out.split() == []
 
 
+def test_a_core_does_not_import_what_compiles_models_unless_somebody_asks_for_it() -> None:
+    code = """
+import sys
+import mainspring.core.executor
+from transformers.models.llama import modeling_llama
+import torch
+
+heavy = {"torch._dynamo.convert_frame", "torch.distributed.tensor", "sympy"}
+print(*sorted(heavy & set(sys.modules)), torch.distributed.is_available())
+doubled = torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(2))
+print(doubled.tolist(), "torch._dynamo.convert_frame" in sys.modules)
+"""
+    assert run_python(code) == "True\n[2.0, 2.0] True\n"
+
+
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     import mainspring
 

@@ -147,6 +147,22 @@ def test_the_bits_of_a_row_depend_on_no_other_row_and_on_no_number_of_threads(
             assert torch.equal(bits(linear(library, x[-rows:], packed)), bits(together[-rows:])), (threads, rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (100, 301), (64, 6000)], ids=str)
+def test_a_weight_gives_the_same_bits_whether_packed_before_or_as_it_is_used(
+    library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight, bias = draw(*shape, dtype=dtype), draw(shape[0], seed=1, dtype=dtype)
+    packed, strided = pack(library, weight), weight.T.contiguous().T
+    for threads, rows in itertools.product((1, 3), (0, 1, 2, 13, 40)):
+        torch.set_num_threads(threads)
+        x = draw(rows, shape[1], seed=2, dtype=dtype)
+        for b in (None, bias):
+            want = bits(linear(library, x, packed, b))
+            assert torch.equal(bits(linear(library, x, weight, b)), want), (threads, rows)
+            assert torch.equal(bits(linear(library, x, strided, b)), want), (threads, rows)
+
+
 @pytest.mark.parametrize("group", [32, 64, 128, 384])
 @pytest.mark.parametrize("gated", [False, True])
 def test_given_numbers_scales_and_zeros_are_taken_as_they_are(library: ctypes.CDLL, group: int, gated: bool) -> None:
