@@ -81,7 +81,7 @@ bench: $(DEV) ## speed against transformers, readiness, imports; WRITE=--write p
 	$(BIN)/python benchmarks/frontend.py $(WRITE)
 
 bench-cpu: $(DEV) ## all bars of the CPU path, against other engines (benchmarks/peers.py), in about an hour; goes on where it stopped (QUICK=--quick: some minutes)
-	$(BIN)/python benchmarks/cpu.py --rounds $(ROUNDS) --minutes $(MINUTES) $(QUICK) $(WRITE)
+	$(BIN)/python benchmarks/cpu.py --rounds $(ROUNDS) --vllm-rounds $(ROUNDS) --minutes $(MINUTES) $(QUICK) $(WRITE)
 
 bench-ipc: $(DEV) ## what the wire costs, how thin a frontend is, a flood; WRITE=--write puts it into docs/reliability.md
 	$(BIN)/python benchmarks/ipc.py $(WRITE)

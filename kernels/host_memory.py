@@ -28,3 +28,9 @@ def give_back(tensor: torch.Tensor) -> None:
     begin, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
     if begin < end and tensor.device.type == "cpu" and tensor.is_contiguous() and hasattr(mmap, "MADV_DONTNEED"):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def trim() -> None:
+    """Let the system have what was freed and lies between what is in use, where the C library can."""
+    if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)

@@ -103,7 +103,7 @@ class Decoder {
 
     DecoderOf of_;
     std::vector<LayerOf> layers_;
-    Buffer normed_, own_, joined_, attended_, activated_, added_, workspace_;
+    Buffer rows_, own_, joined_, activated_, added_, workspace_;  // what is never needed at once shares one
 };
 
 // A step in the eyes of one member of the team.
@@ -132,7 +132,7 @@ class Forward {
             adds(layer.output, layer.attention_norm, layer.multiplier, attended(), layer.output.K, OUTPUT);
             x = normed(layer.mlp_norm);
             mlp(layer, x), done(GATE_UP);
-            adds(layer.down, layer.output_norm, layer.multiplier, activated(), layer.down.K, DOWN);
+            adds(layer.down, layer.output_norm, layer.multiplier, activated(layer), layer.down.K, DOWN);
         }
         finish();
     }
@@ -155,8 +155,8 @@ class Forward {
 
     T* hidden() const { return (T*)step_.hidden; }
     T* joined() const { return (T*)d_.joined_.data; }
-    T* attended() const { return (T*)d_.attended_.data; }
-    T* activated() const { return (T*)d_.activated_.data; }
+    T* attended() const { return (T*)d_.rows_.data; }
+    T* activated(const LayerOf& layer) const { return layer.gated ? joined() : (T*)d_.activated_.data; }
     T* added() const { return (T*)d_.added_.data; }
 
     void norm_row(const NormOf& norm, const T* from, int64_t n, T* to) const {
@@ -168,7 +168,7 @@ class Forward {
     // The residual stream, normalised, ready to be read.
     const T* normed(const NormOf& norm) {
         if (!norm.weight) return hidden();
-        T* to = (T*)(own_ ? d_.own_.data + rank_ * own_bytes(width_) : d_.normed_.data);
+        T* to = (T*)(own_ ? d_.own_.data + rank_ * own_bytes(width_) : d_.rows_.data);
         for (int64_t row = own_ ? 0 : share_.begin; row < (own_ ? rows_ : share_.end); ++row)
             norm_row(norm, hidden() + row * width_, width_, to + row * width_);
         if (!own_) team_.barrier();
@@ -246,13 +246,13 @@ class Forward {
         Product p = {layer.gate_up.weight(), d_.of_.dtype, x, width_, int(rows_)};
         p.bias = layer.gate_up.bias, p.activation = layer.activation, p.gated = layer.gated;
         const int64_t inner = layer.gate_up.N / 2;
-        p.y = p.gated ? activated() : joined(), p.y_stride = p.gated ? inner : 2 * inner;
+        p.y = joined(), p.y_stride = p.gated ? inner : 2 * inner;
         multiply(p, d_.workspace_.data, team_, rank_);
         if (p.gated) return;
         team_.barrier();
         for (int64_t row = share_.begin; row < share_.end; ++row) {
             const T* gate = joined() + row * 2 * inner;
-            T* to = activated() + row * inner;
+            T* to = activated(layer) + row * inner;
             switch (layer.activation) {
                 case Activation::silu: act_and_mul_row<Activation::silu>(gate, gate + inner, inner, to); break;
                 case Activation::gelu: act_and_mul_row<Activation::gelu>(gate, gate + inner, inner, to); break;
@@ -281,7 +281,7 @@ class Forward {
     void finish() {
         const NormOf& norm = d_.of_.norm;
         const LinearOf& head = d_.of_.head;
-        T* to = (T*)d_.normed_.data;
+        T* to = (T*)d_.rows_.data;
         const Share share(step_.num_wanted, rank_, team_.size);
         for (int64_t i = share.begin; i < share.end; ++i)
             norm_row(norm, hidden() + step_.wanted[i] * width_, width_, to + i * width_);
@@ -303,19 +303,20 @@ class Forward {
 
 inline void Decoder::run(const StepOf& step) {
     const int threads = int(step.threads);
-    int64_t joined = 0, attended = 0, activated = 0;
+    int64_t joined = 0, attended = 0, activated = 0, added = 0;
     size_t workspace = workspace_bytes(of_.head.weight(), int(step.num_wanted), threads);
     for (const auto& layer : layers_) {
-        joined = std::max({joined, layer.qkv.N, layer.gated ? 0 : layer.gate_up.N});
+        joined = std::max({joined, layer.qkv.N, layer.gated ? layer.down.K : layer.gate_up.N});
         attended = std::max(attended, layer.output.K);
-        activated = std::max(activated, layer.down.K);
+        if (!layer.gated) activated = std::max(activated, layer.down.K);
+        if (layer.attention_norm.weight || layer.output_norm.weight || layer.multiplier != 1) added = of_.hidden;
         for (const LinearOf* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
             workspace = std::max(workspace, workspace_bytes(linear->weight(), int(step.rows), threads));
     }
-    const int64_t bytes = step.rows * size_of(of_.dtype);
-    normed_.reserve(std::max(step.rows, step.num_wanted) * size_of(of_.dtype) * of_.hidden);
-    joined_.reserve(bytes * joined), attended_.reserve(bytes * attended), activated_.reserve(bytes * activated);
-    added_.reserve(bytes * of_.hidden), workspace_.reserve(workspace);
+    const int64_t size = size_of(of_.dtype), bytes = step.rows * size;
+    rows_.reserve(std::max({bytes * attended, bytes * of_.hidden, step.num_wanted * size * of_.hidden}));
+    joined_.reserve(bytes * joined), activated_.reserve(bytes * activated), added_.reserve(bytes * added);
+    workspace_.reserve(workspace);
     with_dtype(of_.dtype, [&](auto t) {
         using T = decltype(t);
         own_.reserve(threads * Forward<T>::own_bytes(of_.hidden));

@@ -9,18 +9,27 @@ struct Act {
     F32 operator()(F32 x) const { return activate<ACT>(x); }
 };
 
+constexpr int ROWS_AT_ONCE = 512;  // more are no faster, and packed they would take much memory
+
 template <class T, class Typed>
 void multiply_typed(const Product& p, const Typed& weight, void* workspace, Team& team, int rank) {
-    T* y = (T*)p.y;
-    const T *x = (const T*)p.x, *bias = (const T*)p.bias;
-    const auto with = [&](const auto& epilogue) {
-        linear(x, p.x_stride, p.rows, weight, epilogue, workspace, rank, team.size, [&] { team.barrier(); });
-    };
-    if (!p.gated) return with(Store<T>{y, p.y_stride, bias, (const T*)p.residual});
-    switch (p.activation) {
-        case Activation::silu: return with(Gated<Act<Activation::silu>, T>{y, p.y_stride, bias});
-        case Activation::gelu: return with(Gated<Act<Activation::gelu>, T>{y, p.y_stride, bias});
-        case Activation::gelu_tanh: return with(Gated<Act<Activation::gelu_tanh>, T>{y, p.y_stride, bias});
+    for (int first = 0; first < p.rows; first += ROWS_AT_ONCE) {
+        if (first) team.barrier();
+        const int rows = std::min(ROWS_AT_ONCE, p.rows - first);
+        const T *x = (const T*)p.x + first * p.x_stride, *bias = (const T*)p.bias;
+        const T* residual = p.residual ? (const T*)p.residual + first * p.y_stride : nullptr;
+        T* y = (T*)p.y + first * p.y_stride;
+        const auto with = [&](const auto& epilogue) {
+            linear(x, p.x_stride, rows, weight, epilogue, workspace, rank, team.size, [&] { team.barrier(); });
+        };
+        if (!p.gated)
+            with(Store<T>{y, p.y_stride, bias, residual});
+        else if (p.activation == Activation::silu)
+            with(Gated<Act<Activation::silu>, T>{y, p.y_stride, bias});
+        else if (p.activation == Activation::gelu)
+            with(Gated<Act<Activation::gelu>, T>{y, p.y_stride, bias});
+        else
+            with(Gated<Act<Activation::gelu_tanh>, T>{y, p.y_stride, bias});
     }
 }
 
@@ -43,7 +52,7 @@ void multiply(const Product& p, void* workspace, Team& team, int rank) {
 
 size_t workspace_bytes(const Weight& weight, int rows, int threads) {
     size_t bytes = 0;
-    with_weight(weight, [&](const auto& typed) { bytes = linear_workspace(typed, rows, threads); });
+    with_weight(weight, [&](const auto& typed) { bytes = linear_workspace(typed, std::min(rows, ROWS_AT_ONCE), threads); });
     return bytes;
 }
 
