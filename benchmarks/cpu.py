@@ -256,7 +256,8 @@ def main() -> int:
     ]
     after = [bar for name, measure in others for bar in attempt(name, measure)]
     enough = began + 60 * args.minutes if args.minutes else math.inf
-    bars, played = [], dict.fromkeys(ORDER, [])
+    bars: list[Bar] = []
+    played: dict[str, list[Round]] = {workload: [] for workload in ORDER}
     for plan, rounds in ((PLAN, 1 if args.quick else args.rounds), (VLLM, 0 if args.quick else args.vllm_rounds)):
         for workload, found in play(plan, rounds, log, lambda: time.monotonic() < enough).items():
             played[workload] = played[workload] + found
