@@ -67,7 +67,6 @@ class ModelRunner:
             model.row_multiple,
         )
         self.device = device
-        self._max_model_len = max_model_len
         # zeroed, for rows that are masked are still multiplied by 0
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)

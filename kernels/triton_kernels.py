@@ -61,9 +61,7 @@ def gumbel_noise(bits):
 
 
 @_jit()
-def _choose_in_part(
-    scores, temperatures, sampled, seeds, positions, best, vocab, row_stride, DIVIDE: tl.constexpr, SPLIT: tl.constexpr
-):
+def _choose_in_part(scores, sampled, seeds, positions, best, vocab, row_stride, SPLIT: tl.constexpr):
     """The best of `SPLIT` tokens of one row, as one int64 that orders by value, then by lower token id."""
     parts = tl.cdiv(vocab, SPLIT)
     row = tl.program_id(0) // parts
@@ -71,14 +69,7 @@ def _choose_in_part(
     # What lies beyond the vocabulary loses also where all are -inf: its token ids are higher.
     values = tl.load(scores + row.to(tl.int64) * row_stride + tokens, mask=tokens < vocab, other=float("-inf"))
     values = values.to(tl.float32)
-    if DIVIDE:
-        temperature = tl.load(temperatures + row)
-        draw = temperature > 0
-    else:
-        draw = tl.load(sampled + row)
-    if draw:
-        if DIVIDE:
-            values = tl.div_rn(values, temperature)  # rounded as IEEE 754 wants it, like on a CPU
+    if tl.load(sampled + row):
         values += gumbel_noise(keyed_bits(tl.load(seeds + row), tl.load(positions + row), tokens))
     # As integers, floats of one sign are in order. NaN is the largest, as for torch.argmax; -0 equals 0.
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
@@ -110,24 +101,6 @@ def keyed_choice(
     Returns:
         int64 ``[rows]``.
     """
-    return _choose(scores, None, sampled, seeds, positions)
-
-
-def choose_from_logits(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """`keyed_choice` of ``logits.float() / temperatures``, the largest logit where the temperature (fp32 ``[rows]``)
-    is 0, without an fp32 copy of 16-bit logits: the same tokens from half the traffic or less."""
-    return _choose(logits, temperatures, None, seeds, positions)
-
-
-def _choose(
-    scores: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    sampled: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
     rows, vocab = scores.shape
     if scores.stride(1) != 1:
         scores = scores.contiguous()
@@ -137,14 +110,12 @@ def _choose(
         best = torch.empty(rows * parts, dtype=torch.int64, device=scores.device)
         _choose_in_part[(rows * parts,)](
             scores,
-            temperatures,
             sampled,
             seeds,
             positions,
             best,
             vocab,
             scores.stride(0),
-            DIVIDE=temperatures is not None,
             SPLIT=_SPLIT,
             num_warps=8,
             enable_fp_fusion=False,

@@ -26,13 +26,10 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
     from mainspring.kernels import triton_kernels as kernels
 
     found = {}
-    for scores, other in (("fp32", "sampled"), ("bf16", "sampled"), ("fp32", "temperatures"), ("bf16", "temperatures")):
-        types = dict.fromkeys(("seeds", "positions", "best"), "i64")
-        types |= {"scores": scores, "temperatures": "fp32", "sampled": "i1"}
-        absent = {"temperatures": "sampled", "sampled": "temperatures"}[other]
-        constants = {absent: None, "DIVIDE": other == "temperatures", "SPLIT": kernels._SPLIT}
+    for scores in ("fp32", "bf16"):
+        types = dict.fromkeys(("seeds", "positions", "best"), "i64") | {"scores": scores, "sampled": "i1"}
         options = {"num_warps": 8, "enable_fp_fusion": False}
-        found[f"choose {scores}, {other}"] = compile_one(kernels._choose_in_part, types, constants, options)
+        found[f"choose {scores}"] = compile_one(kernels._choose_in_part, types, {"SPLIT": kernels._SPLIT}, options)
     types = {"best": "i64", "chosen": "i64"}
     found["choose among parts"] = compile_one(kernels._choose_among_parts, types, {"WIDTH": 32}, {"num_warps": 1})
 

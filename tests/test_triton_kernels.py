@@ -183,18 +183,6 @@ def test_nan_counts_as_the_largest_as_for_argmax(random: torch.Generator, monkey
     assert choose(scores, seeds, positions, torch.ones(4, dtype=torch.bool)).tolist() == [3, 44, 11, 0]
 
 
-def test_choosing_from_logits_is_choosing_from_their_quotients(random: torch.Generator) -> None:
-    rows, vocab = (256, 128_256) if CUDA else (4, 5000)
-    seeds, positions = keys(rows, random)
-    logits = (5 * torch.randn(rows, vocab, generator=random)).bfloat16()
-    temperatures = torch.rand(rows, generator=random) * 1.7 + 0.01
-    temperatures[1::3] = 0
-    sampled = temperatures > 0
-    scores = torch.where(sampled.unsqueeze(1), logits.float() / temperatures.unsqueeze(1), logits.float())
-    got = kernels.choose_from_logits(*on_device(logits, temperatures, seeds, positions)).cpu()
-    assert torch.equal(got, choose(scores, seeds, positions, sampled))
-
-
 def test_no_rows_no_choices() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     assert choose(torch.empty(0, 10), nothing, nothing, nothing.bool()).shape == (0,)

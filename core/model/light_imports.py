@@ -1,8 +1,8 @@
-"""Import transformers without what it brings along for torch.compile and for models spread over several processes: a
-third of the time a core takes to start, and 75 MB. Nothing here uses either.
+"""Import transformers without what it brings along for torch.compile and for models spread over several processes:
+neither is used here, and both take a large part of a core's start and memory.
 
-``torch._dynamo`` is imported when somebody asks for it; transformers only marks functions that are
-not to be compiled. That there is ``torch.distributed`` transformers is not told, for as long as its modules come in.
+transformers only marks functions that are not to be compiled, so ``torch._dynamo`` is imported when somebody asks for
+more of it. That there is ``torch.distributed`` transformers is not told, for as long as its modules come in.
 """
 
 from __future__ import annotations
