@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import logging
 import os
 import resource
@@ -86,7 +87,8 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         parent,
         lambda: _leave(launch),
     )
-    from .engine_core import EngineCore  # torch and transformers: only now, so that the watch runs beside it
+    from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
+    from .engine_core import EngineCore
     from .executor import UniprocExecutor
 
     decisions = msgspec.msgpack.decode(launch.decisions)
@@ -97,6 +99,8 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         suspects=launch.suspects,
         quarantined=launch.quarantined,
     )
+    gc.collect()  # what loading left; here alone, for the garbage of somebody else's process may be slow to end
+    host_memory.trim()
     if launch.paused:
         core.call("pause_generation", encode_value(["keep", False]))
     core.on_paused = lambda paused: write_message(launch.report_fd, DesiredState(paused))

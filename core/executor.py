@@ -4,7 +4,6 @@ Neither waits, so that several steps can be in flight."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from ..ipc.config import EngineConfig
 from ..ipc.errors import OutOfMemoryError
 from ..ipc.messages import ModelFacts
-from ..kernels import host_memory
 from .device import Tokens
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .kv_layout import KVLayout, cache_dtype, plan_layout
@@ -102,8 +100,6 @@ class UniprocExecutor:
         self.asynchronous = self._runner.device.asynchronous
         self._graph_sizes, self._free_at_first = sizes, free
         self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
-        gc.collect()
-        host_memory.trim()
 
     def warm_up(self) -> None:
         if self.asynchronous:
