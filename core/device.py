@@ -54,7 +54,7 @@ class Device:
         return host
 
     def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy, without waiting, to a twin that is none of the host's own."""
+        """Copy, without waiting."""
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
         """Its own copy on the device, without waiting; for what comes now and then."""
@@ -155,10 +155,8 @@ class Staged:
 
     def send(self, turn: int, n: int) -> torch.Tensor:
         """Copy the first `n` entries to the device; → them there."""
-        sent = self.device[:n]
-        if self._device.asynchronous:
-            self._device.upload(sent, self.pages[turn][:n])
-        return sent
+        self._device.upload(self.device[:n], self.pages[turn][:n])
+        return self.device[:n]
 
 
 class _Now:

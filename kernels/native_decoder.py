@@ -12,7 +12,7 @@ import torch
 from . import host_memory
 from .decoder import GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
 from .interface import LayerCache
-from .native_weights import PackedWeight, pack, pack_quantized, quantize
+from .native_weights import GATE, PackedWeight, pack, pack_quantized, quantize
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
@@ -25,7 +25,6 @@ _LAYER = struct.Struct("=10qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
 _STEP = struct.Struct("=10q")
-_GATE = 16  # rows of gate, then of up, that share a panel (linear.h)
 _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
 
@@ -106,7 +105,7 @@ class NativeDecoder:
             layer.input_norm, layer.query_norm, layer.key_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm
         ]  # fmt: skip
         gate_up, down, activation = layer.mlp
-        gated = gate_up.weight.shape[0] % (2 * _GATE) == 0
+        gated = gate_up.weight.shape[0] % (2 * GATE) == 0
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         self._held.append(sinks)
         linears = self._linear(layer.qkv, self._bits), self._linear(layer.output, self._bits)
@@ -150,16 +149,16 @@ class NativeDecoder:
 
 
 class _InterleavedBias:
-    """A bias ``[gate; up]`` with `_GATE` numbers of either side by side."""
+    """A bias ``[gate; up]`` with `GATE` numbers of either side by side."""
 
     def __init__(self, bias: torch.Tensor) -> None:
-        self.memory = bias.view(2, -1, _GATE).transpose(0, 1).flatten()
+        self.memory = bias.view(2, -1, GATE).transpose(0, 1).flatten()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.unpack()[ids]
 
     def unpack(self) -> torch.Tensor:
-        return self.memory.view(-1, 2, _GATE).transpose(0, 1).flatten()
+        return self.memory.view(-1, 2, GATE).transpose(0, 1).flatten()
 
     def replace(self, bias: torch.Tensor) -> None:
         self.memory.copy_(_InterleavedBias(bias).memory)

@@ -30,7 +30,7 @@ _WORDS = {count: struct.Struct(f"={count}q") for count in (5, 9, 10, 11, 13)}
 class PackedWeight(NamedTuple):
     """``[out_features, in_features]`` in panels."""
 
-    library: ctypes.CDLL
+    kernels: ctypes.CDLL
     memory: torch.Tensor  # uint8
     kind: int  # one of DTYPES, or 8 or 4: the bits of a quantized weight
     out_features: int
@@ -69,7 +69,7 @@ class PackedWeight(NamedTuple):
                 host_memory.give_back(part)
 
     def _call(self, name: str, *arguments: int) -> None:
-        _call(self.library, name, *self.words(), self.gated, *arguments)
+        _call(self.kernels, name, *self.words(), self.gated, *arguments)
 
 
 def pack(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False) -> PackedWeight:

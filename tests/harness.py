@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from mainspring.core.block_pool import NULL_BLOCK
 from mainspring.core.engine_core import EngineCore
@@ -403,6 +404,19 @@ def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) 
         full = -(-num_tokens // block_size)
         most += full if window is None else min(full, -(-(window - 1 + budget) // block_size) + 1)
     return most
+
+
+def count_look_ups(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Fills up with the requests whose prefix is looked up in the cache."""
+    looks: list[Any] = []
+    find = engine.kv.find_prefix
+
+    def counted(request: Any) -> int:
+        looks.append(request)
+        return find(request)
+
+    monkeypatch.setattr(engine.kv, "find_prefix", counted)
+    return looks
 
 
 class StandInExecutor:

@@ -96,6 +96,8 @@ class ScriptedCore(StandInCore):
         elif method == "resume_generation":
             self.paused.clear()
             self.on_paused(False)
+        elif method == "suspects":
+            return encode_value(len(self._suspects))
         elif method == "facts":
             return encode_value([self.config.cache_config.num_gpu_blocks, self.executor.decisions])
         return super().call(method, args, frontend)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness import VOCAB, Engine, Key
+from harness import VOCAB, Engine, Key, count_look_ups
 from mainspring.core.fair_share import Frontend
 
 depths = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -359,20 +359,12 @@ def test_who_waits_stays_where_it_is_during_a_pause(depth: int) -> None:
 
 def test_while_it_waits_it_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = roomy(long_prefill_token_threshold=8)
-    looks = 0
-    find = engine.kv.find_prefix
-
-    def counted(request: Any) -> int:
-        nonlocal looks
-        looks += 1
-        return find(request)
-
-    monkeypatch.setattr(engine.kv, "find_prefix", counted)
+    looks = count_look_ups(engine, monkeypatch)
     keys = add_sharing(engine, 5, shared=96)
     engine.run()
     engine.check_outputs()
     assert len(engine.steps) > 12
-    assert looks <= 1 + 4 * 2
+    assert len(looks) <= 1 + 4 * 2
     assert engine.stats.prompt_tokens == 96 + 5 * 3
     assert len(engine.finished) == len(keys)
 
