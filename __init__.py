@@ -16,7 +16,8 @@ _MODULES = {
     "engine.input_processor": "EngineCoreRequest",
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",
-    "engine.outputs": "CompletionOutput RequestMetrics RequestOutput",
+    "engine.metrics": "StatLoggerBase",
+    "engine.outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput Logprob RequestMetrics RequestOutput",
     "engine.prompts": "EmbedsPrompt TextPrompt TokensPrompt",
     "ipc.config": (
         "CacheConfig DeviceConfig EngineConfig LoadConfig ModelConfig ObservabilityConfig ParallelConfig "
@@ -28,7 +29,8 @@ _MODULES = {
         "OutOfMemoryError OverloadedError ProtocolError RequestFailedError UnknownArgumentError "
         "UnsupportedModelError WrongEventLoopError WrongProcessError"
     ),
-    "ipc.params": "RequestOutputKind SamplingParams",
+    "ipc.structured": "GuidedDecodingParams StructuredOutputsParams",
+    "ipc.params": "BeamSearchParams RequestOutputKind SamplingParams",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

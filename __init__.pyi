@@ -6,7 +6,11 @@ from .engine.frontend import UsageContext as UsageContext
 from .engine.input_processor import EngineCoreRequest as EngineCoreRequest
 from .engine.llm import LLM as LLM
 from .engine.llm_engine import LLMEngine as LLMEngine
+from .engine.metrics import StatLoggerBase as StatLoggerBase
+from .engine.outputs import BeamSearchOutput as BeamSearchOutput
+from .engine.outputs import BeamSearchSequence as BeamSearchSequence
 from .engine.outputs import CompletionOutput as CompletionOutput
+from .engine.outputs import Logprob as Logprob
 from .engine.outputs import RequestMetrics as RequestMetrics
 from .engine.outputs import RequestOutput as RequestOutput
 from .engine.prompts import EmbedsPrompt as EmbedsPrompt
@@ -40,7 +44,10 @@ from .ipc.errors import UnknownArgumentError as UnknownArgumentError
 from .ipc.errors import UnsupportedModelError as UnsupportedModelError
 from .ipc.errors import WrongEventLoopError as WrongEventLoopError
 from .ipc.errors import WrongProcessError as WrongProcessError
+from .ipc.params import BeamSearchParams as BeamSearchParams
 from .ipc.params import RequestOutputKind as RequestOutputKind
 from .ipc.params import SamplingParams as SamplingParams
+from .ipc.structured import GuidedDecodingParams as GuidedDecodingParams
+from .ipc.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str

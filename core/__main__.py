@@ -103,6 +103,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     host_memory.trim()
     if launch.paused:
         core.call("pause_generation", encode_value(["keep", False]))
+    core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
     core.on_paused = lambda paused: write_message(launch.report_fd, DesiredState(paused))
     server.announce(Ready(launch.instance_id, launch.epoch, core.model, msgspec.json.encode(core.config)))
     loop = ServeLoop(core, server, journal, status)
@@ -181,7 +182,8 @@ class ServeLoop:
                 inter_token_latency=between,
                 stats=stats,
                 frontends=core.frontends(),
-            )
+            ),
+            core.meter.measured(),
         )
 
 

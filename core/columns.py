@@ -29,6 +29,8 @@ class Columns:
         self.silent = np.zeros(slots, bool)  # no token of it was sent yet
         self.held_up = np.zeros(slots, bool)  # in no step with others: without credit, or on trial
         self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being made
+        self.looks_back = np.zeros(slots, bool)  # computes nothing while a token of it is in flight
+        self.scored = np.zeros(slots, bool)  # rows of its prompt have logits, see `Request.told`
 
     def seat(self, request: Request, cached: int) -> None:
         """Fill in the row of a request that got its slot, and has so many tokens `cached`."""
@@ -44,6 +46,8 @@ class Columns:
         self.key[slot] = request.key
         self.alive[slot] = True
         self.silent[slot] = not request.started
+        self.looks_back[slot] = request.looks_back
+        self.scored[slot] = request.told < request.prompt_len
 
     def known_tokens(self, slot: int) -> np.ndarray:
         """A copy of its tokens, without placeholders."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple, get_args
 
@@ -30,12 +33,15 @@ from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
+from .metrics import CoreMeter
 from .request import Request
 from .scheduler import PauseMode, Scheduler
 from .step import Step
+from .structured import Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
+COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
 MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
 ADMIN_METHODS = frozenset({"reset_prefix_cache", "pause_generation", "resume_generation"})
 
@@ -99,11 +105,13 @@ class EngineCore:
         self.num_duplicates = 0  # requests under a handle that was in use
         self._journal = journal
         self._quarantined = quarantined or {}
+        self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
         self._draining = False
         overlap = config.scheduler_config.async_scheduling
         self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._compiling: list[tuple[Request, Future[Grammar]]] = []  # requests that wait for their grammar
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._methods: dict[str, Callable[..., Any]] = {
             "ping": lambda: None,
@@ -145,7 +153,13 @@ class EngineCore:
         if frontend in self._connections:
             self.scheduler.set_credit(frontend, given)
 
-    def add_request(self, frontend: int, message: AddRequest, tensors: Sequence[Frame] = ()) -> None:
+    def add_request(
+        self,
+        frontend: int,
+        message: AddRequest,
+        tensors: Sequence[Frame] = (),
+        processors: Sequence[Callable[..., Any]] = (),
+    ) -> None:
         """Queue a request. One that can't be served ends at once, with an error; while the core drains it is left to
         the next core. One under a handle that is in use is dropped: an answer would end the other."""
         connection = self._connections[frontend]
@@ -164,13 +178,16 @@ class EngineCore:
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
             request = Request(
-                message, frontend, arrival, self.executor.max_model_len, embeds, key=key, salt=connection.salt
+                message, frontend, arrival, self.executor.max_model_len, embeds, key, connection.salt, processors
             )
             limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
         except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
-        self.scheduler.add(request)
+        self.meter.requests_recovered += message.resumed
+        if grammar := message.sampling.grammar:
+            self._compiling.append((request, self._grammars.submit(grammar[0], grammar[1])))
+        self.scheduler.add(request, ready=not grammar)
 
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
         self.scheduler.abort(frontend, handles)
@@ -251,6 +268,10 @@ class EngineCore:
             for f in self.scheduler.fair
         ]
 
+    @property
+    def meter(self) -> CoreMeter:
+        return self.scheduler.meter
+
     def latencies(self) -> tuple[Latency, Latency]:
         """Of the latest requests and steps: time to the first token, and between tokens."""
         return self.scheduler.first_token.percentiles(), self.scheduler.between_tokens.percentiles()
@@ -260,10 +281,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_work or bool(self._in_flight) or self._failed is not None
+        return self.scheduler.has_work or bool(self._in_flight or self._compiling) or self._failed is not None
 
     def step(self) -> dict[int, Outputs]:
         """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
+        if self._compiling:
+            self._take_compiled()
         while self._failed is None and len(self._in_flight) < self._depth and (step := self.scheduler.schedule()):
             if self._journal:
                 self._journal.launched(step.id, step.keys, step.positions, step.solo)
@@ -273,7 +296,7 @@ class EngineCore:
                 self._failed = step, str(error).partition("\n")[0]
         if self._in_flight:
             step, sampled = self._in_flight.popleft()
-            outputs = self.scheduler.update(step, self.executor.tokens(sampled))
+            outputs = self.scheduler.update(step, self.executor.tokens(sampled), self.executor.logprobs(sampled))
         elif self._failed:
             (step, why), self._failed = self._failed, None
             logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.num_tokens, why)
@@ -286,6 +309,28 @@ class EngineCore:
             self._journal.retired(step.id)
         return outputs
 
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are ready. With nothing else to do, wait a moment for one."""
+        if not (self.scheduler.has_work or self._in_flight):
+            wait([future for _, future in self._compiling], COMPILING_SECONDS, FIRST_COMPLETED)
+        done = [entry for entry in self._compiling if entry[1].done()]
+        for request, future in done:
+            self._compiling.remove((request, future))
+            if (error := future.exception()) is not None:
+                self.scheduler.fail(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
+            else:
+                request.grammar = future.result()
+                self.scheduler.queue(request)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        model = self.config.model_config
+        text = read_files(model, self.config.load_config.download_dir).get("tokenizer.json") if model.model else None
+        if text is None or not self.model.eos_token_ids:
+            lacks = "tokenizer.json" if text is None else "end-of-sequence token"
+            raise NotSupportedError(f"structured outputs need a {lacks}, which this checkpoint does not have")
+        return GrammarCompiler(text.decode(), self.model.vocab_size, self.model.eos_token_ids)
+
     def _check(self, message: AddRequest, embeds: np.ndarray | None) -> None:
         """What a well-behaved frontend has checked before."""
         ids, sampling, limit = message.prompt_token_ids, message.sampling, self.executor.max_model_len
@@ -293,12 +338,26 @@ class EngineCore:
             raise InvalidRequestError("the prompt is empty")
         if len(ids) + len(message.output_token_ids) >= limit:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; max_model_len is {limit}, output included")
-        for tokens in (ids, message.output_token_ids, sampling.stop_token_ids):
+        for tokens in (
+            ids,
+            message.output_token_ids,
+            sampling.stop_token_ids,
+            list(sampling.logit_bias),
+            sampling.allowed_token_ids,
+            *sampling.bad_words,
+        ):
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
                 token = min(tokens) if min(tokens) < 0 else max(tokens)
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
         if not (0 <= sampling.temperature < 3e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        if not all(map(math.isfinite, (*penalties, *sampling.logit_bias.values()))) or sampling.repetition_penalty <= 0:
+            raise InvalidRequestError(f"sampling parameters are out of range: {penalties}, {sampling.logit_bias}")
+        if sampling.grammar and len(sampling.grammar) != 2:
+            raise InvalidRequestError(f"a grammar is a kind and a text, not {len(sampling.grammar)} strings")
+        if embeds is not None and sampling.prompt_logprobs >= 0:
+            raise InvalidRequestError("prompt_logprobs need token ids, but the prompt is embeddings")
         integers = (sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens)
         if not all(0 <= value < 2**62 for value in integers) or not -MAX_SEED - 1 <= sampling.seed <= MAX_SEED:
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")

@@ -15,15 +15,15 @@ import torch
 from ..ipc.config import EngineConfig
 from ..ipc.errors import OutOfMemoryError
 from ..ipc.messages import ModelFacts
-from .device import Tokens
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .kv_layout import KVLayout, cache_dtype, plan_layout
+from .logprobs import Scores
 from .memory import count_blocks
 from .model.loader import load_model
 from .model.paged_model import PagedModel
 from .model.quantized import BITS
 from .model.whole import make_whole
-from .model_runner import Launched, ModelRunner
+from .model_runner import Launched, ModelRunner, Sampled
 from .step import Step
 
 
@@ -57,6 +57,9 @@ class Executor(Protocol):
 
     def tokens(self, sampled: Any) -> np.ndarray:
         """Wait for the tokens: int64, one for each row that samples."""
+
+    def logprobs(self, sampled: Any) -> tuple[list[Scores], list[Scores]]:
+        """Wait for log probabilities: those of rows that sample, and those of each of the step's prompt parts."""
 
 
 class UniprocExecutor:
@@ -133,12 +136,15 @@ class UniprocExecutor:
         with _lack_of_memory():
             return self._runner.execute(step)
 
-    def sample(self, launched: Launched) -> Tokens:
+    def sample(self, launched: Launched) -> Sampled:
         with _lack_of_memory():
             return self._runner.sample(launched)
 
-    def tokens(self, sampled: Tokens) -> np.ndarray:
-        return sampled.wait()
+    def tokens(self, sampled: Sampled) -> np.ndarray:
+        return sampled.tokens.wait()
+
+    def logprobs(self, sampled: Sampled) -> tuple[list[Scores], list[Scores]]:
+        return [one.wait() for one in sampled.logprobs], [one.wait() for one in sampled.prompt_logprobs]
 
 
 @contextmanager

@@ -112,6 +112,9 @@ class FairShare:
     def __iter__(self) -> Iterator[Frontend]:
         return iter(self._frontends.values())
 
+    def __len__(self) -> int:
+        return len(self._frontends)
+
     def rank(self, request: Request) -> Rank:
         """Smaller goes first."""
         return (request.priority if self._by_priority else 0, request.arrival, request.seq)

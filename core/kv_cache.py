@@ -50,7 +50,7 @@ class KVCacheManager:
         request.tables = [[] for _ in self._windows]
         if not self._prefix_caching:
             return 0
-        most = (len(request.tokens) - 1) // self.block_size
+        most = request.most_cached // self.block_size
         request.extend_digests(request.tokens, most * self.block_size, self.block_size)
         found = [self._cached_blocks(group, request.digests[:most]) for group in range(len(self._windows))]
         blocks = next((n for n in range(most, 0, -1) if self._all_valid(found, n)), 0)

@@ -22,6 +22,11 @@ def check(limits: SchedulerConfig, fair: FairShare, request: Request, resumed: b
         ("max_tokens_per_frontend", "this frontend has", "tokens", frontend.tokens_in_flight, tokens),
     ]
     if not resumed:
+        queued, most = fair.num_requests - limits.max_num_seqs, limits.max_num_queued_requests
+        if most is not None and queued >= most:
+            raise OverloadedError(
+                f"{queued} requests wait for a seat already; max_num_queued_requests is {most}: send it again later"
+            )
         checks += [
             ("max_requests_in_flight", "all frontends have", "requests", fair.num_requests, 1),
             ("max_tokens_in_flight", "all frontends have", "tokens", fair.num_tokens, tokens),

@@ -16,6 +16,7 @@ from ..kernels.interface import ROW_MULTIPLE, Backend
 from .kv_layout import KVLayout
 from .model.paged_model import PagedModel
 from .model_runner import ModelRunner
+from .step import PROMPT_LOGITS
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _profile_cuda(
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(model, layout, backend, budget)
-    choosing = min(seats, budget) * model.vocab_size * CHOICE_BYTES
+    choosing = min(seats + PROMPT_LOGITS, budget) * model.vocab_size * CHOICE_BYTES
     peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + choosing)
     if graph_sizes:  # graphs keep the memory of the largest of them to themselves
         torch.cuda.reset_peak_memory_stats(device)

@@ -14,11 +14,13 @@ from ..kernels.interface import AttentionSpec, Backend, LayerCache, PagedBatch
 from .device import TURNS, Device, Mark, Tokens, device_for
 from .gpu import backends_for
 from .kv_layout import KVLayout
+from .logit_rules import Before
+from .logprobs import Scoring, score
 from .model.attention import StepAttention
 from .model.paged_model import PagedModel
 from .request import Request
 from .sampler import Sampler
-from .step import IN_FLIGHT, Step
+from .step import IN_FLIGHT, PromptPart, Step
 from .step_inputs import Rows, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,17 @@ class Launched(NamedTuple):
     slots: np.ndarray  # int64 [sampling rows]
     positions: np.ndarray  # int64 [sampling rows], of the tokens to come
     turn: int
+    before: Before  # see `Step`
+    scored: list[PromptPart]
+    prompt_logits: torch.Tensor | None  # [rows of these parts, vocab]
+
+
+class Sampled(NamedTuple):
+    """A step's results on their way to the host."""
+
+    tokens: Tokens  # int64 [sampling rows]
+    logprobs: list[Scoring]  # of the sampling rows that ask for them
+    prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
 
 
 class _Graph(NamedTuple):
@@ -75,7 +88,7 @@ class ModelRunner:
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls], backend)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
-        self._sampler = Sampler(max_num_seqs, device, backend)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend)
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
         self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it for as long as they live
@@ -107,8 +120,11 @@ class ModelRunner:
             self._admit(request)
         slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
         last_rows = (np.cumsum(counts) - 1)[step.samples]
-        logits = self.forward(slots, starts, counts, step.token_ids, last_rows)
-        return Launched(logits, slots[step.samples], (starts + counts)[step.samples], self._turn)
+        wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in step.scored)])
+        logits = self.forward(slots, starts, counts, step.token_ids, wanted)
+        sampling, positions = slots[step.samples], (starts + counts)[step.samples]
+        parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if step.scored else (logits, None)
+        return Launched(parts[0], sampling, positions, self._turn, step.before, step.scored, parts[1])
 
     @torch.inference_mode()
     def forward(
@@ -126,12 +142,23 @@ class ModelRunner:
             self._marks[self._turn] = self.device.mark()
 
     @torch.inference_mode()
-    def sample(self, launched: Launched) -> Tokens:
-        """Choose the tokens of a launched step: int64 ``[sampling rows]``, on their way to the host."""
-        tokens, slots = self._sampler.choose(launched.logits, launched.slots, launched.positions, launched.turn)
-        self._last_tokens[slots] = tokens
-        self._marks[launched.turn] = self.device.mark()
-        return self.device.download(tokens)
+    def sample(self, launched: Launched) -> Sampled:
+        """Choose the tokens of a launched step."""
+        logits, slots, positions, turn = launched[:4]
+        tokens, on_device, logprobs = self._sampler.choose(logits, slots, positions, turn, launched.before)
+        self._last_tokens[on_device] = tokens
+        self._marks[turn] = self.device.mark()
+        return Sampled(self.device.download(tokens), logprobs, self._score_prompts(launched))
+
+    def _score_prompts(self, launched: Launched) -> list[Scoring]:
+        found, first = [], 0
+        for request, start, count, _ in launched.scored:
+            assert launched.prompt_logits is not None
+            logprobs = launched.prompt_logits[first : first + count].float().log_softmax(1)
+            tokens = self.device.bring(torch.from_numpy(request.tokens[start : start + count].astype(np.int64)))
+            found += score(logprobs, tokens, np.full(count, request.sampling.prompt_logprobs), self.device)
+            first += count
+        return found
 
     def _launch(self, step: Rows) -> torch.Tensor:
         count, batches = self.inputs.fill(step, self._turn)
@@ -207,7 +234,7 @@ class ModelRunner:
     def _graph_size(self, step: Rows) -> int | None:
         """The smallest graph that this step fits in."""
         num = len(step.slots)
-        if self._embeds or len(step.token_ids) > num or len(step.wanted) < num:
+        if self._embeds or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
             return None
         if int(step.starts.max()) >= self._graph_max_len:
             return None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..ipc.messages import Finished, Outputs, Started, Stats
+from ..ipc.messages import Finished, Logprobs, Outputs, Started, Stats
+from .logprobs import Scores
 
 NO_TOKENS = np.zeros(0, np.int64)
 
@@ -33,18 +34,26 @@ class Outbox:
         owners: np.ndarray = NO_TOKENS,
         tokens: np.ndarray = NO_TOKENS,
         started: Sequence[tuple[int, Started]] = (),
+        scores: Sequence[Scores] = (),
+        prompts: Sequence[tuple[int, Logprobs]] = (),
     ) -> dict[int, Outputs]:
         """Outputs by frontend. Token ``tokens[i]`` is of request ``handles[i]`` of frontend ``owners[i]``, all int64;
-        `started` names the frontend of each."""
+        `scores` are of some of these tokens; `started` and `prompts` name the frontend of each."""
         finished, self._finished = self._finished, {}
         outputs = {}
-        for frontend in {*np.unique(owners).tolist(), *finished}:
+        for frontend in {*np.unique(owners).tolist(), *finished, *(f for f, _ in prompts)}:
             mine = owners == frontend
+            logprobs = [told for f, told in prompts if f == frontend]
+            for one in scores:
+                here = one.only(mine[one.rows])
+                if len(here.rows):
+                    logprobs.append(here.message((np.cumsum(mine) - 1)[here.rows].tolist()))
             outputs[frontend] = Outputs(
                 handles[mine].tolist(),
                 tokens[mine].tolist(),
                 [s for f, s in started if f == frontend],
                 finished.get(frontend, []),
                 stats,
+                logprobs,
             )
         return outputs

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..ipc.messages import AddRequest, Sampling
+
+if TYPE_CHECKING:
+    from .structured import Grammar
 
 
 class Request:
@@ -17,6 +22,7 @@ class Request:
         arrival: monotonic seconds.
         key: names it under every core, see `request_key`.
         salt: at most 64 bytes; only requests of one salt share cached prefixes.
+        processors: functions of the user that change its logits, see logit_rules.py.
     """
 
     __slots__ = (
@@ -24,8 +30,11 @@ class Request:
         "arrival",
         "digests",
         "embeds",
+        "failure",
         "finished",
+        "first_token_at",
         "frontend",
+        "grammar",
         "handle",
         "hold",
         "key",
@@ -34,6 +43,7 @@ class Request:
         "num_cached_tokens",
         "num_preemptions",
         "priority",
+        "processors",
         "prompt_len",
         "queued",
         "room",
@@ -45,6 +55,7 @@ class Request:
         "stop_tokens",
         "tables",
         "tokens",
+        "told",
     )
 
     def __init__(
@@ -56,6 +67,7 @@ class Request:
         embeds: np.ndarray | None = None,
         key: int = 0,
         salt: bytes = b"",
+        processors: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.frontend = frontend
         self.handle = message.handle
@@ -64,11 +76,18 @@ class Request:
         self.priority = message.priority
         self.arrival = arrival
         self.admitted_at: float | None = None  # first time
+        self.first_token_at: float | None = None  # if this core computed it
         self.prompt_len = len(message.prompt_token_ids)
         self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)  # tokens it may come to
         self.tokens = np.array(message.prompt_token_ids + message.output_token_ids, dtype=np.int32)
         self.stop_tokens = frozenset(message.sampling.stop_token_ids)
         self.embeds = embeds  # [prompt_len, hidden], uint16 for bfloat16
+        self.processors = processors
+        self.grammar: Grammar | None = None  # once it is compiled, where one is asked for
+        self.failure: Exception | None = None  # why no token could be chosen for it
+        # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
+        wanted = message.sampling.prompt_logprobs >= 0 and not message.output_token_ids
+        self.told = 1 if wanted else self.prompt_len
         self.slot = -1  # while running
         self.seq = 0  # order of arrival, given when it is queued
         self.started = bool(message.output_token_ids)  # a token of it was sent
@@ -86,6 +105,30 @@ class Request:
         if embeds is not None:
             content = np.ascontiguousarray(embeds).tobytes()
             self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"embeds").digest()
+
+    @property
+    def is_penalised(self) -> bool:
+        sampling = self.sampling
+        return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether its next token can only be chosen when the host knows the one before."""
+        sampling = self.sampling
+        return bool(self.processors or sampling.grammar) or any(len(words) > 1 for words in sampling.bad_words)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether anything changes its logits before a token is chosen."""
+        sampling = self.sampling
+        edits = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.grammar
+        return bool(edits or (sampling.min_tokens and self.stop_tokens) or self.is_penalised or self.processors)
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits are asked
+        for."""
+        return min(len(self.tokens), self.told if self.told < self.prompt_len else len(self.tokens)) - 1
 
     def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:
         """Hash the blocks that `tokens[:num_tokens]` fills and that are not hashed yet."""

@@ -1,15 +1,19 @@
-"""From logits to tokens: masks, then the keyed Gumbel choice.
+"""From logits to tokens: rules of the request, masks, then the keyed Gumbel choice.
 
 The parameters lie in columns by slot, set once when a request gets its slot.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from ..kernels.interface import Backend
 from .device import Device, Staged
+from .logit_rules import Before, LogitRules
+from .logprobs import Scoring, score
 from .request import Request
 
 _COLUMNS = {
@@ -25,18 +29,26 @@ _COLUMNS = {
 _OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 
 
+class Choice(NamedTuple):
+    """What was chosen, on the device."""
+
+    tokens: torch.Tensor  # int64 [rows]
+    slots: torch.Tensor  # int64 [rows]
+    logprobs: list[Scoring]  # of the rows that ask for them
+
+
 class Sampler:
     """Chooses one token for each row of logits. A row's choice depends on its logits, parameters and position alone."""
 
-    def __init__(self, max_num_seqs: int, device: Device, backend: Backend) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend) -> None:
         self._device, self._backend = device, backend
+        self._rules = LogitRules(max_num_seqs, vocab_size, device)
+        self._num_logprobs = np.full(max_num_seqs, -1)
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_p = np.ones(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seed = np.zeros(max_num_seqs, np.int64)
-        self._unstoppable_until = np.zeros(max_num_seqs, np.int64)  # position of the first token that may be a stop
-        self._stop_tokens: dict[int, torch.Tensor] = {}  # by slot, where min_tokens is set
         self._rows = {name: Staged(device, (max_num_seqs,), dtype) for name, dtype in _COLUMNS.items()}
 
     def admit(self, request: Request) -> None:
@@ -46,22 +58,31 @@ class Sampler:
         self._top_k[slot] = sampling.top_k
         self._min_p[slot] = sampling.min_p
         self._seed[slot] = sampling.seed
-        self._unstoppable_until[slot] = request.prompt_len + sampling.min_tokens if request.stop_tokens else 0
-        self._stop_tokens.pop(slot, None)
-        if request.stop_tokens and sampling.min_tokens:
-            self._stop_tokens[slot] = self._device.bring(torch.tensor(sorted(request.stop_tokens)))
+        self._num_logprobs[slot] = sampling.logprobs
+        self._rules.admit(request)
 
     def choose(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int, before: Before
+    ) -> Choice:
         """`logits` ``[rows, vocab]``, for the tokens at `positions` of the requests at `slots` (both ``[rows]``) →
-        the tokens and the slots, int64 ``[rows]``, on the device. Changes `logits`."""
+        a token for each row. May change `logits`."""
         on_device = self._send("slot", slots, turn)
-        for row in np.flatnonzero(positions < self._unstoppable_until[slots]).tolist():
-            logits[row, self._stop_tokens[int(slots[row])]] = -torch.inf
+        asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
+        if asked.size:
+            index = self._device.bring(torch.from_numpy(asked))
+            logprobs = logits[index].float().log_softmax(1)  # of the logits as the model made them
+        tokens = self._choose(self._rules.apply(logits, slots, positions, before), slots, positions, turn)
+        self._rules.chosen(tokens, slots)
+        scores = []
+        if asked.size:
+            scores = score(logprobs, tokens[index], self._num_logprobs[slots[asked]], self._device)
+            scores = [one._replace(rows=asked[one.rows]) for one in scores]
+        return Choice(tokens, on_device, scores)
+
+    def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
         sampled = self._temperature[slots] > 0
         if not sampled.any():
-            return self._backend.largest(logits), on_device
+            return self._backend.largest(logits)
 
         def limit(name: str, column: np.ndarray) -> torch.Tensor | None:
             values = np.where(sampled, column[slots], _OFF[name])
@@ -76,7 +97,7 @@ class Sampler:
             scores = self._backend.mask(scores, *limits)
         seeds = self._send("seed", self._seed[slots], turn)
         where = self._send("position", positions, turn)
-        return self._backend.choose(scores, seeds, where, self._send("sampled", sampled, turn)), on_device
+        return self._backend.choose(scores, seeds, where, self._send("sampled", sampled, turn))
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Run every kernel once."""

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from ..ipc.config import SchedulerConfig
 from ..ipc.errors import wire_name, wire_text
-from ..ipc.messages import Finished, FinishReason, Outputs, Started, Stats
+from ..ipc.messages import Finished, FinishReason, Logprobs, Outputs, Started, Stats
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .kv_cache import KVCacheManager
 from .latency import Latest
+from .logprobs import Scores
+from .metrics import CoreMeter
 from .outbox import Outbox
 from .preemption import Preemption
 from .request import Request
-from .step import Step
+from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Step
 from .suspects import Suspects
 
 PauseMode = Literal["abort", "keep", "wait"]
@@ -60,6 +62,7 @@ class Scheduler:
         self._preemption = Preemption(self.fair, kv, self.suspects)
         self.paused: PauseMode | None = None
         self.first_token, self.between_tokens = Latest(), Latest()
+        self.meter = CoreMeter()
         self._full_budget = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
         self._full_chunk = (config.long_prefill_token_threshold if self._chunked else 0) or self._full_budget
@@ -91,10 +94,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, ready: bool = True) -> None:
+        """Queue a request, or only count it, if it is not `ready`; then it is told apart by `queue` or `fail`."""
         self._stalled = False
         self.fair.add(request)
-        self._wait(request)
+        if ready:
+            self._wait(request)
+
+    def queue(self, request: Request) -> None:
+        """A request that was added before is ready now, unless it has ended."""
+        self._stalled = False
+        if not request.finished:
+            self._wait(request)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request with `error`, unless it has ended."""
+        if not request.finished:
+            self.suspects.clear(request)
+            self._finish(request, "error", error=error)
 
     def _wait(self, request: Request) -> None:
         (self.suspects if request.key in self.suspects.keys else self.fair).push(request)
@@ -109,6 +126,7 @@ class Scheduler:
 
     def refuse(self, frontend: int, handle: int, error: Exception) -> None:
         """Answer a request that was never queued."""
+        self.meter.ends["error"] += 1
         self._outbox.put(frontend, Finished(handle, "error", error=wire_name(error), error_text=wire_text(error)))
 
     def remove_frontend(self, frontend: int) -> None:
@@ -227,6 +245,10 @@ class Scheduler:
         known = np.minimum(self._rows.num_tokens[slots], self._rows.max_len[slots] - 1)
         need: np.ndarray = np.minimum(known - self._rows.num_computed[slots], self._chunk)
         need[self._rows.held_up[slots]] = 0
+        if (waits := self._rows.looks_back[slots]).any():
+            need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
+        if self._chunked and (scored := self._rows.scored[slots]).any():
+            need[scored] = np.minimum(need[scored], max(1, PROMPT_LOGITS // int(scored.sum())))
         return need
 
     def _quotas(self, slots: np.ndarray, need: np.ndarray) -> dict[int, int]:
@@ -315,6 +337,13 @@ class Scheduler:
                 closed.add(frontend.id)
                 continue
             count = min(left, self._chunk)
+            if self._chunked and request.told < request.prompt_len:
+                count = min(
+                    count, PROMPT_LOGITS - int(self._rows.granted[self._order][self._rows.scored[self._order]].sum())
+                )
+                if count <= 0:
+                    closed.add(frontend.id)
+                    continue
             if not self._chunked and (needed := len(request.tokens) - self.kv.find_prefix(request)) > count:
                 if self._budget == self._full_budget or self._rows.granted.any():
                     break  # nobody passes it, or smaller ones could for ever
@@ -429,10 +458,13 @@ class Scheduler:
         starts, positions = rows.num_computed[slots], rows.num_tokens[slots] - prompt_len
         ends, prefill = starts + counts, starts < prompt_len
         token_ids, samples = rows.advance(slots, counts)
+        looking = slots[samples & rows.looks_back[slots]].tolist()
+        before = {slot: rows.tokens[slot, : rows.num_tokens[slot] - 1].copy() for slot in looking}
         self._count["chunked_prefills"] += int((ends < prompt_len).sum())
         self._count["mixed_steps"] += bool(prefill.any() and not prefill.all())
         self._count["prompt_tokens"] += int((np.minimum(ends, prompt_len) - starts)[prefill].sum())
         self.fair.charge(np.bincount(rows.frontend[slots], weights=counts))
+        self.meter.stepped(int(counts.sum()))
         step = Step(
             self._next_step,
             slots.astype(np.int32),
@@ -445,6 +477,8 @@ class Scheduler:
             rows.key[slots],
             positions,
             solo,
+            before,
+            self._prompt_parts(slots, starts, counts) if rows.scored[slots].any() else [],
         )
         self._admitted = []
         self._next_step += 1
@@ -452,10 +486,26 @@ class Scheduler:
         self.kv.step_launched(step.id)
         return step
 
+    def _prompt_parts(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[PromptPart]:
+        parts, row = [], 0
+        for slot, start, count in zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            request = self._running[slot]
+            first, last = max(request.told, start + 1), min(request.prompt_len, start + count + 1)
+            if self._rows.scored[slot] and first < last:
+                parts.append(PromptPart(request, first, last - first, row + first - start - 1))
+            row += count
+        return parts
+
     # ------------------------------------------------------------------ a step ends
 
-    def update(self, step: Step, sampled: np.ndarray) -> dict[int, Outputs]:
-        """Take in the tokens `sampled` (int64, one for each row that samples). Returns each frontend's outputs."""
+    def update(
+        self, step: Step, sampled: np.ndarray, logprobs: tuple[Sequence[Scores], Sequence[Scores]] = ((), ())
+    ) -> dict[int, Outputs]:
+        """Take in the tokens `sampled` (int64, one for each row that samples), and `logprobs`, as far as asked for: of
+        these rows, and of each of the step's prompt parts. Returns each frontend's outputs."""
+        for slot in step.before:
+            if (request := self._running.get(slot)) is not None and request.failure is not None:
+                self.fail(request, request.failure)
         slots, ends = step.slots.astype(np.int64), step.starts.astype(np.int64) + step.counts
         alive = self._rows.alive[slots]
         rows = slots[step.samples]
@@ -475,6 +525,8 @@ class Scheduler:
         done = (tokens == stop) | (at + 1 >= self._rows.max_len[rows])
         check = np.flatnonzero(done | (stop == MANY_STOPS))
         handles, owners = self._rows.handle[rows], self._rows.frontend[rows]
+        scores = [_of_kept(one, keep) for one in logprobs[0]]
+        told = [self._tell_prompt(*one) for one in zip(step.scored, logprobs[1], strict=True)]
         for i in check:
             request, token = self._running[int(rows[i])], int(tokens[i])
             if token in request.stop_tokens:
@@ -487,15 +539,26 @@ class Scheduler:
             if self._steps_until_grown == 0:
                 self._set_budget(2 * self._budget)
         stats = self.stats() if self._log_stats else None
-        outputs = self._outbox.take(stats, handles, owners, tokens, started)
+        prompts = [one for one in told if one is not None]
+        outputs = self._outbox.take(stats, handles, owners, tokens, started, scores, prompts)
         for frontend, out in outputs.items():
             self.fair.of(frontend).generation_tokens += len(out.handles)
         return outputs
 
+    def _tell_prompt(self, part: PromptPart, scores: Scores) -> tuple[int, Logprobs] | None:
+        request = part.request
+        if self._running.get(request.slot) is not request:
+            return None  # it will be computed again
+        request.told = max(request.told, part.start + part.num_rows)
+        self._rows.scored[request.slot] = request.told < request.prompt_len
+        return request.frontend, scores.message([], request.handle, part.start)
+
     def _observe(self, rows: np.ndarray) -> None:
-        now = self._clock()
-        if self._last_update is not None and not self._rows.silent[rows].all():
-            self.between_tokens.add(now - self._last_update)
+        now, num_firsts = self._clock(), int(self._rows.silent[rows].sum())
+        gap = None if self._last_update is None else now - self._last_update
+        if gap is not None and num_firsts < len(rows):
+            self.between_tokens.add(gap)
+        self.meter.brought(len(rows), num_firsts, gap)
         if rows.size:
             self._last_update = now
 
@@ -512,7 +575,9 @@ class Scheduler:
         request, now = self._running[slot], self._clock()
         self._rows.silent[slot] = False
         request.started = True
+        request.first_token_at = now
         self.first_token.add(now - request.arrival)
+        self.meter.began(request.prompt_len, now - request.arrival)
         admitted = request.admitted_at or now
         return request.frontend, Started(
             request.handle, admitted - request.arrival, now - admitted, request.num_cached_tokens
@@ -567,8 +632,11 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, stop_token: int | None = None, error: Exception | None = None
     ) -> None:
+        num_tokens = len(request.tokens)
         if request.slot >= 0:
+            num_tokens = len(self._rows.known_tokens(request.slot))
             self._unseat(request)
+        self.meter.request_ended(request, reason, num_tokens, self._clock())
         if request is self._promised:
             self._promised = None
         self._stalled = False
@@ -604,5 +672,16 @@ class Scheduler:
             num_waiting=self.num_waiting,
             kv_cache_usage=pool.num_in_use / max(1, pool.num_blocks - 1),
             num_steps=self._next_step,
+            frontends_connected=len(self.fair),
+            epoch=self.meter.epoch,
+            requests_recovered=self.meter.requests_recovered,
+            requests_quarantined=self.meter.requests_quarantined,
+            malformed_frames=self.meter.malformed_frames(),
             **self._count,
         )
+
+
+def _of_kept(scores: Scores, keep: np.ndarray) -> Scores:
+    """Those of rows that are kept (bool ``[rows]``), which are counted without the others from then on."""
+    there = scores.only(keep[scores.rows])
+    return there._replace(rows=(np.cumsum(keep) - 1)[there.rows])

@@ -9,7 +9,17 @@ import numpy as np
 from .kv_cache import TableUpdate
 from .request import Request
 
+PROMPT_LOGITS = 64  # rows of a step, beside those that sample, that have logits; at least one of each prompt
 IN_FLIGHT = -1  # a token id that an earlier step, not retired yet, is about to sample
+
+
+class PromptPart(NamedTuple):
+    """Consecutive rows of a step whose logits are also wanted, for the log probabilities of a prompt's next tokens."""
+
+    request: Request
+    start: int  # in the prompt, of the token that the first row's logits are about
+    num_rows: int
+    row: int  # the first, counted in `token_ids`
 
 
 class Step(NamedTuple):
@@ -26,6 +36,8 @@ class Step(NamedTuple):
     keys: np.ndarray  # uint64 [rows], of the requests, for the journal
     positions: np.ndarray  # int64 [rows]: where in its request's output the next token to come stands
     solo: bool  # the one row is of a suspect
+    before: dict[int, np.ndarray]  # int32, by slot: prompt and output so far, of requests that sample and look back
+    scored: list[PromptPart]
 
     @property
     def num_tokens(self) -> int:

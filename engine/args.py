@@ -66,7 +66,9 @@ class EngineArgs:
     max_num_seqs: int = _default("max_num_seqs")
     enable_chunked_prefill: bool = _default("enable_chunked_prefill")
     long_prefill_token_threshold: int = _default("long_prefill_token_threshold")
+    stream_interval: int = _default("stream_interval")
     scheduling_policy: Literal["fcfs", "priority"] = _default("scheduling_policy")
+    max_num_queued_requests: int | None = _default("max_num_queued_requests")
     max_requests_in_flight: int | None = _default("max_requests_in_flight")
     max_tokens_in_flight: int | None = _default("max_tokens_in_flight")
     max_requests_per_frontend: int | None = _default("max_requests_per_frontend")
@@ -89,6 +91,7 @@ class EngineArgs:
     cudagraph_capture_sizes: list[int] | None = field(default=_default("cudagraph_capture_sizes"))
     kernels_dir: str | None = _default("kernels_dir")
     disable_log_stats: bool = _default("disable_log_stats")
+    metrics_port: int | None = _default("metrics_port")
 
     def create_engine_config(self) -> EngineConfig:
         """Check every value and group them into the configuration that travels to the core.
@@ -191,10 +194,11 @@ _NAMES = {
     type(None): "None",
 }
 _AT_LEAST = {
-    0: "long_prefill_token_threshold max_restarts restart_window frontend_timeout slow_frontend_timeout",
-    1: "max_model_len max_num_batched_tokens max_num_seqs kv_cache_memory_bytes num_gpu_blocks_override "
-    "max_requests_in_flight max_tokens_in_flight max_requests_per_frontend max_tokens_per_frontend "
-    "tensor_parallel_size pipeline_parallel_size data_parallel_size",
+    0: "long_prefill_token_threshold max_num_queued_requests max_restarts restart_window frontend_timeout "
+    "slow_frontend_timeout",
+    1: "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "
+    "num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight max_requests_per_frontend "
+    "max_tokens_per_frontend tensor_parallel_size pipeline_parallel_size data_parallel_size",
 }
 _SO_FAR = {
     "tensor_parallel_size": 1,
@@ -211,6 +215,11 @@ def check_least(name: str, value: float | None, least: int) -> None:
         raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}{finite}")
 
 
+def check_port(name: str, port: int | None) -> None:
+    if port is not None and not 0 <= port <= 65_535:
+        raise InvalidArgumentError(f"{name} is {port}; it must be in 0 to 65535 (0: any free one)")
+
+
 def _check_ranges(values: dict[str, Any]) -> None:
     for least, names in _AT_LEAST.items():
         for name in names.split():
@@ -225,6 +234,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
     for name, only in _SO_FAR.items():
         if values[name] != only:
             raise NotSupportedError(f"{name} is {values[name]!r}; only {only!r} is supported so far")
+    check_port("metrics_port", values["metrics_port"])
     budget, longest = values["max_num_batched_tokens"], values["max_model_len"]
     if not values["enable_chunked_prefill"] and longest is not None and budget < longest:
         raise InvalidArgumentError(

@@ -20,6 +20,7 @@ from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
+from .metrics import StatLoggers
 from .output_processor import OutputProcessor, Processed
 from .prompts import Prompt
 from .request_state import RequestState
@@ -53,8 +54,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in call_forms.py.
 
     Args:
-        args, kwargs: `vllm_config`, or its parts; `executor_class`, `stat_loggers`: only None so far. `usage_context`,
-            `mm_registry`, `use_cached_outputs`, `aggregate_engine_logging`: without effect.
+        args, kwargs: `vllm_config`, or its parts; `executor_class`: only None. `stat_loggers`: as `LLMEngine`'s.
+            `usage_context`, `mm_registry`, `use_cached_outputs`, `aggregate_engine_logging`: without effect.
         log_requests: log each request, at level INFO.
         max_log_len: most characters of a prompt in the log.
         start_engine_loop: without effect: outputs are read from the first request on.
@@ -76,8 +77,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         from ..ipc.async_client import AsyncClient
 
         config, log_stats = resolve_engine(args, kwargs)
-        files = ModelFiles.of(config)
-        self._open(AsyncClient.launch(config), files, log_stats)
+        files, port = ModelFiles.of(config), config.observability_config.metrics_port
+        self._open(AsyncClient.launch(config), files, log_stats, kwargs.get("stat_loggers"), port)
         self._log_requests, self._max_log_len = log_requests, max_log_len
 
     @classmethod
@@ -86,7 +87,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         engine_args: EngineArgs,
         start_engine_loop: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: None = None,
+        stat_loggers: StatLoggers | None = None,
     ) -> Self:
         """An engine for these arguments."""
         log_requests = isinstance(engine_args, AsyncEngineArgs) and (
@@ -101,7 +102,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         vllm_config: EngineConfig,
         start_engine_loop: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: None = None,
+        stat_loggers: StatLoggers | None = None,
         enable_log_requests: bool = False,
         disable_log_stats: bool = False,
     ) -> Self:
@@ -115,8 +116,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
         return AsyncClient(connection)
 
-    def _open(self, client: AsyncClient, files: ModelFiles, log_stats: bool) -> None:
-        super()._open(client, files, log_stats)
+    def _open(self, client: AsyncClient, *more: Any) -> None:
+        super()._open(client, *more)
         self._log_requests, self._max_log_len = False, None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -296,6 +297,14 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self._enter()
         return bool(await self.engine_core.call("reset_prefix_cache"))
 
+    async def do_log_stats(self) -> None:
+        """Let the stat loggers speak now, also while nothing is in flight.
+
+        Raises:
+            InvalidArgumentError: there are no statistics, because of `disable_log_stats`.
+        """
+        self._statistics().log()
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -371,6 +380,8 @@ async def _settle(client: AsyncClient, processor: OutputProcessor, idle: asyncio
         state.news.set()
     if not len(processor):
         idle.set()
+    for message in processed.adds:
+        await client.add_request(message)
     if processed.aborts:
         with contextlib.suppress(EngineDeadError):  # these have ended anyway
             await client.abort(processed.aborts)

@@ -156,7 +156,7 @@ def resolve_engine(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[
             log_stats = value
         elif not isinstance(value, (Section, str)):  # a str: the usage context, which has no effect
             refuse_unsupported(executor_class=value)
-    refuse_unsupported(**{name: keywords.get(name) for name in ("executor_class", "stat_loggers", "placement_group")})
+    refuse_unsupported(**{name: keywords.get(name) for name in ("executor_class", "placement_group")})
     whole: EngineConfig | None = parts.pop(EngineConfig, None)
     return whole or EngineConfig(**{sections[kind]: part for kind, part in parts.items()}), log_stats
 

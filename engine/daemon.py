@@ -6,18 +6,23 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import AddressInUseError, InvalidArgumentError
+from ..ipc.connection import ask
+from ..ipc.errors import AddressInUseError, InvalidArgumentError, MainspringError
 from ..ipc.journal import Phase
 from ..ipc.keys import default_allowed, load_allowed, load_keypair
+from ..ipc.messages import Measured, Stats
 from ..ipc.supervisor import Supervisor
 from ..ipc.transport import Endpoints, bind_router, default_folder, ipc_address, ipc_path, lock_address
 from .daemon_options import DaemonOptions
 from .health import heartbeat, notify, probes
+from .metrics import OF_SUPERVISOR, PREFIX, Metric, metrics_of
 
 
 def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str], None]) -> None:
@@ -54,6 +59,12 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
         supervisor = Supervisor(config, endpoints, drain_timeout=options.drain_timeout)
         if options.http_port is not None:
             stack.enter_context(probes(options.http_host, options.http_port, ready))
+        if (port := config.observability_config.metrics_port) is not None:
+            from .prometheus import serve_metrics
+
+            keys = {"key": options.key, "server_key": load_keypair(options.key).public} if options.key else {}
+            tell = partial(_metrics, supervisor, endpoints.address.replace("//*:", "//127.0.0.1:"), keys)
+            stack.callback(serve_metrics(options.http_host, port, partial(tell, config.model_config.model))[1])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         stack.enter_context(heartbeat(status))
@@ -101,6 +112,18 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
     allowed = os.path.abspath(options.allowed_keys or default_allowed())
     load_allowed(allowed)  # what is wrong there is said now, not at the first connection
     return Endpoints(address, admin, load_keypair(options.key).secret, allowed)
+
+
+def _metrics(supervisor: Supervisor, address: str, keys: dict[str, Any], model: str | None) -> list[Metric]:
+    """Of the core, as it is now. While none answers, only those that outlive it."""
+    ours = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
+    try:
+        status = ask(address, **keys)
+    except MainspringError:
+        found = metrics_of(Stats(**ours), Measured(), model, supervisor.restarts)
+        return [one for one in found if one.name.removeprefix(PREFIX) in OF_SUPERVISOR]
+    stats = msgspec.structs.replace(status.core.stats, malformed_frames=status.core.malformed_frames, **ours)
+    return metrics_of(stats, status.measured, model, supervisor.restarts)
 
 
 def _absolute(address: str) -> str:

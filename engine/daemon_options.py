@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..ipc.config import Doc, EngineConfig, Section, fields_of
 from ..ipc.errors import InvalidArgumentError, unknown_argument
-from .args import FIELDS, EngineArgs, add_flags, check_least, typed
+from .args import FIELDS, EngineArgs, add_flags, check_least, check_port, typed
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +35,7 @@ class DaemonOptions(Section, frozen=True, kw_only=True):
         str | None, Doc("File that lists the public keys let in; none: allowed_keys in ~/.config/mainspring.")
     ] = None
     insecure: Annotated[bool, Doc("Listen at tcp without keys: whoever reaches the port is let in.")] = False
-    http_host: Annotated[str, Doc("Address for http_port.")] = "127.0.0.1"
+    http_host: Annotated[str, Doc("Address for http_port and metrics_port.")] = "127.0.0.1"
     http_port: Annotated[int | None, Doc("Port for GET /healthz and /readyz; none: not served.")] = None
     log_format: Annotated[Literal["text", "json"], Doc("Log lines as text or JSON.")] = "text"
     drain_timeout: Annotated[
@@ -94,6 +94,5 @@ def _read(path: str) -> dict[str, Any]:
 
 def _checked(options: DaemonOptions) -> DaemonOptions:
     check_least("drain_timeout", options.drain_timeout, 0)
-    if options.http_port is not None and not 0 <= options.http_port <= 65_535:
-        raise InvalidArgumentError(f"http_port is {options.http_port}; it must be in 0 to 65535 (0: any free one)")
+    check_port("http_port", options.http_port)
     return options

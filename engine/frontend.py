@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 import msgspec
 
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig
-from ..ipc.errors import DuplicateRequestError, InvalidRequestError, WrongProcessError, unknown_argument
+from ..ipc.errors import (
+    DuplicateRequestError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    NotSupportedError,
+    WrongProcessError,
+    unknown_argument,
+)
 from ..ipc.messages import AddRequest
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, typed
 from .call_forms import AddCall
 from .input_processor import EngineCoreRequest, InputProcessor, core_messages
+from .metrics import StatLoggerBase, StatLoggerManager, StatLoggers
 from .model_files import eos_token_ids, generation_config
 from .output_processor import OutputProcessor
 from .request_state import RequestState
@@ -138,20 +146,42 @@ class Frontend(Generic[C]):
     def _client(cls, connection: Connection) -> C:
         raise NotImplementedError
 
-    def _open(self, client: C, files: ModelFiles, log_stats: bool) -> None:
+    def _open(
+        self,
+        client: C,
+        files: ModelFiles,
+        log_stats: bool,
+        stat_loggers: StatLoggers | None = None,
+        metrics_port: int | None = None,
+    ) -> None:
         """What a constructor does, once there is a client."""
         self.engine_core = client
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, client, self._pid)
+        self._stop_serving: Callable[[], object] = lambda: None
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
         self.tokenizer, self.generation_config = files
         eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
-        self.input_processor = InputProcessor(self.tokenizer, client.model, eos)
-        self.output_processor = OutputProcessor(self.tokenizer)
+        interval = client.config.scheduler_config.stream_interval
+        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval)
         self._handles = itertools.count(1)
+        self.output_processor = OutputProcessor(self.tokenizer, self._handles)
+        self.logger_manager: StatLoggerManager | None = None
+        self.metrics_port: int | None = None  # where metrics are served
+        try:
+            if log_stats and not self.observability_config.disable_log_stats:
+                self.logger_manager = self.output_processor.told = StatLoggerManager(self.vllm_config, stat_loggers)
+            if metrics_port is not None:
+                from .prometheus import serve_metrics
+
+                self.metrics_port, stop = serve_metrics("127.0.0.1", metrics_port, self._statistics().metrics)
+                self._stop_serving = weakref.finalize(self, _stop, stop, self._pid)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _prepared(self, call: AddCall) -> EngineCoreRequest:
         """The request of a call, checked."""
@@ -163,6 +193,11 @@ class Frontend(Generic[C]):
 
     def _registered(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
         """Expect its outputs from now on. Its state here, and what is to be sent: messages, each with these arrays."""
+        if request.params.logits_processors and not self.engine_core.in_process:
+            raise NotSupportedError(
+                "logits_processors are functions, which cannot go to another process: use "
+                "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or logit_bias, or bad_words"
+            )
         if request.request_id in self.output_processor:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
         messages = core_messages(request, self._handles)
@@ -174,6 +209,18 @@ class Frontend(Generic[C]):
             raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
         return self.tokenizer
 
+    def _statistics(self) -> StatLoggerManager:
+        if self.logger_manager is None:
+            raise InvalidArgumentError(
+                "this engine keeps no statistics: disable_log_stats is True, or log_stats False; make one without that"
+            )
+        return self.logger_manager
+
+    @property
+    def stat_loggers(self) -> dict[str, StatLoggerBase]:
+        """Who is told of statistics, by name; nobody, if there are none."""
+        return {} if self.logger_manager is None else self.logger_manager.stat_loggers
+
     @property
     def model_config(self) -> ModelConfig:
         return self.vllm_config.model_config
@@ -184,6 +231,7 @@ class Frontend(Generic[C]):
 
     def shutdown(self) -> None:
         """Let go of the core; one of its own ends. Twice is once."""
+        self._stop_serving()
         self._finalizer()
 
     def _check_process(self) -> None:
@@ -191,6 +239,11 @@ class Frontend(Generic[C]):
             raise WrongProcessError(
                 f"this engine belongs to process {self._pid}, from which this one was forked; make one of its own here"
             )
+
+
+def _stop(serving: Callable[[], None], pid: int) -> None:
+    if os.getpid() == pid:
+        serving()
 
 
 def _close(client: CoreClient | AsyncClient, pid: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,9 @@ from .prompts import Embeds, ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
+
+
+ALL_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,22 @@ class EngineCoreRequest:
     priority: int = 0
     cache_salt: str = ""
     embeds: Embeds | None = None
+    bad_words: list[list[int]] = field(default_factory=list)  # as tokens
+    grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
 
 
 class InputProcessor:
     """Knows the tokenizer and the model's limits; holds no requests."""
 
-    def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model: ModelFacts,
+        eos_token_ids: Iterable[int],
+        stream_interval: int = 1,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
 
@@ -63,13 +75,19 @@ class InputProcessor:
         params = params.clone()
         params.validate()
         parsed = parse_prompt(prompt)
-        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {})
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_vocabulary(name, getattr(params, name) or ())
+        if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
+            name = "use_beam_search" if params.use_beam_search else "prompt_logprobs"
+            raise InvalidRequestError(f"{name} needs a prompt of token ids, but this one is embeddings")
         if self.tokenizer is None and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
+        form = params.structured_outputs or params.guided_decoding
         room = self.model.max_model_len - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
+        params.stream_interval = params.stream_interval or self._stream_interval
         params.seed = int.from_bytes(os.urandom(8), "big", signed=True) if params.seed is None else params.seed
         return EngineCoreRequest(
             request_id=request_id,
@@ -81,9 +99,23 @@ class InputProcessor:
             priority=priority,
             cache_salt=parsed.cache_salt or params.cache_salt or "",
             embeds=parsed.embeds,
+            bad_words=self._tokenized(params.bad_words or ()),
+            grammar=[] if form is None else list(form.spec()),
         )
 
-    def _prompt_token_ids(self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any]) -> list[int]:
+    def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
+        """Each as it stands, and as it is after a space where that takes as many tokens and begins with another one."""
+        found = []
+        for word in bad_words:
+            if self.tokenizer is None:
+                raise InvalidRequestError("bad_words need a tokenizer; this engine has skip_tokenizer_init=True")
+            bare, spaced = (self.tokenizer.encode(space + word.lstrip(), False) for space in ("", " "))
+            found += [bare] if bare[:1] == spaced[:1] or len(bare) != len(spaced) else [bare, spaced]
+        return [tokens for tokens in found if tokens]
+
+    def _prompt_token_ids(
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None
+    ) -> list[int]:
         for name in tokenization_kwargs:
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
@@ -92,6 +124,10 @@ class InputProcessor:
             if hidden != self.model.hidden_size:
                 raise InvalidRequestError(
                     f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
+                )
+            if keep is not None:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
             token_ids = [0] * tokens
         elif parsed.token_ids is not None:
@@ -105,6 +141,8 @@ class InputProcessor:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
         limit = self.model.max_model_len
+        if keep is not None:
+            token_ids = token_ids[-(limit - 1 if keep < 0 else keep) :]
         if len(token_ids) >= limit:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}, so with at least one token of "
@@ -120,35 +158,59 @@ class InputProcessor:
 
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
-    """One message for each completion, each under a handle of its own."""
-    params = request.params
-    embeds = None
+    """One message for each completion, each under a handle of its own; of beams the first."""
+    width = 1 if request.params.use_beam_search else request.params.width
+    numbered = zip(range(width), handles, strict=False)
+    return [core_message(request, handle, index=index) for index, handle in numbered]
+
+
+def core_message(
+    request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0
+) -> AddRequest:
+    """What the core is to compute: completion `index`, or the token that follows a `beam`."""
+    params, embeds = request.params, None
     if request.embeds is not None:
         embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
-    stops = sorted(request.eos_token_ids.union(params.stop_token_ids or ()))
     assert params.max_tokens is not None
     assert params.seed is not None
-    return [
-        AddRequest(
-            handle=handle,
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=Sampling(
-                max_tokens=params.max_tokens,
-                seed=params.seed if params.n == 1 else child_seed(params.seed, index),
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(params.top_k, 0),
-                min_p=params.min_p,
-                min_tokens=params.min_tokens,
-                stop_token_ids=stops,
-            ),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            prompt_embeds=embeds,
-        )
-        for index, handle in zip(range(params.n), handles, strict=False)
-    ]
+    stops = sorted(request.eos_token_ids.union(params.stop_token_ids or ()))
+    logprobs, prompt_logprobs, max_tokens = params.logprobs, params.prompt_logprobs, params.max_tokens
+    if params.use_beam_search:
+        logprobs, max_tokens, stops = 2 * params.width, 1, []
+    elif params.width > params.n and logprobs is None:
+        logprobs = 0  # the best are to be found
+    return AddRequest(
+        handle=handle,
+        request_id=request.request_id,
+        prompt_token_ids=[*request.prompt_token_ids, *beam] if beam else request.prompt_token_ids,
+        sampling=Sampling(
+            max_tokens=max_tokens,
+            seed=params.seed if params.width == 1 else child_seed(params.seed, index),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            min_tokens=params.min_tokens,
+            stop_token_ids=stops,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logprobs=_count(logprobs),
+            prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
+            logit_bias=params.logit_bias or {},
+            allowed_token_ids=params.allowed_token_ids or [],
+            bad_words=request.bad_words,
+            grammar=request.grammar,
+        ),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        prompt_embeds=embeds,
+    )
+
+
+def _count(logprobs: int | None) -> int:
+    """As the core takes it: -1 for none, more than any vocabulary has for all."""
+    return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else logprobs
 
 
 def child_seed(seed: int, index: int) -> int:

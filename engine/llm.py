@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError
-from ..ipc.params import RequestOutputKind, SamplingParams
+from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .args import FIELDS, EngineArgs
 from .call_forms import refuse_unsupported
 from .chat_template import Message
 from .frontend import CONNECT_OPTIONS, UsageContext
 from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
+from .metrics import Metric
 from .model_files import default_sampling_params
-from .outputs import RequestOutput
+from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from .prompts import Prompt, TokensPrompt, is_token_ids
 from .tokenizer import Tokenizer
 
@@ -141,6 +142,38 @@ class LLM:
             prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=cast(str, text)))
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: Progress = False,
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` continuations of each prompt that beam search finds, see beam_search.py.
+
+        Raises: as `generate`.
+        """
+        found = []
+        for output in self.generate(prompts, params.sampling_params(), use_tqdm, lora_request):
+            before = output.prompt_token_ids or []
+            prompt = self.get_tokenizer().decode(before) if output.prompt is None else output.prompt
+            found.append(
+                BeamSearchOutput(
+                    [
+                        BeamSearchSequence(
+                            [*before, *one.token_ids],
+                            one.logprobs or [],
+                            one.cumulative_logprob or 0.0,
+                            prompt + one.text,
+                            one.finish_reason,
+                            one.stop_reason,
+                        )
+                        for one in output.outputs
+                    ]
+                )
+            )
+        return found
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, under transformers' names."""
         return self.llm_engine.get_tokenizer()
@@ -148,6 +181,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation config asks for; vLLM's defaults where it says nothing."""
         return default_sampling_params(self.llm_engine.generation_config)
+
+    def get_metrics(self) -> list[Metric]:
+        """Every metric; see `LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block. False if running requests stood in the way."""
@@ -237,7 +274,7 @@ class _Room:
 
 
 def _cost(request: EngineCoreRequest) -> tuple[int, int]:
-    n = request.params.n
+    n = request.params.width
     return n, n * (len(request.prompt_token_ids) + (request.params.max_tokens or 0))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ..ipc.errors import EngineDeadError
@@ -15,6 +15,7 @@ from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request
 from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
+from .metrics import Metric, StatLoggers
 from .outputs import RequestOutput
 from .prompts import Prompt
 from .tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
     from ..ipc.connection import Connection
+    from ..ipc.inproc_client import InprocClient
 
 
 def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
@@ -47,7 +49,7 @@ class LLMEngine(Frontend["CoreClient"]):
         executor_class: only None; `distributed_executor_backend` chooses the executor.
         log_stats: whether statistics are collected.
         aggregate_engine_logging, usage_context, mm_registry, use_cached_outputs: without effect.
-        stat_loggers: only None so far.
+        stat_loggers: who else is told of statistics: name → logger, or factories ``(vllm_config, engine_index)``.
         multiprocess_mode: False: the core runs in this process, one iteration for each `step`.
 
     Raises:
@@ -61,14 +63,14 @@ class LLMEngine(Frontend["CoreClient"]):
         log_stats: bool = True,
         aggregate_engine_logging: bool = False,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: None = None,
+        stat_loggers: StatLoggers | None = None,
         mm_registry: Any = None,
         use_cached_outputs: bool = False,
         multiprocess_mode: bool = True,
     ) -> None:
-        refuse_unsupported(executor_class=executor_class, stat_loggers=stat_loggers)
-        files = ModelFiles.of(vllm_config)
-        self._open(make_client(vllm_config, multiprocess_mode), files, log_stats)
+        refuse_unsupported(executor_class=executor_class)
+        files, port = ModelFiles.of(vllm_config), vllm_config.observability_config.metrics_port
+        self._open(make_client(vllm_config, multiprocess_mode), files, log_stats, stat_loggers, port)
 
     @classmethod
     def _client(cls, connection: Connection) -> CoreClient:
@@ -76,8 +78,8 @@ class LLMEngine(Frontend["CoreClient"]):
 
         return SyncClient(connection)
 
-    def _open(self, client: CoreClient, files: ModelFiles, log_stats: bool) -> None:
-        super()._open(client, files, log_stats)
+    def _open(self, client: CoreClient, *more: Any) -> None:
+        super()._open(client, *more)
         self._ready: list[RequestOutput] = []  # outputs of what ended here, for the next step()
         self._lock = threading.RLock()  # guards the state; never held while waiting for the core
         self._stepping = threading.Lock()  # one thread at a time waits for outputs
@@ -87,7 +89,7 @@ class LLMEngine(Frontend["CoreClient"]):
         cls,
         engine_args: EngineArgs,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: None = None,
+        stat_loggers: StatLoggers | None = None,
         enable_multiprocessing: bool | None = None,
     ) -> Self:
         """An engine for these arguments; `enable_multiprocessing=False` puts the core into this process."""
@@ -104,7 +106,7 @@ class LLMEngine(Frontend["CoreClient"]):
         cls,
         vllm_config: EngineConfig,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: None = None,
+        stat_loggers: StatLoggers | None = None,
         disable_log_stats: bool = False,
     ) -> Self:
         """An engine for this configuration, with its core in a separate process."""
@@ -150,9 +152,13 @@ class LLMEngine(Frontend["CoreClient"]):
         request = self._prepared(call)
         with self._lock:
             _, messages, tensors = self._registered(request)
+            processors = request.params.logits_processors
             try:
                 for message in messages:
-                    self.engine_core.add_request(message, tensors)
+                    if processors:
+                        cast("InprocClient", self.engine_core).add_request(message, tensors, processors)
+                    else:
+                        self.engine_core.add_request(message, tensors)
             except BaseException:
                 self._end_requests([request.request_id])
                 raise
@@ -191,6 +197,8 @@ class LLMEngine(Frontend["CoreClient"]):
             with self._lock:
                 processed = self.output_processor.process(outputs, time.monotonic())
                 self._abort_in_core(processed.aborts)
+                for message in processed.adds:
+                    self.engine_core.add_request(message)
                 ready, self._ready = self._ready, []
                 return ready + [state.output() for state in processed.changed]
 
@@ -241,6 +249,27 @@ class LLMEngine(Frontend["CoreClient"]):
         """Forget every cached block. False if running requests stood in the way."""
         self._check_process()
         return bool(self.engine_core.call("reset_prefix_cache"))
+
+    def get_metrics(self) -> list[Metric]:
+        """Every metric: requests and latencies as this engine saw them, the core as it last told.
+
+        Raises:
+            InvalidArgumentError: there are none, because of `disable_log_stats`.
+        """
+        with self._lock:
+            return self._statistics().metrics()
+
+    def do_log_stats(self, *ignored: Any) -> None:
+        """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.
+
+        Raises:
+            InvalidArgumentError: there are no statistics, because of `disable_log_stats`.
+        """
+        self._statistics().log()
+
+    def do_log_stats_with_interval(self) -> None:
+        """The same, if they have not for `LOG_SECONDS`; `step` does it by itself."""
+        self._statistics().log_with_interval()
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,15 @@ from ..ipc.messages import FinishReason
 
 
 @dataclass(slots=True)
+class Logprob:
+    """Of one token at one place, under the model's own distribution: before penalties, biases and temperature."""
+
+    logprob: float
+    rank: int | None = None  # 1: none is likelier
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One of a request's `n` completions.
 
@@ -21,7 +30,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Any = None
+    logprobs: list[dict[int, Logprob]] | None = None  # of each token: itself, and the likeliest ones
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
     lora_request: Any = None
@@ -29,6 +38,26 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A continuation that `LLM.beam_search` found."""
+
+    tokens: list[int]  # prompt and output
+    logprobs: list[dict[int, Logprob]]  # of the output's tokens
+    cum_logprob: float
+    text: str  # of prompt and output
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best continuations of one prompt, the best one first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
@@ -55,7 +84,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int] | None
-    prompt_logprobs: Any
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token; with DELTA shown once
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

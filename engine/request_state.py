@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..ipc.errors import MainspringError, OverloadedError, RequestFailedError, from_wire
-from ..ipc.messages import Finished, FinishReason, Started
+from ..ipc.messages import AddRequest, Finished, FinishReason, Started
 from ..ipc.params import RequestOutputKind
 from .detokenizer import TextStream, text_stream
 from .input_processor import EngineCoreRequest
-from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
 
@@ -31,6 +31,8 @@ class Completion:
     handle: int
     _stream: TextStream | None
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of each token, if the core was asked for them
+    cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: MainspringError | None = None
@@ -44,6 +46,11 @@ class Completion:
     def __post_init__(self) -> None:
         params = self.request.source.params
         self._stops = StopStrings(list(params.stop), params.include_stop_str_in_output) if params.stop else None
+
+    def add_logprobs(self, entry: dict[int, Logprob]) -> None:
+        """Those of the next token, which stands first."""
+        self.logprobs.append(entry)
+        self.cumulative_logprob += next(iter(entry.values())).logprob
 
     def advance(self, ended: Finished | None) -> None:
         """Take in the new tokens and, if so, the end. A text that can't be made is this completion's error alone."""
@@ -73,6 +80,9 @@ class Completion:
                 self._texts.append(text)
             if stops is not None and stops.matched is not None:
                 del self.token_ids[self._decoded :]
+                if len(self.logprobs) > self._decoded:
+                    del self.logprobs[self._decoded :]
+                    self.cumulative_logprob = sum(next(iter(entry.values())).logprob for entry in self.logprobs)
                 self.finish_reason, self.stop_reason = "stop", stops.matched
                 return True
         return False
@@ -110,17 +120,31 @@ class Completion:
         """Whether a DELTA output has anything to show of it."""
         return self._shown_tokens < len(self.token_ids) or (self.finish_reason is not None and not self._shown_end)
 
+    def is_due(self, interval: int) -> bool:
+        """Whether it has its first token, `interval` new ones, or an end to be shown."""
+        new = len(self.token_ids) - self._shown_tokens
+        return new >= (interval if self._shown_tokens else 1) or (
+            self.finish_reason is not None and not self._shown_end
+        )
+
     def output(self, delta: bool) -> CompletionOutput:
-        reason = self.finish_reason
-        self._shown_end = reason is not None
+        first, params, reason = self._shown_tokens if delta else 0, self.request.source.params, self.finish_reason
+        self._shown_end, self._shown_tokens = reason is not None, len(self.token_ids)
         if delta:
-            text, token_ids = "".join(self._texts[self._shown_text :]), self.token_ids[self._shown_tokens :]
-            self._shown_text, self._shown_tokens = len(self._texts), len(self.token_ids)
+            text = "".join(self._texts[self._shown_text :])
+            self._shown_text = len(self._texts)
         else:
             self._texts = ["".join(self._texts)]
-            text, token_ids = self._texts[0], self.token_ids.copy()
+            text = self._texts[0]
         return CompletionOutput(
-            self.index, text, token_ids, finish_reason=reason, stop_reason=self.stop_reason, error=self.error
+            self.index,
+            text,
+            self.token_ids[first:],
+            self.cumulative_logprob if self.request.is_scored else None,
+            None if params.logprobs is None else self.logprobs[first:],
+            reason,
+            self.stop_reason,
+            error=self.error,
         )
 
 
@@ -133,44 +157,80 @@ class RequestState:
         params = source.params
         self.source = source
         self.kind = params.output_kind
+        self.interval = params.stream_interval or 1
+        self.is_scored = params.logprobs is not None or params.width > params.n or params.use_beam_search
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.metrics = RequestMetrics(source.arrival_time)
         self.num_cached_tokens: int | None = None
         self.news: asyncio.Event | None = None  # the async engine's: there is an output to be made, or `lost`
         self.lost: Exception | None = None  # why nothing more will come, though it has not ended
-        self._added = now
+        self.added, self._shown = now, False
+        self._tokenizer = tokenizer
         # text can wait for the end if nobody sees it before, and no stop string is to be found in it
         self.reads_at_end = self.kind == RequestOutputKind.FINAL_ONLY and not params.stop
+        self.completions = [Completion(self, index, handle, self._text()) for index, handle in enumerate(handles)]
+
+    def _text(self) -> TextStream | None:
+        params, source = self.source.params, self.source
+        if self._tokenizer is None or not params.detokenize:
+            return None
         prompt = () if source.embeds is not None else source.prompt_token_ids
+        skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+        return text_stream(self._tokenizer, prompt, skip, spaces)
 
-        def stream() -> TextStream | None:
-            if tokenizer is None or not params.detokenize:
-                return None
-            return text_stream(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)
-
-        self.completions = [Completion(self, index, handle, stream()) for index, handle in enumerate(handles)]
+    def go_on(self, handles: Iterator[int]) -> list[AddRequest]:
+        """What the core is to be asked next, now that it has ended all `completions`; they are others then."""
+        return []
 
     def started(self, said: Started) -> None:
         metrics = self.metrics
         if metrics.first_scheduled_time is None:
             metrics.time_in_queue = said.queued_s
-            metrics.first_scheduled_time = self._added + said.queued_s
+            metrics.first_scheduled_time = self.added + said.queued_s
             metrics.first_token_time = metrics.first_scheduled_time + said.first_token_s
             self.num_cached_tokens = said.num_cached_tokens
+
+    def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob]]) -> None:
+        """Those of the prompt's tokens from `start` on. A core that took over from another may repeat them."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None] * len(self.source.prompt_token_ids)
+        self.prompt_logprobs[start : start + len(entries)] = entries
 
     @property
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there is enough news for an output before the end."""
+        if self.kind == RequestOutputKind.FINAL_ONLY:
+            return False
+        return self.interval == 1 or any(completion.is_due(self.interval) for completion in self.completions)
+
+    def _best(self) -> list[Completion]:
+        """Of `best_of` completions the `n` of the largest sum of log probabilities."""
+        n, completions = self.source.params.n, self.completions
+        if len(completions) > n:
+            completions = sorted(completions, key=lambda one: -one.cumulative_logprob)[:n]
+            for index, completion in enumerate(completions):
+                completion.index = index
+        return completions
+
     def output(self) -> RequestOutput:
         """What to show now: all that has come since the last one."""
         delta = self.kind == RequestOutputKind.DELTA
-        shown = [one for one in self.completions if one.has_news] if delta else self.completions
-        source = self.source
+        shown = [one for one in self.completions if one.has_news] if delta else self._best()
+        source, prompt_logprobs = self.source, self.prompt_logprobs
+        if prompt_logprobs is None and source.params.prompt_logprobs is not None:
+            prompt_logprobs = [None]  # a prompt of one token
+        if delta and self._shown:
+            prompt_logprobs = None
+        self._shown = True
         return RequestOutput(
             source.request_id,
             source.prompt,
             None if source.embeds is not None else source.prompt_token_ids,
-            None,
+            prompt_logprobs,
             [completion.output(delta) for completion in shown],
             self.finished,
             self.metrics,

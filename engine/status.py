@@ -54,7 +54,7 @@ def document(found: CoreStatus | int) -> dict[str, Any]:
         return {"phase": "starting", "supervisor_pid": found}
     core: dict[str, Any] = msgspec.to_builtins(found)
     del core["stats"]
-    return {**core, **msgspec.structs.asdict(found.stats)}
+    return {**msgspec.structs.asdict(found.stats), **core}
 
 
 def frame(found: CoreStatus | int, speeds: Sequence[float] = (), trouble: str = "") -> Group:

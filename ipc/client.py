@@ -19,6 +19,7 @@ class CoreClient(Protocol):
     as coroutines. Handles are the caller's: small integers never used twice on one client.
     """
 
+    in_process: bool  # whether the core is in this process
     config: EngineConfig  # as the core filled it in
     model: ModelFacts
 
@@ -58,6 +59,8 @@ class CoreClient(Protocol):
 
 class ConnectedClient:
     """What both clients of a core in another process are made of."""
+
+    in_process = False
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

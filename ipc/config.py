@@ -94,9 +94,15 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     long_prefill_token_threshold: Annotated[
         int, Doc("Most tokens of one prompt computed in a step; 0: no limit but the budget.")
     ] = 0
+    stream_interval: Annotated[
+        int, Doc("Tokens between two outputs of a stream, after the first, where a request does not say itself.")
+    ] = 1
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Doc("`priority`: lower values first, arrival among equals.")
     ] = "fcfs"
+    max_num_queued_requests: Annotated[
+        int | None, Doc("Most requests of all frontends beyond `max_num_seqs`; one more is refused at once.")
+    ] = None
     max_requests_in_flight: Annotated[int | None, Doc("Most requests of all frontends, running and waiting.")] = None
     max_tokens_in_flight: Annotated[
         int | None, Doc("Most tokens, prompt and `max_tokens`, of all requests in flight.")
@@ -170,6 +176,10 @@ class ObservabilityConfig(Section, frozen=True, kw_only=True):
     """What the engine tells about itself."""
 
     disable_log_stats: Annotated[bool, Doc("Send no statistics with the outputs.")] = False
+    metrics_port: Annotated[
+        int | None,
+        Doc("Port on this machine where metrics are served in Prometheus' form; 0: any free one; none: not."),
+    ] = None
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

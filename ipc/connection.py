@@ -491,7 +491,12 @@ def result_of(answer: UtilityResult) -> Any:
 def ask_status(
     address: str, timeout: float = 2.0, *, key: str | None = None, server_key: str | None = None
 ) -> CoreStatus:
-    """How the core at `address` is, also while its model loads.
+    """How the core at `address` is; see `ask`."""
+    return ask(address, timeout, key=key, server_key=server_key).core
+
+
+def ask(address: str, timeout: float = 2.0, *, key: str | None = None, server_key: str | None = None) -> Status:
+    """How the core at `address` is, also while its model loads, and what it has measured.
 
     Raises:
         ConnectError: nobody answered within `timeout` seconds.
@@ -506,7 +511,7 @@ def ask_status(
             if socket.poll(int(timeout * 1000)):
                 message = codec.decode(socket.recv_multipart()).message
                 if isinstance(message, Status):
-                    return message.core
+                    return message
                 if isinstance(message, Refused):
                     raise from_wire(message.error, message.reason)
         finally:

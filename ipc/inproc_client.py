@@ -14,6 +14,7 @@ from .codec import decode_value, encode_value
 from .config import EngineConfig
 from .errors import EngineDeadError, WrongProcessError
 from .messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
+from .metrics import Meter
 
 
 class Core(Protocol):
@@ -29,7 +30,9 @@ class Core(Protocol):
     ) -> None: ...
     def disconnect(self, frontend: int) -> None: ...
     def set_credit(self, frontend: int, given: bool) -> None: ...
-    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None: ...
+    def add_request(
+        self, frontend: int, request: AddRequest, tensors: Sequence[Any] = (), processors: Sequence[Any] = ()
+    ) -> None: ...
     def abort(self, frontend: int, handles: Sequence[int]) -> None: ...
     def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw: ...
     def step(self) -> dict[int, Outputs]: ...
@@ -37,6 +40,8 @@ class Core(Protocol):
     def stats(self) -> Stats: ...
     def frontends(self) -> list[FrontendStatus]: ...
     def latencies(self) -> tuple[Latency, Latency]: ...
+    @property
+    def meter(self) -> Meter: ...
     @property
     def has_work(self) -> bool: ...
     @property
@@ -48,6 +53,8 @@ class Core(Protocol):
 class InprocClient:
     """See `CoreClient`. `get_outputs` runs one step; with nothing to do it returns None."""
 
+    in_process = True
+
     def __init__(self, core: Core) -> None:
         self.core = core
         self.config = core.config
@@ -57,10 +64,17 @@ class InprocClient:
         self._lock = threading.Lock()  # the core is driven by one thread at a time
         core.connect(0)
 
-    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+    def add_request(
+        self,
+        request: AddRequest,
+        tensors: Sequence[np.ndarray] = (),
+        processors: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        """`processors` change the request's logits: functions, so only where the core is in this process."""
         self._check()
         with self._lock:
-            self.core.add_request(0, request, [np.ascontiguousarray(t).data.cast("B") for t in tensors])
+            arrays = [np.ascontiguousarray(t).data.cast("B") for t in tensors]
+            self.core.add_request(0, request, arrays, processors)
 
     def abort(self, handles: Sequence[int]) -> None:
         self._check()

@@ -37,6 +37,15 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: list[int] = []  # end-of-sequence tokens included, unless ignored
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = -1  # of each token, and so many of the likeliest ones; -1: none
+    prompt_logprobs: int = -1  # likewise, of the prompt's tokens but the first
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []  # none: all
+    bad_words: list[list[int]] = []  # sequences of tokens whose last one is never chosen after the others
+    grammar: list[str] = []  # what the output has to be: kind and text, see ipc/structured.py
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -147,6 +156,24 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     mixed_steps: int = 0  # steps with both a prompt's tokens and a decode
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0
+    frontends_connected: int = 0
+    epoch: int = 1
+    requests_recovered: int = 0  # begun under a core that is gone or over a connection that is, and gone on with here
+    requests_quarantined: int = 0  # refused, for cores died of them; under all cores of the supervisor
+    malformed_frames: int = 0
+
+
+class Logprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log probabilities of some tokens, in fp32, of the unchanged logits. Row by row: the token itself, then the
+    likeliest ones in descending order. Arrays as bytes, little-endian, ``[rows, width]`` and for ranks ``[rows]``."""
+
+    width: int
+    token_ids: bytes  # int32
+    logprobs: bytes  # float32
+    ranks: bytes  # int32, of the first of each row: 1 if none is likelier
+    rows: list[int] = []  # which of the outputs' tokens
+    handle: int = -1  # of a prompt instead: whose
+    start: int = 0  # and where in it the first row stands
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True):
@@ -159,6 +186,7 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True):
     started: list[Started] = []
     finished: list[Finished] = []
     stats: Stats | None = None
+    logprobs: list[Logprobs] = []
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
@@ -228,10 +256,29 @@ class CoreStatus(msgspec.Struct, frozen=True):
     malformed_frames: int = 0
 
 
+class Distribution(msgspec.Struct, array_like=True, frozen=True):
+    """Observations, counted by size."""
+
+    name: str
+    bounds: list[float]  # upper ones of the buckets, inclusive, ascending
+    counts: list[int]  # one a bucket, and one for what is above the last bound
+    sum: float = 0.0
+
+
+class Measured(msgspec.Struct, array_like=True, frozen=True):
+    """What was counted of requests since the core's start."""
+
+    prompt_tokens: int = 0  # of requests that have brought a token
+    generation_tokens: int = 0
+    ended: list[int] = []  # requests, by finish reason: stop, length, abort, error
+    distributions: list[Distribution] = []
+
+
 class Status(msgspec.Struct, array_like=True, frozen=True):
     """Answer to a `StatusCall`."""
 
     core: CoreStatus
+    measured: Measured = Measured()
 
 
 class StartReport(msgspec.Struct, array_like=True, frozen=True):

@@ -45,6 +45,7 @@ from .messages import (
     CoreStatus,
     Fault,
     Hello,
+    Measured,
     Probe,
     Ready,
     Refused,
@@ -126,7 +127,8 @@ class CoreServer:
         on_parent_end: Callable[[], None] | None = None,
     ) -> None:
         self._endpoints, self._service = endpoints, service
-        self._instance_id, self._epoch, self._status = instance_id, epoch, status
+        self._instance_id, self._epoch, self._status = instance_id, epoch, Status(status)
+        self._own_key = zmq.curve_public(endpoints.secret_key.encode()).decode() if endpoints.secret_key else ""
         self._parent, self._on_parent_end = parent, on_parent_end
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._put = self._put_bytes = self._taken = self._taken_bytes = 0  # each written by one thread only
@@ -164,9 +166,9 @@ class CoreServer:
         self._ready = ready
         self._waker.wake()
 
-    def publish(self, status: CoreStatus) -> None:
+    def publish(self, status: CoreStatus, measured: Measured = Measured()) -> None:  # noqa: B008  # frozen
         """What to answer to who asks how the core is."""
-        self._status = status
+        self._status = Status(status, measured)
 
     def stop(self, reason: str | None) -> None:
         """Send what is queued, say goodbye to every frontend, and close; without a reason, close without a word."""
@@ -313,7 +315,8 @@ class CoreServer:
             return
         if isinstance(message, StatusCall):
             self._admit(frames[0], message.token)
-            self._reply(origin, Status(msgspec.structs.replace(self._status, malformed_frames=self.malformed_frames)))
+            core = msgspec.structs.replace(self._status.core, malformed_frames=self.malformed_frames)
+            self._reply(origin, Status(core, self._status.measured))
             return
         peer = self._by_origin.get(origin)
         if peer is None or (envelope.instance_id, envelope.epoch) != (self._instance_id, self._epoch):
@@ -383,6 +386,8 @@ class CoreServer:
         return None
 
     def _allowed(self, key: bytes) -> AllowedKey | None:
+        if key.decode() == self._own_key:  # the daemon itself, which asks how its core is
+            return AllowedKey("daemon")
         return load_allowed(self._endpoints.allowed_keys).get(key.decode())
 
     def _authenticate(self, zap: Socket) -> None:

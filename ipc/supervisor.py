@@ -101,6 +101,11 @@ class Supervisor:
     def phase(self) -> Phase:
         return self._journal.phase
 
+    @property
+    def num_quarantined(self) -> int:
+        """Requests that cores refuse, for others died of them."""
+        return len(self._blame.quarantined)
+
     def start(self) -> None:
         """Start the first core, and wait until it serves.
 

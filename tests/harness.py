@@ -457,6 +457,9 @@ class StandInExecutor:
         self._model.retire(sampled[0])
         return sampled[1]
 
+    def logprobs(self, sampled: tuple[Step, np.ndarray]) -> tuple[list[Any], list[Any]]:
+        return [], []
+
 
 def make_core(
     launched: Callable[[Step], None] = lambda step: None, service: ServiceConfig | None = None, **rest: Any

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from mainspring.core.__main__ import handle
+from mainspring.core.metrics import CoreMeter
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig, ServiceConfig
 from mainspring.ipc.errors import EngineDeadError, InvalidRequestError
@@ -41,6 +42,7 @@ class StandInCore:
         self.num_ended = 0
         self.tensors: list[bytes] = []
         self.paused = threading.Event()
+        self.meter = CoreMeter()
         self._requests: dict[tuple[int, int], tuple[AddRequest, int]] = {}
         self._notices: list[tuple[int, Finished]] = []
 
@@ -58,7 +60,7 @@ class StandInCore:
         for key in [key for key in self._requests if key[0] == frontend]:
             del self._requests[key]
 
-    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None:
+    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = (), *more: Any) -> None:
         self.added.append(request)
         self._requests[frontend, request.handle] = request, len(request.output_token_ids)
         self.tensors += map(bytes, tensors)

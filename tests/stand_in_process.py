@@ -77,7 +77,7 @@ class ScriptedCore(StandInCore):
     def _key(self, frontend: int, handle: int) -> int:
         return request_key(self._sessions[frontend], handle)
 
-    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = ()) -> None:
+    def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = (), *more: Any) -> None:
         reason = self._quarantined.get(self._key(frontend, request.handle))
         if reason is not None:
             ended = Finished(request.handle, "error", error="RequestFailedError", error_text=reason)

@@ -747,8 +747,6 @@ def test_every_generation_of_the_constructor_makes_an_engine(monkeypatch: pytest
         AsyncLLMEngine(True, False, config)
     with pytest.raises(NotSupportedError, match="executor_class"):
         AsyncLLMEngine(config, object)
-    with pytest.raises(NotSupportedError, match="stat_loggers"):
-        AsyncLLMEngine(config, stat_loggers={})
     with pytest.raises(InvalidArgumentError, match="no vllm_config"):
         AsyncLLMEngine()
     with pytest.raises(UnknownArgumentError, match="did you mean 'log_stats'"):

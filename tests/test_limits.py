@@ -97,3 +97,16 @@ def test_tokens_past_the_models_length_do_not_count() -> None:
     core.add_request(0, message(0, max_tokens=10_000))
     assert not refused(core)
     assert core.frontends()[0].tokens_in_flight == 64
+
+
+def test_beyond_the_seats_so_many_may_wait_as_are_allowed() -> None:
+    core = core_with(max_num_seqs=2, max_num_queued_requests=1)
+    for handle in range(3):
+        core.add_request(handle % 2, message(handle))
+    assert not refused(core)
+    core.add_request(1, message(3))
+    [finished] = refused(core)
+    assert (finished.handle, finished.error) == (3, "OverloadedError")
+    assert "max_num_queued_requests is 1" in finished.error_text
+    core.add_request(1, message(4, resumed=True))
+    assert not refused(core)

@@ -340,8 +340,6 @@ def test_the_client_is_a_separate_process_unless_false_is_said(monkeypatch: pyte
 
 def test_arguments_whose_feature_does_not_exist_yet_are_refused_by_name() -> None:
     config = EngineArgs().create_engine_config()
-    with pytest.raises(NotSupportedError, match="stat_loggers"):
-        LLMEngine(config, stat_loggers={})  # type: ignore[arg-type]
     with pytest.raises(NotSupportedError, match="executor_class"):
         LLMEngine(config, executor_class=object)  # type: ignore[arg-type]
 

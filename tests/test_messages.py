@@ -21,11 +21,14 @@ from mainspring.ipc.messages import (
     Bye,
     CoreStatus,
     DesiredState,
+    Distribution,
     Fault,
     Finished,
     FrontendStatus,
     Hello,
     Latency,
+    Logprobs,
+    Measured,
     ModelFacts,
     Outputs,
     Probe,
@@ -60,7 +63,9 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             300,
             "r-1",
             [5, 70000],
-            Sampling(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2]),
+            Sampling(
+                16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2], 0.5, -0.5, 1.5, 5, 0, {7: 2.0}, [7, 8], [[3, 4]], ["re", "a"]
+            ),
             -1,
             [9],
             "salt",
@@ -69,7 +74,8 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             True,
         ),
         "9acd012ca3722d319205ce00011170"
-        "9810fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
@@ -82,11 +88,13 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             [Started(3, 0.5, 0.25, 16)],
             [Finished(300, "stop", 7, 2, "E", "why")],
             Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10),
+            [Logprobs(1, b"\7\0\0\0", b"\0\0\x80\xbf", b"\1\0\0\0", [1], 3, 2)],
         ),
-        "959203cd012c92ce0001000007"
+        "969203cd012c92ce0001000007"
         "919403cb3fe0000000000000cb3fd000000000000010"
         "9196cd012ca473746f700702a145a3776879"
-        "9b0102cb3fe0000000000000030405060708090a",
+        "dc00100102cb3fe0000000000000030405060708090a0001000000"
+        "919701c40407000000c404000080bfc4040100000091010302",
     ),
     9: (Bye("over"), "91a46f766572"),
     10: (Fault("E", "why"), "92a145a3776879"),
@@ -110,19 +118,21 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
                 Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10),
                 [FrontendStatus(1, "a", 2.5, 3, 4, 5, 6, True)],
                 7,
-            )
+            ),
+            Measured(5, 6, [1, 2, 3, 4], [Distribution("x", [0.5], [7, 8], 2.5)]),
         ),
-        "918fa565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
+        "928fa565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
         "a56d6f64656ca16da8726573746172747302aa6c6173745f6372617368a3776879a8757074696d655f73cb3ff8000000000000"
         "aa6e756d5f626c6f636b7364ac746f6b656e735f7065725f73cb4004000000000000"
         "b374696d655f746f5f66697273745f746f6b656e"
         "83a3703530cb3fe0000000000000a3703935cb3fd0000000000000a3703939cb3fc0000000000000"
         "b3696e7465725f746f6b656e5f6c6174656e6379"
         "83a3703530cb3ff0000000000000a3703935cb4000000000000000a3703939cb4010000000000000"
-        "a573746174739b0102cb3fe0000000000000030405060708090a"
+        "a57374617473dc00100102cb3fe0000000000000030405060708090a0001000000"
         "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
         "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
-        "a4736c6f77c3b06d616c666f726d65645f6672616d657307",
+        "a4736c6f77c3b06d616c666f726d65645f6672616d657307"
+        "94050694010203049194a17891cb3fe0000000000000920708cb4004000000000000",
     ),
 }
 
@@ -139,9 +149,31 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "98cd012ca3722d319205ce00011170"
         "9810fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "ff9109a473616c749300a862666c6f61743136920240",
-        {"age_s": 0.0, "resumed": False},
+        {"age_s": 0.0, "resumed": False, "sampling": Sampling(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2])},
+    ),
+    (
+        8,
+        "959203cd012c92ce0001000007919403cb3fe0000000000000cb3fd000000000000010"
+        "9196cd012ca473746f700702a145a37768799b0102cb3fe0000000000000030405060708090a",
+        {"logprobs": []},
+    ),
+    (
+        13,
+        "918fa565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
+        "a56d6f64656ca16da8726573746172747302aa6c6173745f6372617368a3776879a8757074696d655f73cb3ff8000000000000"
+        "aa6e756d5f626c6f636b7364ac746f6b656e735f7065725f73cb4004000000000000"
+        "b374696d655f746f5f66697273745f746f6b656e"
+        "83a3703530cb3fe0000000000000a3703935cb3fd0000000000000a3703939cb3fc0000000000000"
+        "b3696e7465725f746f6b656e5f6c6174656e6379"
+        "83a3703530cb3ff0000000000000a3703935cb4000000000000000a3703939cb4010000000000000"
+        "a573746174739b0102cb3fe0000000000000030405060708090a"
+        "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
+        "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
+        "a4736c6f77c3b06d616c666f726d65645f6672616d657307",
+        {"measured": Measured()},
     ),
 ]
+PARTS = (Tensor, Sampling, Started, Finished, Stats, Logprobs, ModelFacts)
 MAPS = (CoreStatus, FrontendStatus, Latency)  # for people and scripts
 
 
@@ -201,7 +233,10 @@ def test_an_older_peers_message_without_the_optional_fields_is_whole(kind: int) 
             codec.decode([header, msgspec.msgpack.encode(fields[: required - 1])])
 
 
-@pytest.mark.parametrize("cls", [*KINDS.values(), Tensor, Sampling, Started, Finished, Stats, ModelFacts, *MAPS])
+@pytest.mark.parametrize(
+    "cls",
+    [*KINDS.values(), Tensor, Sampling, Started, Finished, Stats, Logprobs, Distribution, Measured, ModelFacts, *MAPS],
+)
 def test_required_fields_stand_before_optional_ones_and_nothing_is_inherited(cls: type[msgspec.Struct]) -> None:
     required = [field.required for field in msgspec.structs.fields(cls)]
     assert required == sorted(required, reverse=True)
@@ -237,6 +272,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is list:
         return st.lists(values_of(get_args(hint)[0]), max_size=4)
+    if get_origin(hint) is dict:
+        return st.dictionaries(*map(values_of, get_args(hint)), max_size=4)
     if get_origin(hint) in (typing.Union, types.UnionType):
         return st.one_of(*map(values_of, get_args(hint)))
     hints = typing.get_type_hints(hint, include_extras=True)

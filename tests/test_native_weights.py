@@ -177,6 +177,18 @@ def test_given_numbers_scales_and_zeros_are_taken_as_they_are(library: ctypes.CD
     assert torch.equal(linear(library, x, packed), 127 * exact.view(96, 384).T)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
+def test_the_largest_sums_are_exact(library: ctypes.CDLL, rows: int) -> None:
+    x = torch.full((rows, 256), 127.0)
+    x[::2] = -127
+    ones = torch.ones(32, 2)
+    largest = pack_quantized(library, torch.full((32, 256), 15, dtype=torch.uint8), ones, 0 * ones, torch.float32)
+    assert torch.equal(linear(library, x, largest), 15 * x.sum(1, keepdim=True).expand(rows, 32))
+    for sign in (1, -1):
+        weight = quantize(library, sign * torch.full((32, 256), 127.0), 8)
+        assert torch.equal(linear(library, x, weight), sign * 127 * x.sum(1, keepdim=True).expand(rows, 32))
+
+
 @pytest.mark.parametrize("kind", [None, 8, 4])
 def test_memory_that_was_packed_is_given_back_on_the_way(
     library: ctypes.CDLL, kind: int | None, tmp_path: Path

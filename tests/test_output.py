@@ -39,8 +39,8 @@ class Frontend:
 
     def __init__(self, tokenizer: Any = TOKENIZER) -> None:
         self.input = InputProcessor(tokenizer, FACTS, [EOS])
-        self.output = OutputProcessor(tokenizer)
         self.handles = itertools.count(1)
+        self.output = OutputProcessor(tokenizer, self.handles)
         self.now = 100.0
 
     def add(self, request_id: str = "r", prompt: Any = "Q:", **params: Any) -> list[int]:
@@ -367,7 +367,7 @@ def test_an_abort_gives_one_last_output_and_the_handles_still_running() -> None:
     assert output.finished
     assert [completion.finish_reason for completion in output.outputs] == ["length", "abort"]
     assert frontend.step([(second, 52)], [Finished(second, "abort")]) == ([], [])
-    assert frontend.output.abort(["r"], 6.0) == ([], [])
+    assert frontend.output.abort(["r"], 6.0) == ([], [], [])
     assert len(frontend.output) == 1
     assert len(frontend.step([(other, 50)]).outputs) == 1
 

@@ -49,6 +49,8 @@ def type_text(hint: Any) -> str:
         return "str"
     if origin is list:
         return f"{type_text(args[0])}[]"
+    if origin is dict:
+        return "map of {} to {}".format(*map(type_text, args))
     if origin in (Union, types.UnionType):
         return f"{type_text(args[0])}?"
     return PLAIN.get(hint) or str(hint.__name__)
@@ -99,7 +101,7 @@ def as_json(value: Any) -> Any:
         case list():
             return [as_json(item) for item in value]
         case dict():
-            return {key: as_json(item) for key, item in value.items()}
+            return {str(key): as_json(item) for key, item in value.items()}
     return value
 
 

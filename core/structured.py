@@ -1,0 +1,493 @@
+"""Structured outputs: which tokens may come next, so that an answer has the form asked for.
+
+The library is llguidance (MIT, Rust, no dependencies, wheels for Linux on x86-64 and ARM and for macOS). Against
+xgrammar: nothing is computed for a whole vocabulary ahead, so a schema is ready in milliseconds where that takes
+seconds (at 150,000 tokens); it counts fuel for lexer and parser, so a hostile grammar ends in an error and not in
+minutes; a keyword of JSON schema that it lacks is an error, where xgrammar ignores `multipleOf`; and it imports neither
+torch nor transformers. It releases the GIL while it compiles and makes masks. What it does not bound is refused here
+before it sees it: references so deep that they overflow its stack, divisors (`multipleOf`), repetitions that make masks
+slow.
+
+A matcher may move between threads, but is used by one at a time; a `Grammar` and a `GrammarCompiler` by any.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from decimal import Decimal
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, get_args
+
+import numpy as np
+
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError
+from ..ipc.structured import MAX_SPEC_BYTES, OPTIONS_KEY, WHITESPACE, Kind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from tokenizers import Tokenizer
+
+MAX_CACHED = 256  # grammars
+MAX_CACHED_BYTES = 128 << 20  # of memory, estimated
+_MAX_BYTES = {"regex": 16 << 10, "grammar": 64 << 10}  # of a text; what is not here may have MAX_SPEC_BYTES
+_MAX_LINES = 2000  # of a grammar: a rule has at least one
+_MAX_REFS = 2000  # of a schema
+_MAX_PROPERTIES = 450  # of an object
+_MAX_STRING = 8 << 10  # characters, inside of a schema
+_MAX_REPEAT = 10_000
+_MAX_DIVISOR = 20_000
+_STACK_BYTES = 256 << 20  # of the thread that compiles: the library descends along references; untouched pages are free
+_BYTES_PER_CHARACTER = 200  # of a compiled grammar's memory, measured at the worst
+# Otherwise text that can be no other is allowed in the tokenizer's own spelling only: which, for a long text, it would
+# look up for each mask.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_OPTIONS = {"whitespace_flexible", "whitespace_pattern", "coerce_one_of"}
+
+_REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+_LARK_REPEAT = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*')
+_TOKEN = re.compile(r"<[^<>\s]+>")
+_ESCAPE = re.compile(r"\\[xuU]\{[^}]*\}|\\.", re.DOTALL)
+
+
+class _Vocabulary(NamedTuple):
+    tokenizer: LLTokenizer
+    tokenizer_size: int  # some know more tokens than the model
+    size: int  # of the model's
+    text: np.ndarray  # bits of the tokens that are text, int32 [words]
+    eos: np.ndarray  # bits of those that end a document, int32 [words]
+    eos_ids: frozenset[int]
+
+
+class Matcher:
+    """Where one answer stands in its grammar. Tokens are of the model's vocabulary."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._num_text = 0  # tokens accepted
+        self._num_eos = 0  # after them
+
+    def fill(self, row: np.ndarray) -> None:
+        """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` for token ``i``. Without the GIL.
+
+        Args:
+            row: int32 ``[ceil(vocab_size / 32)]``, contiguous.
+
+        Raises:
+            InvalidRequestError: the grammar needs more work than it may, or leads nowhere from here. It stays so.
+        """
+        matcher, vocabulary = self._matcher, self._vocabulary
+        if self.finished:
+            row[:] = vocabulary.eos
+            return
+        words = (vocabulary.tokenizer_size + 31) // 32
+        mask = row if words == row.size else np.empty(words, np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        np.bitwise_and(mask[: row.size], vocabulary.text, out=row)
+        if matcher.is_accepting():
+            np.bitwise_or(row, vocabulary.eos, out=row)
+        elif not row.any():
+            raise InvalidRequestError(f"the grammar allows no token after {self._num_text} output tokens")
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False, and nothing has changed, if it may not come next. With the GIL: microseconds, and
+        some milliseconds in an ambiguous grammar.
+
+        Raises:
+            InvalidRequestError: the grammar needs more work than it may. It stays so.
+        """
+        vocabulary = self._vocabulary
+        if token in vocabulary.eos_ids:
+            allowed = self._num_eos > 0 or self._matcher.is_accepting()
+            self._num_eos += allowed
+            return allowed
+        if self._num_eos or not _has(vocabulary, token):
+            return False
+        allowed = self._matcher.try_consume_tokens([token]) == 1
+        self._num_text += allowed
+        self._check()
+        return allowed
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may come."""
+        return self._num_eos > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted.
+
+        Raises:
+            InvalidArgumentError: there are fewer.
+        """
+        if not 0 <= num_tokens <= self._num_text + self._num_eos:
+            raise InvalidArgumentError(f"num_tokens is {num_tokens}; {self._num_text + self._num_eos} were accepted")
+        ends = min(num_tokens, self._num_eos)
+        self._num_eos -= ends
+        if num_tokens > ends:
+            self._num_text -= num_tokens - ends
+            self._matcher.rollback(num_tokens - ends)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            why = _reason(self._matcher.get_error())
+            raise InvalidRequestError(f"the grammar can't be followed after {self._num_text} output tokens: {why}")
+
+
+class Grammar:
+    """A compiled form."""
+
+    def __init__(self, start: LLMatcher, vocabulary: _Vocabulary, num_bytes: int) -> None:
+        self._start, self._vocabulary = start, vocabulary
+        self.num_bytes = num_bytes  # of memory, estimated
+
+    def matcher(self) -> Matcher:
+        """At the beginning of a document, in some microseconds."""
+        return Matcher(self._start.deep_copy(), self._vocabulary)
+
+
+class GrammarCompiler:
+    """Grammars for one model's tokenizer, compiled in a thread of its own, the latest of them kept.
+
+    Args:
+        tokenizer: the content of a tokenizer.json, or what was read from it with all added tokens.
+        vocab_size: of the model; ids that the tokenizer does not know are never allowed.
+        eos_token_ids: what ends a document.
+    """
+
+    def __init__(self, tokenizer: str | Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._source, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[tuple[str, str], Grammar | InvalidRequestError] = OrderedDict()
+        self._cached_bytes = 0
+        self._pending: dict[tuple[str, str], Future[Grammar]] = {}
+        self._queue: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._started = False
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """Wait for `submit`.
+
+        Raises:
+            InvalidRequestError: there is no such kind, or the text is wrong, not supported, or too much work.
+        """
+        return self.submit(kind, text).result()
+
+    def submit(self, kind: str, text: str) -> Future[Grammar]:
+        """The grammar of a `StructuredOutputsParams.spec`, once it is compiled, or what `compile` raises. Who waits for
+        the same one shares it; it can't be cancelled."""
+        key = (kind, text)
+        with self._lock:
+            if (shared := self._pending.get(key)) is not None:
+                return shared
+            future: Future[Grammar] = Future()
+            future.set_running_or_notify_cancel()
+            if (known := self._cached.get(key)) is not None:
+                self._cached.move_to_end(key)
+                _settle(future, known)
+            else:
+                self._pending[key] = future
+                self._queue.put(key)
+                if not self._started:
+                    self._started = True
+                    _start_thread(self._work)
+        return future
+
+    def _work(self) -> None:
+        while True:
+            key = self._queue.get()
+            found: Grammar | InvalidRequestError
+            try:
+                found = _compile(self._vocabulary, *key)
+            except InvalidRequestError as error:
+                found = error.with_traceback(None)
+            except BaseException as error:  # also the library's panics, which are no Exception
+                found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
+            with self._lock:
+                future = self._pending.pop(key)
+                self._keep(key, found)
+            _settle(future, found)
+
+    def _keep(self, key: tuple[str, str], found: Grammar | InvalidRequestError) -> None:
+        self._cached[key] = found
+        self._cached_bytes += _num_bytes(key, found)
+        while len(self._cached) > MAX_CACHED or (self._cached_bytes > MAX_CACHED_BYTES and len(self._cached) > 1):
+            self._cached_bytes -= _num_bytes(*self._cached.popitem(last=False))
+
+    @functools.cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        """Made with the first grammar: seconds, for a large vocabulary."""
+        from llguidance import LLTokenizer
+
+        source = json.loads(self._source if isinstance(self._source, str) else self._source.to_str())
+        known = _token_ids(source)
+        special = [token["id"] for token in source["added_tokens"] if token["special"]]
+        eos = sorted(token for token in self._eos_token_ids if 0 <= token < self._vocab_size)
+        ends = [token for token in eos if token in known] or special[:1] or [0]  # the library wants one; ours are `eos`
+        source.update(post_processor=None, truncation=None, padding=None)
+        size = max(self._vocab_size, max(known, default=-1) + 1)
+        tokenizer = LLTokenizer(json.dumps(source), n_vocab=size, eos_token=ends)
+        text = {token for token in known if token < self._vocab_size}.difference(special, eos)
+        return _Vocabulary(
+            tokenizer,
+            size,
+            self._vocab_size,
+            _bits(text, self._vocab_size),
+            _bits(eos, self._vocab_size),
+            frozenset(eos),
+        )
+
+
+def _compile(vocabulary: _Vocabulary, kind: str, text: str) -> Grammar:
+    from llguidance import LLMatcher
+
+    if kind not in _BUILDERS:
+        raise InvalidRequestError(
+            f"there is no structured output of kind {kind!r:.20}; there are {', '.join(_BUILDERS)}"
+        )
+    size, limit = len(text.encode(errors="replace")), _MAX_BYTES.get(kind, MAX_SPEC_BYTES)
+    if size > limit:
+        raise InvalidRequestError(f"{kind} comes to {size} bytes; the limit is {limit}")
+    try:
+        grammar = _BUILDERS[kind](text) + _NO_FORCING
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{kind} can't be used: {error}") from None
+    start = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=_limits(kind))
+    if start.is_error():
+        raise InvalidRequestError(f"{kind} can't be used: {_reason(start.get_error())}")
+    try:  # the first mask: many a hopeless grammar shows here, and all copies have it
+        Matcher(start, vocabulary).fill(np.empty_like(vocabulary.text))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{kind} can't be used: {error}") from None
+    return Grammar(start, vocabulary, (64 << 10) + size * _BYTES_PER_CHARACTER)
+
+
+@functools.cache
+def _limits(kind: str) -> LLParserLimits:
+    """Of one mask's work, and of a matcher's memory: some 50 MB at 50,000 states. What a token costs in an ambiguous
+    grammar grows with a row's items; schemas are not ambiguous, and have four for each property that may come next."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=500 if kind == "grammar" else 2000,
+        step_lexer_fuel=50_000,
+        step_max_items=5_000 if kind == "grammar" else 20_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+# ---------------------------------------------------------------------- from text to Lark, the library's notation
+
+
+class _SchemaCheck:
+    """Refuses what the library would take too long, or too much memory, over. An `object_pairs_hook`, so that it sees
+    keys that are there twice."""
+
+    def __init__(self) -> None:
+        self._refs, self._divisor = 0, 1
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in pairs:
+            if key == "$ref":
+                self._refs += 1
+                if self._refs > _MAX_REFS:
+                    raise InvalidRequestError(f"the schema has more than {_MAX_REFS} references ($ref)")
+            elif key == "multipleOf" and isinstance(value, (int, float)):
+                self._divide(value)
+            elif key == "pattern" and isinstance(value, str):
+                _check_repeats(value)
+            elif key in ("properties", "patternProperties") and isinstance(value, dict):
+                if len(value) > _MAX_PROPERTIES:
+                    raise InvalidRequestError(f"{key} has {len(value)} entries; the limit is {_MAX_PROPERTIES}")
+                if key == "patternProperties":
+                    for pattern in value:
+                        _check_repeats(pattern)
+            for text in (key, *(value if isinstance(value, list) else [value])):
+                if isinstance(text, str) and len(text) > _MAX_STRING:
+                    raise InvalidRequestError(
+                        f"the schema has a string of {len(text)} characters; the limit is {_MAX_STRING}"
+                    )
+        return dict(pairs)
+
+    def _divide(self, value: float) -> None:
+        digits = abs(Decimal(str(value))).normalize()
+        if not digits.is_finite() or len(digits.as_tuple().digits) > 20:
+            raise InvalidRequestError(f"multipleOf is {value}; it must have at most 20 digits")
+        significand = int("".join(map(str, digits.as_tuple().digits)))
+        self._divisor = math.lcm(self._divisor, significand or 1)
+        if self._divisor > _MAX_DIVISOR:
+            raise InvalidRequestError(
+                f"the least common multiple of all multipleOf is {self._divisor}; the limit is {_MAX_DIVISOR}"
+            )
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_SchemaCheck())
+    except RecursionError:
+        raise InvalidRequestError("it is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(f"it is no JSON: {error}") from None
+
+
+def _check_repeats(text: str, repeat: re.Pattern[str] = _REPEAT) -> None:
+    for found in repeat.finditer(_ESCAPE.sub("", text)):
+        for count in found.groups():
+            if count and (len(count) > 9 or int(count) > _MAX_REPEAT):
+                raise InvalidRequestError(f"something is repeated {count:.20} times; the limit is {_MAX_REPEAT}")
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"the schema is {schema!r:.80}; it must be a JSON object")
+    options = schema.get(OPTIONS_KEY, {})
+    if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
+        raise InvalidRequestError(f"{OPTIONS_KEY} is {options!r:.80}; it may hold {', '.join(sorted(_OPTIONS))}")
+
+
+def _from_json(text: str) -> str:
+    _check_schema(_read_json(text))
+    return "start: %json " + text
+
+
+def _from_regex(text: str) -> str:
+    from llguidance import regex_to_lark
+
+    _check_repeats(text)
+    return f"start: /{regex_to_lark(text, '')}/"
+
+
+def _from_choice(text: str) -> str:
+    choices = _read_json(text)
+    if not _filled(choices, str):
+        raise InvalidRequestError(f"it is {choices!r:.80}; it must be a list of strings")
+    if len(max(choices, key=len)) > _MAX_STRING:
+        raise InvalidRequestError(f"a choice has more than {_MAX_STRING} characters")
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+
+
+def _from_grammar(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    lines = text.count("\n") + text.count("\r")
+    if lines > _MAX_LINES:
+        raise InvalidRequestError(f"it has {lines} lines; the limit is {_MAX_LINES}")
+    _check_repeats(text)
+    _check_repeats(text, _LARK_REPEAT)
+    decoder = json.JSONDecoder(object_pairs_hook=_SchemaCheck())
+    for found in re.finditer(r"%(?:json|regex|llguidance)\s*", text):
+        try:
+            _check_schema(decoder.raw_decode(text, found.end())[0])
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InvalidRequestError(f"what follows {found.group().strip()} is no JSON: {error}") from None
+    if _GBNF.search(text):
+        try:
+            text = gbnf_to_lark(text)
+        except RecursionError:
+            raise InvalidRequestError("it is nested too deeply") from None
+        except Exception as error:  # plain ones
+            raise InvalidRequestError(_reason(str(error))) from None
+    if named := _TOKEN.search(_LITERAL.sub('""', text)):
+        raise InvalidRequestError(f"it names the token {named.group():.40}; an answer is made of text")
+    return text
+
+
+def _from_structural_tag(text: str) -> str:
+    from llguidance import StructTag
+
+    value = _read_json(text)
+    value = value if isinstance(value, dict) else {}
+    triggers, structures = value.get("triggers"), value.get("structures")
+    if not _filled(triggers, str) or not _filled(structures, dict) or "" in triggers:
+        raise InvalidRequestError("it must have triggers, a list of strings, and structures, a list of objects")
+    tags = []
+    for number, tag in enumerate(structures):
+        begin, schema, end = (tag.get(key) for key in ("begin", "schema", "end"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise InvalidRequestError(f"structures[{number}] must have begin and end, strings, and schema, an object")
+        _check_schema(schema)
+        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+        if trigger is None:
+            raise InvalidRequestError(f"structures[{number}] begins with {begin!r:.80}, which no trigger begins")
+        schema = {OPTIONS_KEY: {"whitespace_pattern": WHITESPACE}, **tag["schema"]}
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+_BUILDERS: dict[str, Callable[[str], str]] = {
+    "json": _from_json,
+    "regex": _from_regex,
+    "choice": _from_choice,
+    "grammar": _from_grammar,
+    "structural_tag": _from_structural_tag,
+}
+assert set(_BUILDERS) == set(get_args(Kind))
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+def _reason(text: str) -> str:
+    """The library's words, without the text of the grammar around them."""
+    text = text.removesuffix("<non-verbose/>").strip()
+    if (at := text.rfind("\nerror: ")) >= 0:
+        text = text[at + len("\nerror: ") :]
+    for mark in (" (in regex): ", "failed to compile JSON schema: "):
+        text = text.rpartition(mark)[2]
+    text = text.partition("\n")[0].partition("; following special tokens")[0]
+    if text == "NoExtensionBias":
+        text = "nothing matches it"
+    return text if len(text) <= 300 else text[:300] + "…"
+
+
+def _filled(value: Any, of: type) -> TypeGuard[list[Any]]:
+    """Whether it is a list of at least one, all of this type."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, of) for one in value)
+
+
+def _token_ids(source: dict[str, Any]) -> set[int]:
+    vocabulary = source["model"]["vocab"]
+    ids = set(vocabulary.values()) if isinstance(vocabulary, dict) else set(range(len(vocabulary)))
+    return ids | {token["id"] for token in source["added_tokens"]}
+
+
+def _bits(tokens: Collection[int], size: int) -> np.ndarray:
+    """int32 ``[ceil(size / 32)]`` with a bit for each token."""
+    flags = np.zeros((size + 31) // 32 * 32, bool)
+    flags[list(tokens)] = True
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _has(vocabulary: _Vocabulary, token: int) -> bool:
+    return 0 <= token < vocabulary.size and bool(int(vocabulary.text[token >> 5]) >> (token & 31) & 1)
+
+
+def _num_bytes(key: tuple[str, str], found: Grammar | InvalidRequestError) -> int:
+    return 2 * len(key[1]) + (found.num_bytes if isinstance(found, Grammar) else 1 << 10)
+
+
+def _settle(future: Future[Grammar], found: Grammar | Exception) -> None:
+    if isinstance(found, Grammar):
+        future.set_result(found)
+    else:
+        future.set_exception(type(found)(*found.args))
+
+
+def _start_thread(target: Callable[[], None]) -> None:
+    """A daemon: a process need not wait for a grammar. Threads that start at the same moment get its stack as well."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        threading.Thread(target=target, name="grammars", daemon=True).start()
+    finally:
+        threading.stack_size(before)

@@ -1,0 +1,55 @@
+"""Every program in examples/ runs and prints what it is there to show."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+GUARD = 180.0  # seconds
+SHOWS = {
+    "chat": r"> What is the capital of France\?\nParis",
+    "logprobs": r"' P' \d+%(.|\n)*the whole answer: \d+(.|\n)*Once upon a time there was(.|\n)*without foxes: ",
+    "many_frontends": r"program \d: (.|\n)*were served by the core of one daemon",
+    "metrics": r"generation_tokens",
+    "offline_batch": r"What is 1 plus 6\? -> ",
+    "prefix_caching": r"\n +640 of 652 prompt tokens were cached(.|\n)*after a reset: 0",
+    "priority": r"urgent was number 1\n",
+    "streaming": r"bear: .* \(abort\)",
+    "structured_output": r"its country: (France|Japan|Peru)\n(.|\n)*-> \+\d\d \d{3} \d{4}\n(.|\n)*-> (yes|no)\n",
+}
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*SHOWS, "async_service"}
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_an_example_shows_what_it_is_there_for(name: str) -> None:
+    command = [sys.executable, "-P", str(FOLDER / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(SHOWS[name], done.stdout), done.stdout
+
+
+def test_the_service_answers_line_by_line() -> None:
+    command = [sys.executable, "-P", str(FOLDER / "async_service.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stdout is not None
+            assert "listening" in service.stdout.readline()
+            with socket.create_connection(("localhost", 8765), timeout=GUARD) as user, user.makefile("rw") as lines:
+                lines.write("What is the capital of France?\n")
+                lines.flush()
+                assert "Paris" in lines.readline()
+        finally:
+            service.terminate()
+            deadline = time.monotonic() + GUARD
+            while service.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
