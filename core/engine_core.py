@@ -34,6 +34,7 @@ from . import limits
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
 from .metrics import CoreMeter
+from .profiler import Profiler
 from .request import Request
 from .scheduler import PauseMode, Scheduler
 from .step import Step
@@ -43,7 +44,9 @@ logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
 MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
-ADMIN_METHODS = frozenset({"reset_prefix_cache", "pause_generation", "resume_generation"})
+ADMIN_METHODS = frozenset(
+    {"reset_prefix_cache", "pause_generation", "resume_generation", "start_profile", "stop_profile"}
+)
 
 
 class _Connection(NamedTuple):
@@ -113,6 +116,7 @@ class EngineCore:
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._compiling: list[tuple[Request, Future[Grammar]]] = []  # requests that wait for their grammar
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
+        self._profiler = Profiler()
         self._methods: dict[str, Callable[..., Any]] = {
             "ping": lambda: None,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
@@ -122,6 +126,8 @@ class EngineCore:
             "pause_generation": self.pause,
             "resume_generation": self.resume,
             "is_paused": lambda: self.paused,
+            "start_profile": self._profiler.start,
+            "stop_profile": self._profiler.stop,
         }
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
@@ -287,16 +293,27 @@ class EngineCore:
         """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
         if self._compiling:
             self._take_compiled()
-        while self._failed is None and len(self._in_flight) < self._depth and (step := self.scheduler.schedule()):
+        span = self._profiler.span
+        while self._failed is None and len(self._in_flight) < self._depth:
+            with span("schedule"):
+                step = self.scheduler.schedule()
+            if step is None:
+                break
             if self._journal:
                 self._journal.launched(step.id, step.keys, step.positions, step.solo)
             try:
-                self._in_flight.append((step, self.executor.sample(self.executor.execute(step))))
+                with span("execute"):
+                    launched = self.executor.execute(step)
+                with span("sample"):
+                    self._in_flight.append((step, self.executor.sample(launched)))
             except torch.OutOfMemoryError as error:
                 self._failed = step, str(error).partition("\n")[0]
         if self._in_flight:
             step, sampled = self._in_flight.popleft()
-            outputs = self.scheduler.update(step, self.executor.tokens(sampled), self.executor.logprobs(sampled))
+            with span("wait"):
+                tokens, logprobs = self.executor.tokens(sampled), self.executor.logprobs(sampled)
+            with span("update"):
+                outputs = self.scheduler.update(step, tokens, logprobs)
         elif self._failed:
             (step, why), self._failed = self._failed, None
             logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.num_tokens, why)

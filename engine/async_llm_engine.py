@@ -288,6 +288,16 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """What the model can be asked for."""
         return ("generate",)
 
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """As `LLMEngine.start_profile`."""
+        self._enter()
+        await self.engine_core.call("start_profile", profile_prefix)
+
+    async def stop_profile(self) -> str:
+        """As `LLMEngine.stop_profile`."""
+        self._enter()
+        return str(await self.engine_core.call("stop_profile"))
+
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached block. False if running requests stood in the way.
 

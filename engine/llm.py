@@ -186,6 +186,14 @@ class LLM:
         """Every metric; see `LLMEngine.get_metrics`."""
         return self.llm_engine.get_metrics()
 
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """As `LLMEngine.start_profile`."""
+        self.llm_engine.start_profile(profile_prefix)
+
+    def stop_profile(self) -> str:
+        """As `LLMEngine.stop_profile`."""
+        return self.llm_engine.stop_profile()
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block. False if running requests stood in the way."""
         return self.llm_engine.reset_prefix_cache()

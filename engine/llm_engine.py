@@ -245,6 +245,38 @@ class LLMEngine(Frontend["CoreClient"]):
         """
         return self._tokenizer()
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Begin to record what the core does, step by step, with torch's profiler. The core stands still for a second
+        or two.
+
+        Args:
+            profile_prefix: of the trace's file name.
+
+        Raises:
+            InvalidRequestError: the prefix is not a name.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._check_process()
+        self.engine_core.call("start_profile", profile_prefix)
+
+    def stop_profile(self) -> str:
+        """End it and write a Chrome trace, into ``MAINSPRING_PROFILE_DIR`` of the core's environment or the system's
+        place for temporary files.
+
+        Returns:
+            The file, on the core's machine.
+
+        Raises:
+            InvalidRequestError: no profile is under way.
+            NotPermittedError: as above.
+        """
+        self._check_process()
+        return str(self.engine_core.call("stop_profile"))
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block. False if running requests stood in the way."""
         self._check_process()

@@ -565,6 +565,8 @@ def test_a_second_event_loop_is_refused_and_the_first_goes_on(engine: AsyncLLMEn
                 engine.pause_generation,
                 engine.resume_generation,
                 engine.is_paused,
+                engine.start_profile,
+                engine.stop_profile,
             ]
             for use in uses:
                 with pytest.raises(WrongEventLoopError, match="another event loop"):

@@ -21,6 +21,7 @@ SHOWS = {
     "offline_batch": r"What is 1 plus 6\? -> ",
     "prefix_caching": r"\n +640 of 652 prompt tokens were cached(.|\n)*after a reset: 0",
     "priority": r"urgent was number 1\n",
+    "profiling": r"execute +\d+\.\d ms\n(.|\n)*the whole trace: ",
     "streaming": r"bear: .* \(abort\)",
     "structured_output": r"its country: (France|Japan|Peru)\n(.|\n)*-> \+\d\d \d{3} \d{4}\n(.|\n)*-> (yes|no)\n",
 }

@@ -266,9 +266,11 @@ inline I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
 // Per lane: sum + the 4 products of a's bytes, less BYTE_ZERO, with b's signed ones, which lie in -127..127; exact on every
 // machine. Sums of pairs in int16 would overflow with bytes up to 255, but do not with sizes up to 128.
 #if MAINSPRING_VNNI
+constexpr bool AT_ONCE = true;
 constexpr int BYTE_ZERO = 0;
 inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return dot_bytes_at_once(sum, a, b); }
 #else
+constexpr bool AT_ONCE = false;
 constexpr int BYTE_ZERO = 128;
 inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
     const I32 centred = less_128(a);
@@ -283,6 +285,11 @@ inline I32 dot_halves(I32 sum, I32 low, I32 high, I32 b, I32 c) {
 #else
     return add(sum, join_pairs(add_pairs(pair_sums(low, b), pair_sums(high, c))));
 #endif
+}
+
+// The same, added to sums of pairs in int16, for `join_pairs` to join later. Four times fit: 16 products of up to 15 * 127.
+inline I32 pairs_of_halves(I32 pairs, I32 low, I32 high, I32 b, I32 c) {
+    return add_pairs(add_pairs(pairs, pair_sums(low, b)), pair_sums(high, c));
 }
 
 // ---------------------------------------------------------------- one number
