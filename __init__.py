@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "engine.args": "EngineArgs",
     "engine.async_llm_engine": "AsyncEngineArgs AsyncLLM AsyncLLMEngine",
-    "engine.frontend": "UsageContext",
+    "engine.frontend": "Device UsageContext",
     "engine.input_processor": "EngineCoreRequest",
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",

@@ -175,7 +175,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self.fair.num_requests - len(self._running)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes. Running requests go on with what they have, or, with `reset_running`, compute all
+        of it again."""
+        if reset_running:
+            for request in list(self._running.values()):
+                self._preempt(request)
         self.kv.pool.reset_cache()
         return True
 

@@ -18,7 +18,7 @@ from ..ipc.messages import Stats
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Frontend, ModelFiles, UsageContext
+from .frontend import Device, Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
 from .metrics import StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -298,14 +298,12 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self._enter()
         return str(await self.engine_core.call("stop_profile"))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget every cached block. False if running requests stood in the way.
-
-        Raises:
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLMEngine.reset_prefix_cache`."""
         self._enter()
-        return bool(await self.engine_core.call("reset_prefix_cache"))
+        return bool(await self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
 
     async def do_log_stats(self) -> None:
         """Let the stat loggers speak now, also while nothing is in flight.

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     from ..ipc.connection import Connection
 
 logger = logging.getLogger(__name__)
+
+
+class Device(Enum):
+    """Where cached blocks lie; for the older form of `reset_prefix_cache`. There is one place so far: both mean it."""
+
+    GPU = auto()
+    CPU = auto()
 
 
 class UsageContext(StrEnum):

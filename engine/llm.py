@@ -17,7 +17,7 @@ from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .args import FIELDS, EngineArgs
 from .call_forms import refuse_unsupported
 from .chat_template import Message
-from .frontend import CONNECT_OPTIONS, UsageContext
+from .frontend import CONNECT_OPTIONS, Device, UsageContext
 from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
 from .metrics import Metric
@@ -194,9 +194,11 @@ class LLM:
         """As `LLMEngine.stop_profile`."""
         return self.llm_engine.stop_profile()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached block. False if running requests stood in the way."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLMEngine.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
         """End the core. Twice is once; also done when the object is collected or the interpreter ends."""

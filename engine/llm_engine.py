@@ -13,7 +13,7 @@ from ..ipc.errors import EngineDeadError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request
-from .frontend import Frontend, ModelFiles, UsageContext
+from .frontend import Device, Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .outputs import RequestOutput
@@ -277,10 +277,24 @@ class LLMEngine(Frontend["CoreClient"]):
         self._check_process()
         return str(self.engine_core.call("stop_profile"))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached block. False if running requests stood in the way."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget every cached block.
+
+        Args:
+            reset_running_requests: running requests compute all they have anew; their tokens are the same. Otherwise
+                they go on with the keys and values they have.
+            reset_connector: without effect, for there is no connector.
+
+        Returns:
+            True.
+
+        Raises:
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
         self._check_process()
-        return bool(self.engine_core.call("reset_prefix_cache"))
+        return bool(self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
 
     def get_metrics(self) -> list[Metric]:
         """Every metric: requests and latencies as this engine saw them, the core as it last told.

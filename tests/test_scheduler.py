@@ -152,6 +152,22 @@ def test_after_a_reset_no_prefix_is_found() -> None:
     assert engine.stats.prefix_hits == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_may_have_running_requests_compute_all_anew(running: bool, depth: int) -> None:
+    engine = Engine(block_size=4, num_blocks=100, depth=depth)
+    for start in range(3):
+        engine.add(tokens(30, start), 12)
+    for _ in range(4):
+        engine.step()
+    computed = engine.stats.prompt_tokens
+    engine.scheduler.reset_prefix_cache(running)
+    engine.run()
+    engine.check_outputs()
+    assert engine.stats.num_preemptions == (3 if running else 0)
+    assert (engine.stats.prompt_tokens - computed >= 90) == running
+
+
 # ---------------------------------------------------------------------- windows
 
 
