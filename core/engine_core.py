@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from ..ipc.errors import (
 )
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
-from ..ipc.params import MAX_SEED
+from ..ipc.params import MAX_BIAS, MAX_SEED
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .executor import Executor, UniprocExecutor
@@ -368,14 +367,16 @@ class EngineCore:
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
         if not (0 <= sampling.temperature < 3e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
-        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        if not all(map(math.isfinite, (*penalties, *sampling.logit_bias.values()))) or sampling.repetition_penalty <= 0:
-            raise InvalidRequestError(f"sampling parameters are out of range: {penalties}, {sampling.logit_bias}")
+        sums = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
+        small, large = 1 / MAX_BIAS, MAX_BIAS
+        if not all(abs(value) <= large for value in sums) or not small <= sampling.repetition_penalty <= large:
+            raise InvalidRequestError(f"a penalty or a logit_bias is not a number up to {large:g}")
         if sampling.grammar and len(sampling.grammar) != 2:
             raise InvalidRequestError(f"a grammar is a kind and a text, not {len(sampling.grammar)} strings")
         if embeds is not None and sampling.prompt_logprobs >= 0:
             raise InvalidRequestError("prompt_logprobs need token ids, but the prompt is embeddings")
-        integers = (sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens)
+        integers = [sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens]
+        integers += [sampling.logprobs + 1, sampling.prompt_logprobs + 1]
         if not all(0 <= value < 2**62 for value in integers) or not -MAX_SEED - 1 <= sampling.seed <= MAX_SEED:
             raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
         if len(message.output_token_ids) >= sampling.max_tokens:

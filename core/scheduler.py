@@ -287,7 +287,7 @@ class Scheduler:
         wants = {int(slot): int(n) for slot, n in zip(slots[more > 0], more[more > 0], strict=True)}
         able = sorted(wants, key=lambda slot: self.fair.rank(self._running[slot]))
         for slot in able:
-            count = min(wants[slot], budget)
+            count = min(wants[slot], budget, self._prompt_logits_left if self._rows.scored[slot] else budget)
             end = int(self._rows.num_computed[slot] + self._rows.granted[slot]) + count
             if count and (end <= self._rows.reach[slot] or self._extend(slot, end)):
                 self._rows.granted[slot] += count
@@ -295,6 +295,14 @@ class Scheduler:
         if able and not (self._in_flight or self._rows.granted.any()):
             self._rows.granted[able[0]] = min(wants[able[0]], budget)
             self._allocate(np.array(able[:1]))
+
+    @property
+    def _prompt_logits_left(self) -> int:
+        """Rows that may still have logits in the step being made, beside those that sample."""
+        if not self._chunked:
+            return self._budget
+        rows = self._rows
+        return PROMPT_LOGITS - int(rows.granted[self._order][rows.scored[self._order]].sum())
 
     def _allocate(self, slots: np.ndarray) -> set[int]:
         """Let the block tables reach what this step computes; preempt where the pool has too few blocks. Returns the
@@ -342,10 +350,8 @@ class Scheduler:
                 closed.add(frontend.id)
                 continue
             count = min(left, self._chunk)
-            if self._chunked and request.told < request.prompt_len:
-                count = min(
-                    count, PROMPT_LOGITS - int(self._rows.granted[self._order][self._rows.scored[self._order]].sum())
-                )
+            if request.told < request.prompt_len:
+                count = min(count, self._prompt_logits_left)
                 if count <= 0:
                     closed.add(frontend.id)
                     continue
@@ -552,8 +558,8 @@ class Scheduler:
 
     def _tell_prompt(self, part: PromptPart, scores: Scores) -> tuple[int, Logprobs] | None:
         request = part.request
-        if self._running.get(request.slot) is not request:
-            return None  # it will be computed again
+        if self._running.get(request.slot) is not request or part.start > request.told:
+            return None  # it will be computed again, or what is before it will
         request.told = max(request.told, part.start + part.num_rows)
         self._rows.scored[request.slot] = request.told < request.prompt_len
         return request.frontend, scores.message([], request.handle, part.start)

@@ -21,7 +21,7 @@ from .tokenizer import Tokenizer
 
 class _Beam(NamedTuple):
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    logprobs: list[dict[int, Logprob]]  # of each token, which stands first, and of those looked at beside it
     total: float
     stop_token: int | None = None  # that ended it
 
@@ -67,7 +67,7 @@ class BeamRequest(RequestState):
         live: list[_Beam] = []
         for token, scored in likeliest.items():
             stop = token if token in self._stops else None
-            tokens, logprobs = [*beam.token_ids, token], [*beam.logprobs, {token: scored}]
+            tokens, logprobs = [*beam.token_ids, token], [*beam.logprobs, {token: scored, **likeliest}]
             longer = _Beam(tokens, logprobs, beam.total + scored.logprob, stop)
             (live if stop is None else self._complete).append(longer)
         return live

@@ -210,7 +210,7 @@ def core_message(
 
 def _count(logprobs: int | None) -> int:
     """As the core takes it: -1 for none, more than any vocabulary has for all."""
-    return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else logprobs
+    return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else min(logprobs, ALL_TOKENS)
 
 
 def child_seed(seed: int, index: int) -> int:

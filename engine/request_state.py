@@ -159,12 +159,13 @@ class RequestState:
         self.kind = params.output_kind
         self.interval = params.stream_interval or 1
         self.is_scored = params.logprobs is not None or params.width > params.n or params.use_beam_search
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # as far as they have come
+        self._prompt_shown = False
         self.metrics = RequestMetrics(source.arrival_time)
         self.num_cached_tokens: int | None = None
         self.news: asyncio.Event | None = None  # the async engine's: there is an output to be made, or `lost`
         self.lost: Exception | None = None  # why nothing more will come, though it has not ended
-        self.added, self._shown = now, False
+        self.added = now
         self._tokenizer = tokenizer
         # text can wait for the end if nobody sees it before, and no stop string is to be found in it
         self.reads_at_end = self.kind == RequestOutputKind.FINAL_ONLY and not params.stop
@@ -192,9 +193,8 @@ class RequestState:
 
     def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob]]) -> None:
         """Those of the prompt's tokens from `start` on. A core that took over from another may repeat them."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None] * len(self.source.prompt_token_ids)
-        self.prompt_logprobs[start : start + len(entries)] = entries
+        if start <= len(self._prompt_logprobs):
+            self._prompt_logprobs[start : start + len(entries)] = entries
 
     @property
     def finished(self) -> bool:
@@ -220,12 +220,12 @@ class RequestState:
         """What to show now: all that has come since the last one."""
         delta = self.kind == RequestOutputKind.DELTA
         shown = [one for one in self.completions if one.has_news] if delta else self._best()
-        source, prompt_logprobs = self.source, self.prompt_logprobs
-        if prompt_logprobs is None and source.params.prompt_logprobs is not None:
-            prompt_logprobs = [None]  # a prompt of one token
-        if delta and self._shown:
+        source, told = self.source, self._prompt_logprobs
+        if source.params.prompt_logprobs is None or len(told) < len(source.prompt_token_ids):
             prompt_logprobs = None
-        self._shown = True
+        else:
+            prompt_logprobs = None if delta and self._prompt_shown else told
+            self._prompt_shown = True
         return RequestOutput(
             source.request_id,
             source.prompt,

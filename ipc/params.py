@@ -14,7 +14,7 @@ from .structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
 MAX_COMPLETIONS = 16384
-MAX_BIAS = 1e30  # either way; such a logit still has a finite sum with others
+MAX_BIAS = 1e30  # of a bias or penalty, either way: far inside what fp32 holds
 
 
 class RequestOutputKind(IntEnum):
@@ -85,8 +85,8 @@ class SamplingParams:
         return self.best_of or self.n
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing mutable."""
-        return copy.deepcopy(self)
+        """A copy that shares nothing mutable but `logits_processors`."""
+        return copy.deepcopy(self, {id(process): process for process in self.logits_processors or ()})
 
     def validate(self) -> None:
         """Check every field again: fields may have been assigned since construction."""
@@ -95,7 +95,7 @@ class SamplingParams:
             _integer("best_of", self.best_of, self.n, MAX_COMPLETIONS)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, None, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_BIAS, MAX_BIAS)
         _number("temperature", self.temperature, 0.0, None)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -144,7 +144,7 @@ class SamplingParams:
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InvalidArgumentError(f"extra_args is {self.extra_args!r}; it must be a dict")
         _number("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidArgumentError(f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

@@ -1,0 +1,70 @@
+"""What tests of sampling need: an engine in this process, driven to the end, and a plain loop over transformers to
+compare it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+
+Job = tuple[Any, SamplingParams]  # a prompt and what is asked of it
+
+
+def make_engine(path: Path | None, **settings: Any) -> LLMEngine:
+    model = None if path is None else str(path)
+    args = EngineArgs(model=model, **{"max_model_len": 256, **settings})
+    return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+
+
+def run(engine: LLMEngine, jobs: Mapping[str, Job]) -> dict[str, RequestOutput]:
+    """The last output of each."""
+    return {name: outputs[-1] for name, outputs in run_all(engine, jobs).items()}
+
+
+def run_all(engine: LLMEngine, jobs: Mapping[str, Job]) -> dict[str, list[RequestOutput]]:
+    """Every output of each, in order."""
+    for name, (prompt, params) in jobs.items():
+        engine.add_request(name, prompt, params)
+    return collect(engine)
+
+
+def collect(engine: LLMEngine, steps: int = 5000) -> dict[str, list[RequestOutput]]:
+    found: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        assert steps, "the engine is stuck"
+        steps -= 1
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    return found
+
+
+class Plain:
+    """A checkpoint in fp32 as transformers runs it: no cache, no batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """fp32 ``[tokens, vocab]``."""
+        return self.model(torch.tensor([list(tokens)])).logits[0].float()
+
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """fp32 ``[tokens, vocab]``, of the token after each."""
+        return self.logits(tokens).log_softmax(-1)
+
+    def greedy(
+        self, prompt: Sequence[int], length: int, rules: Callable[[list[int], torch.Tensor], torch.Tensor]
+    ) -> list[int]:
+        """`length` tokens, each the largest of what `rules` makes of the output so far and its logits ``[vocab]``."""
+        output: list[int] = []
+        for _ in range(length):
+            logits = rules(output, self.logits([*prompt, *output])[-1])
+            output.append(int(logits.argmax()))
+        return output
