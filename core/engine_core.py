@@ -6,9 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from functools import cached_property
 from hashlib import blake2b
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -27,11 +28,13 @@ from ..ipc.errors import (
 )
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
-from ..ipc.params import MAX_BIAS, MAX_SEED
+from ..ipc.params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
+from ..ipc.structured import MAX_SPEC_BYTES, Kind
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
+from .logit_rules import Follower
 from .metrics import CoreMeter
 from .profiler import Profiler
 from .request import Request
@@ -113,7 +116,8 @@ class EngineCore:
         overlap = config.scheduler_config.async_scheduling
         self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
-        self._compiling: list[tuple[Request, Future[Grammar]]] = []  # requests that wait for their grammar
+        self._compiling = 0  # requests that wait for their grammar
+        self._compiled: SimpleQueue[tuple[Request, Future[Grammar]]] = SimpleQueue()
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._profiler = Profiler()
         self._methods: dict[str, Callable[..., Any]] = {
@@ -186,13 +190,15 @@ class EngineCore:
                 message, frontend, arrival, self.executor.max_model_len, embeds, key, connection.salt, processors
             )
             limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
+            grammar = self._grammars.submit(*message.sampling.grammar) if message.sampling.grammar else None
         except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
-        self.meter.requests_recovered += message.resumed
-        if grammar := message.sampling.grammar:
-            self._compiling.append((request, self._grammars.submit(grammar[0], grammar[1])))
-        self.scheduler.add(request, ready=not grammar)
+        self.meter.requests_recovered += bool(message.output_token_ids)
+        self.scheduler.add(request, ready=grammar is None)
+        if grammar is not None:
+            self._compiling += 1
+            grammar.add_done_callback(lambda done: self._compiled.put((request, done)))
 
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
         self.scheduler.abort(frontend, handles)
@@ -327,15 +333,17 @@ class EngineCore:
 
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are ready. With nothing else to do, wait a moment for one."""
-        if not (self.scheduler.has_work or self._in_flight):
-            wait([future for _, future in self._compiling], COMPILING_SECONDS, FIRST_COMPLETED)
-        done = [entry for entry in self._compiling if entry[1].done()]
-        for request, future in done:
-            self._compiling.remove((request, future))
+        busy = bool(self.scheduler.has_work or self._in_flight)
+        while True:
+            try:
+                request, future = self._compiled.get(not busy, COMPILING_SECONDS)
+            except Empty:
+                return
+            self._compiling, busy = self._compiling - 1, True
             if (error := future.exception()) is not None:
                 self.scheduler.fail(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
             else:
-                request.grammar = future.result()
+                request.follower = Follower(future.result().matcher())
                 self.scheduler.queue(request)
 
     @cached_property
@@ -354,6 +362,13 @@ class EngineCore:
             raise InvalidRequestError("the prompt is empty")
         if len(ids) + len(message.output_token_ids) >= limit:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; max_model_len is {limit}, output included")
+        lists = [(name, getattr(sampling, name)) for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")]
+        for name, most, given in (
+            ("bad_words", MAX_BAD_WORDS, sampling.bad_words),
+            *((n, self.model.vocab_size, v) for n, v in lists),
+        ):
+            if len(given) > most:
+                raise InvalidRequestError(f"{name} has {len(given)} entries; the limit is {most}")
         for tokens in (
             ids,
             message.output_token_ids,
@@ -366,19 +381,27 @@ class EngineCore:
                 token = min(tokens) if min(tokens) < 0 else max(tokens)
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
         if not (0 <= sampling.temperature < 3e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
-            raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
+            raise InvalidRequestError("temperature, top_p or min_p is out of range")
         sums = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
         small, large = 1 / MAX_BIAS, MAX_BIAS
         if not all(abs(value) <= large for value in sums) or not small <= sampling.repetition_penalty <= large:
             raise InvalidRequestError(f"a penalty or a logit_bias is not a number up to {large:g}")
-        if sampling.grammar and len(sampling.grammar) != 2:
-            raise InvalidRequestError(f"a grammar is a kind and a text, not {len(sampling.grammar)} strings")
+        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in get_args(Kind)):
+            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(get_args(Kind))}")
+        if sampling.grammar and len(sampling.grammar[1]) > MAX_SPEC_BYTES:
+            raise InvalidRequestError(
+                f"the grammar has {len(sampling.grammar[1])} characters; the limit is {MAX_SPEC_BYTES}"
+            )
+        most = self.config.model_config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            if most >= 0 and getattr(sampling, name) > most:
+                raise InvalidRequestError(f"{name} asks for more than max_logprobs, {most}")
         if embeds is not None and sampling.prompt_logprobs >= 0:
             raise InvalidRequestError("prompt_logprobs need token ids, but the prompt is embeddings")
         integers = [sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens]
         integers += [sampling.logprobs + 1, sampling.prompt_logprobs + 1]
         if not all(0 <= value < 2**62 for value in integers) or not -MAX_SEED - 1 <= sampling.seed <= MAX_SEED:
-            raise InvalidRequestError(f"sampling parameters are out of range: {sampling}")
+            raise InvalidRequestError("an integer of the sampling parameters is out of range")
         if len(message.output_token_ids) >= sampling.max_tokens:
             raise InvalidRequestError(
                 f"{len(message.output_token_ids)} output tokens are there already; max_tokens is {sampling.max_tokens}"

@@ -72,11 +72,15 @@ class KVCacheManager:
     def prefix_grew(self, request: Request) -> bool:
         """Whether more of a waiting request's prefix may be cached than when it was looked up last."""
         n = request.num_cached_blocks
-        return n < len(request.digests) and self.pool.find((0, request.digests[n])) is not None
+        return (
+            n < min(len(request.digests), request.most_cached // self.block_size)
+            and self.pool.find((0, request.digests[n])) is not None
+        )
 
     def coming_from(self, request: Request, block: int) -> Request | None:
         """Who computes this block of a waiting request, or did, and still runs."""
-        return self._coming.get(request.digests[block]) if block < len(request.digests) else None
+        most = min(len(request.digests), request.most_cached // self.block_size)
+        return self._coming.get(request.digests[block]) if block < most else None
 
     def ends_cached(self, request: Request, blocks: int) -> bool:
         """Whether a prefix of `blocks` blocks is cached, given that a running request has published it: what windows

@@ -32,35 +32,34 @@ class _SlotRows:
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: Device) -> None:
         self._seat = np.full(slots, -1)
         self._device = device
-        self._numbers = torch.zeros((0, width), dtype=dtype, device=device.torch)
+        self.numbers = torch.zeros((0, width), dtype=dtype, device=device.torch)
         self._free: list[int] = []
 
     def give(self, slot: int) -> torch.Tensor:
         """A row of zeros."""
         if not self._free:
-            size = len(self._numbers)
-            more = self._numbers.new_zeros((max(1, size), self._numbers.shape[1]))
-            self._numbers = torch.cat([self._numbers, more])
-            self._free = list(range(size, len(self._numbers)))
+            size = len(self.numbers)
+            more = self.numbers.new_zeros((max(1, size), self.numbers.shape[1]))
+            self.numbers = torch.cat([self.numbers, more])
+            self._free = list(range(size, len(self.numbers)))
         self._seat[slot] = self._free.pop()
-        return self._numbers[self._seat[slot]].zero_()
+        return self.numbers[self._seat[slot]].zero_()
 
     def take_back(self, slot: int) -> None:
         if self._seat[slot] >= 0:
             self._free.append(int(self._seat[slot]))
             self._seat[slot] = -1
+        if self._free and len(self._free) == len(self.numbers):  # nobody has one
+            self.numbers, self._free = self.numbers[:0].clone(), []
 
-    def find(self, slots: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+    def find(self, slots: np.ndarray) -> tuple[np.ndarray, torch.Tensor | None]:
         """Which of `slots` have a row (indices into them), and where those are in `numbers`."""
         having = np.flatnonzero(self._seat[slots] >= 0)
-        return having, self._device.bring(torch.from_numpy(self._seat[slots[having]]))
-
-    @property
-    def numbers(self) -> torch.Tensor:
-        return self._numbers
+        seats = self._seat[slots[having]]
+        return having, self._device.bring(torch.from_numpy(seats)) if having.size else None
 
 
-class _Follower:
+class Follower:
     """A matcher that goes on by whatever the output has more than when it was asked last."""
 
     def __init__(self, matcher: Matcher) -> None:
@@ -70,9 +69,7 @@ class _Follower:
         """Write the bits of the tokens that may follow `output`, see `Matcher.fill`."""
         for token in output[self._num_tokens :].tolist():
             if not self.matcher.accept(token):
-                raise InvalidRequestError(
-                    f"output token {self._num_tokens} is {token}, which the grammar does not allow"
-                )
+                raise InvalidRequestError(f"output token {self._num_tokens} is {token}: the grammar does not allow it")
             self._num_tokens += 1
         self.matcher.fill(row)
 
@@ -89,20 +86,13 @@ class LogitRules:
         self._unstoppable_until = np.zeros(max_num_seqs, np.int64)  # position of the first token that may be a stop
         self._requests: dict[int, Request] = {}  # by slot, those with rules
         self._stop_tokens: dict[int, torch.Tensor] = {}  # where min_tokens is set
-        self._followers: dict[int, _Follower] = {}  # where there is a grammar
 
     def admit(self, request: Request) -> None:
         slot, sampling = request.slot, request.sampling
-        for rows in (self._bias, self._counts, self._in_prompt):
-            rows.take_back(slot)
-        self._requests.pop(slot, None)
-        self._stop_tokens.pop(slot, None)
-        self._followers.pop(slot, None)
+        self._drop(slot)
         if not request.has_rules:
             return
         self._requests[slot] = request
-        if request.grammar is not None:
-            self._followers[slot] = _Follower(request.grammar.matcher())
         if sampling.min_tokens and request.stop_tokens:
             self._unstoppable_until[slot] = request.prompt_len + sampling.min_tokens
             self._stop_tokens[slot] = self._device.bring(torch.tensor(sorted(request.stop_tokens)))
@@ -129,48 +119,64 @@ class LogitRules:
             counts, tokens = self._counts.give(slot), self._bring(output)
             counts.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
+    def _drop(self, slot: int) -> None:
+        for rows in (self._bias, self._counts, self._in_prompt):
+            rows.take_back(slot)
+        self._requests.pop(slot, None)
+        self._stop_tokens.pop(slot, None)
+
     def apply(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, before: Before) -> torch.Tensor:
         """Logits ``[rows, vocab]`` for the tokens at `positions` of the requests at `slots` → changed ones, fp32 if any
-        is changed."""
-        ruled = [row for row, slot in enumerate(slots.tolist()) if slot in self._requests] if self._requests else ()
+        is changed. Sets `failure` or `complete` of a request for which nothing is to be chosen."""
+        for slot in [slot for slot, request in self._requests.items() if request.slot != slot]:
+            self._drop(slot)
+        ruled = (
+            [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._requests] if self._requests else ()
+        )
         if not ruled:
             return logits
         logits = logits.float()
-        looking = [(row, slot, self._requests[slot], before.get(slot)) for row in ruled for slot in [int(slots[row])]]
-        for row, _, request, tokens in looking:
-            if request.processors and tokens is not None:
+        looking = [(row, self._requests[slot], before[slot]) for row, slot in ruled if slot in before]
+        for row, request, tokens in looking:
+            if request.processors:
                 logits[row] = _processed(request, tokens, logits[row])
         rows, seats = self._bias.find(slots)
-        if rows.size:
+        if seats is not None:
             logits[self._bring(rows)] += self._bias.numbers[seats]
-        masked, words = [], -(-self._vocab_size // 32)
-        for row, slot, request, tokens in looking:
-            if tokens is not None and (banned := _ends_of_bad_words(request, tokens)):
-                logits[row, self._bring(banned)] = -torch.inf
-            follower = self._followers.get(slot)
-            if follower is not None and tokens is not None:
-                masked.append((row, bits := np.zeros(words, np.int32)))
-                try:
-                    follower.fill(tokens[request.prompt_len :], bits)
-                except Exception as error:  # this request's trouble alone
-                    request.failure, bits[:] = error, -1
-            complete = follower is not None and follower.matcher.finished
-            if slot in self._stop_tokens and positions[row] < self._unstoppable_until[slot] and not complete:
+        for row, slot in ruled:
+            if slot in self._stop_tokens and positions[row] < self._unstoppable_until[slot]:
                 logits[row, self._stop_tokens[slot]] = -torch.inf
+        for row, request, tokens in looking:
+            if banned := _ends_of_bad_words(request, tokens):
+                logits[row, self._bring(banned)] = -torch.inf
+        masked = [(row, request, tokens) for row, request, tokens in looking if request.follower is not None]
         if masked:
-            at = self._bring([row for row, _ in masked])
-            logits[at] = logits[at].masked_fill(~self._unpacked(np.stack([bits for _, bits in masked])), -torch.inf)
+            bits = np.stack([self._allowed(request, tokens) for _, request, tokens in masked])
+            at = self._bring([row for row, _, _ in masked])
+            logits[at] = logits[at].masked_fill(~self._unpacked(bits), -torch.inf)
         rows, seats = self._counts.find(slots)
-        if rows.size:
+        if seats is not None:
             at = self._bring(rows)
             factors = self._bring(self._penalties[slots[rows]], torch.float32)
-            logits[at] = _penalised(
-                logits[at],
-                self._counts.numbers[seats],
-                self._in_prompt.numbers[self._in_prompt.find(slots)[1]],
-                factors,
-            )
+            in_prompt = self._in_prompt.numbers[self._in_prompt.find(slots)[1]]
+            logits[at] = _penalised(logits[at], self._counts.numbers[seats], in_prompt, factors)
         return logits
+
+    def _allowed(self, request: Request, tokens: np.ndarray) -> np.ndarray:
+        """Bits of the tokens that its grammar allows, int32 ``[words]``; all, where none is to be chosen."""
+        bits = np.zeros(-(-self._vocab_size // 32), np.int32)
+        assert request.follower is not None
+        try:
+            request.follower.fill(tokens[request.prompt_len :], bits)
+        except Exception as error:  # this request's trouble alone
+            request.failure, bits[:] = error, -1
+            return bits
+        if request.follower.matcher.finished:
+            # Nothing but the end may come: by a stop token, or, where none may be chosen, without one.
+            early = request.slot in self._stop_tokens and len(tokens) < self._unstoppable_until[request.slot]
+            ends = [token for token in request.stop_tokens if bits[token >> 5] >> (token & 31) & 1]
+            request.complete = early or not ends
+        return bits
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
         """Count the tokens (int64 ``[rows]``, on the device) of the requests at `slots`."""
@@ -202,8 +208,10 @@ def _penalised(
 
 def _ends_of_bad_words(request: Request, tokens: np.ndarray) -> list[int]:
     """The last tokens of those bad words whose others the output just ended with."""
-    output = tokens[request.prompt_len :].tolist()
     words = request.sampling.bad_words
+    if not words:
+        return []
+    output = tokens[request.prompt_len :][-max(map(len, words)) :].tolist()
     return [w[-1] for w in words if 1 < len(w) <= len(output) + 1 and output[len(output) - len(w) + 1 :] == w[:-1]]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..ipc.messages import AddRequest, Sampling
 
 if TYPE_CHECKING:
-    from .structured import Grammar
+    from .logit_rules import Follower
 
 
 class Request:
@@ -28,13 +28,14 @@ class Request:
     __slots__ = (
         "admitted_at",
         "arrival",
+        "complete",
         "digests",
         "embeds",
         "failure",
         "finished",
         "first_token_at",
+        "follower",
         "frontend",
-        "grammar",
         "handle",
         "hold",
         "key",
@@ -83,8 +84,9 @@ class Request:
         self.stop_tokens = frozenset(message.sampling.stop_token_ids)
         self.embeds = embeds  # [prompt_len, hidden], uint16 for bfloat16
         self.processors = processors
-        self.grammar: Grammar | None = None  # once it is compiled, where one is asked for
+        self.follower: Follower | None = None  # of its grammar, once that is compiled
         self.failure: Exception | None = None  # why no token could be chosen for it
+        self.complete = False  # its grammar allows no further token
         # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
         wanted = message.sampling.prompt_logprobs >= 0 and not message.output_token_ids
         self.told = 1 if wanted else self.prompt_len

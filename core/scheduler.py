@@ -252,7 +252,7 @@ class Scheduler:
         need[self._rows.held_up[slots]] = 0
         if (waits := self._rows.looks_back[slots]).any():
             need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
-        if self._chunked and (scored := self._rows.scored[slots]).any():
+        if self._chunked and (scored := self._rows.scored[slots] & (need > 0)).any():
             need[scored] = np.minimum(need[scored], max(1, PROMPT_LOGITS // int(scored.sum())))
         return need
 
@@ -284,6 +284,7 @@ class Scheduler:
             return
         slots = self._order
         more = self._need(slots) - self._rows.granted[slots]
+        more[self._rows.scored[slots] & (self._rows.granted[slots] > 0)] = 0
         wants = {int(slot): int(n) for slot, n in zip(slots[more > 0], more[more > 0], strict=True)}
         able = sorted(wants, key=lambda slot: self.fair.rank(self._running[slot]))
         for slot in able:
@@ -302,7 +303,7 @@ class Scheduler:
         if not self._chunked:
             return self._budget
         rows = self._rows
-        return PROMPT_LOGITS - int(rows.granted[self._order][rows.scored[self._order]].sum())
+        return max(0, PROMPT_LOGITS - int(rows.granted[self._order][rows.scored[self._order]].sum()))
 
     def _allocate(self, slots: np.ndarray) -> set[int]:
         """Let the block tables reach what this step computes; preempt where the pool has too few blocks. Returns the
@@ -351,10 +352,7 @@ class Scheduler:
                 continue
             count = min(left, self._chunk)
             if request.told < request.prompt_len:
-                count = min(count, self._prompt_logits_left)
-                if count <= 0:
-                    closed.add(frontend.id)
-                    continue
+                count = min(count, max(1, self._prompt_logits_left))  # the next step divides them anew
             if not self._chunked and (needed := len(request.tokens) - self.kv.find_prefix(request)) > count:
                 if self._budget == self._full_budget or self._rows.granted.any():
                     break  # nobody passes it, or smaller ones could for ever
@@ -515,8 +513,13 @@ class Scheduler:
         """Take in the tokens `sampled` (int64, one for each row that samples), and `logprobs`, as far as asked for: of
         these rows, and of each of the step's prompt parts. Returns each frontend's outputs."""
         for slot in step.before:
-            if (request := self._running.get(slot)) is not None and request.failure is not None:
+            if (request := self._running.get(slot)) is None:
+                continue
+            if request.failure is not None:
                 self.fail(request, request.failure)
+            elif request.complete:
+                self.suspects.clear(request)
+                self._finish(request, "stop")
         slots, ends = step.slots.astype(np.int64), step.starts.astype(np.int64) + step.counts
         alive = self._rows.alive[slots]
         rows = slots[step.samples]

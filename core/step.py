@@ -9,7 +9,7 @@ import numpy as np
 from .kv_cache import TableUpdate
 from .request import Request
 
-PROMPT_LOGITS = 64  # rows of a step, beside those that sample, that have logits; at least one of each prompt
+PROMPT_LOGITS = 64  # rows of a step, beside those that sample, that have logits, where prompts may be cut; or one each
 IN_FLIGHT = -1  # a token id that an earlier step, not retired yet, is about to sample
 
 

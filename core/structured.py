@@ -474,7 +474,7 @@ def _has(vocabulary: _Vocabulary, token: int) -> bool:
 
 
 def _num_bytes(key: tuple[str, str], found: Grammar | InvalidRequestError) -> int:
-    return 2 * len(key[1]) + (found.num_bytes if isinstance(found, Grammar) else 1 << 10)
+    return 2 * sum(map(len, key)) + (found.num_bytes if isinstance(found, Grammar) else 1 << 10)
 
 
 def _settle(future: Future[Grammar], found: Grammar | Exception) -> None:

@@ -50,6 +50,7 @@ class EngineArgs:
     quantization: Literal["int8", "int4", "awq"] | None = _default("quantization")
     seed: int = _default("seed")
     max_model_len: int | None = _default("max_model_len")
+    max_logprobs: int = _default("max_logprobs")
     hf_overrides: dict[str, Any] = field(default_factory=_default("hf_overrides").copy)
     generation_config: str = _default("generation_config")
     override_generation_config: dict[str, Any] = field(default_factory=_default("override_generation_config").copy)
@@ -194,6 +195,7 @@ _NAMES = {
     type(None): "None",
 }
 _AT_LEAST = {
+    -1: "max_logprobs",
     0: "long_prefill_token_threshold max_num_queued_requests max_restarts restart_window frontend_timeout "
     "slow_frontend_timeout",
     1: "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "

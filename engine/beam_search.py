@@ -8,6 +8,7 @@ largest ``sum / (tokens of prompt and output without the one that ended it) ** l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,11 @@ class _Beam(NamedTuple):
     logprobs: list[dict[int, Logprob]]  # of each token, which stands first, and of those looked at beside it
     total: float
     stop_token: int | None = None  # that ended it
+
+    def longer(self, token: int, likeliest: dict[int, Logprob], stop: bool = False) -> _Beam:
+        scored = likeliest[token]
+        logprobs = [*self.logprobs, {token: scored, **likeliest}]
+        return _Beam([*self.token_ids, token], logprobs, self.total + scored.logprob, token if stop else None)
 
     def score(self, prompt_len: int, length_penalty: float) -> float:
         length = prompt_len + len(self.token_ids) - (self.stop_token is not None)
@@ -49,28 +55,25 @@ class BeamRequest(RequestState):
         params = self.source.params
         failed = next((one for one in self.completions if one.finish_reason not in ("length", "stop")), None)
         if failed is None:
-            found: list[_Beam] = []
+            found: list[tuple[float, _Beam, int, dict[int, Logprob]]] = []
             for beam, completion in zip(self._live, self.completions, strict=True):
-                found += self._continued(beam, completion.logprobs[0])
-            found.sort(key=lambda beam: -beam.total)
-            self._live = found[: params.width]
+                likeliest = completion.logprobs[0]
+                for token, scored in likeliest.items():
+                    if token in self._stops:
+                        self._complete.append(beam.longer(token, likeliest, stop=True))
+                    else:
+                        found.append((beam.total + scored.logprob, beam, token, likeliest))
+            found.sort(key=lambda one: -one[0])
+            self._live = [beam.longer(token, likeliest) for _, beam, token, likeliest in found[: params.width]]
         assert params.max_tokens is not None
         done = params.early_stopping is True and len(self._complete) >= params.width
         if failed or done or not self._live or len(self._live[0].token_ids) >= params.max_tokens:
             self._end(failed)
             return []
-        messages = [core_message(self.source, next(handles), beam.token_ids) for beam in self._live]
+        age = time.monotonic() - self.added
+        messages = [core_message(self.source, next(handles), beam.token_ids, age_s=age) for beam in self._live]
         self.completions = [Completion(self, i, message.handle, None) for i, message in enumerate(messages)]
         return messages
-
-    def _continued(self, beam: _Beam, likeliest: dict[int, Logprob]) -> list[_Beam]:
-        live: list[_Beam] = []
-        for token, scored in likeliest.items():
-            stop = token if token in self._stops else None
-            tokens, logprobs = [*beam.token_ids, token], [*beam.logprobs, {token: scored, **likeliest}]
-            longer = _Beam(tokens, logprobs, beam.total + scored.logprob, stop)
-            (live if stop is None else self._complete).append(longer)
-        return live
 
     def _end(self, failed: Completion | None) -> None:
         params, prompt_len = self.source.params, len(self.source.prompt_token_ids)

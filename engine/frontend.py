@@ -172,8 +172,8 @@ class Frontend(Generic[C]):
         eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
-        interval = client.config.scheduler_config.stream_interval
-        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval)
+        interval, most = client.config.scheduler_config.stream_interval, client.config.model_config.max_logprobs
+        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval, most)
         self._handles = itertools.count(1)
         self.output_processor = OutputProcessor(self.tokenizer, self._handles)
         self.logger_manager: StatLoggerManager | None = None

@@ -47,9 +47,10 @@ class InputProcessor:
         model: ModelFacts,
         eos_token_ids: Iterable[int],
         stream_interval: int = 1,
+        max_logprobs: int = -1,
     ) -> None:
         self.tokenizer = tokenizer
-        self._stream_interval = stream_interval
+        self._stream_interval, self._max_logprobs = stream_interval, max_logprobs
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
 
@@ -83,6 +84,7 @@ class InputProcessor:
             raise InvalidRequestError(f"{name} needs a prompt of token ids, but this one is embeddings")
         if self.tokenizer is None and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
+        self._check_choices(params)
         form = params.structured_outputs or params.guided_decoding
         room = self.model.max_model_len - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -102,6 +104,22 @@ class InputProcessor:
             bad_words=self._tokenized(params.bad_words or ()),
             grammar=[] if form is None else list(form.spec()),
         )
+
+    def _check_choices(self, params: SamplingParams) -> None:
+        most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
+        for name, value in (
+            ("logprobs", params.logprobs),
+            ("prompt_logprobs", params.prompt_logprobs),
+            ("beams", beams),
+        ):
+            if value is not None and most >= 0 and not 0 <= value <= most:
+                given = "all log probabilities" if value < 0 else f"{value} log probabilities for each token"
+                raise InvalidRequestError(f"{name} takes {given}; max_logprobs of the engine is {most}; -1 allows all")
+        never = set(params.stop_token_ids or ()) | self.eos_token_ids if params.min_tokens else set()
+        if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids are all stop tokens, and min_tokens forbids those: none is left"
+            )
 
     def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
         """Each as it stands, and as it is after a space where that takes as many tokens and begins with another one."""
@@ -165,9 +183,10 @@ def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[Ad
 
 
 def core_message(
-    request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0
+    request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0, age_s: float = 0.0
 ) -> AddRequest:
-    """What the core is to compute: completion `index`, or the token that follows a `beam`."""
+    """What the core is to compute: completion `index`, or the token that follows a `beam`, of a request that it let in
+    `age_s` seconds ago."""
     params, embeds = request.params, None
     if request.embeds is not None:
         embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
@@ -205,6 +224,8 @@ def core_message(
         priority=request.priority,
         cache_salt=request.cache_salt,
         prompt_embeds=embeds,
+        age_s=age_s,
+        resumed=beam is not None,
     )
 
 

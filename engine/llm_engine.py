@@ -197,10 +197,12 @@ class LLMEngine(Frontend["CoreClient"]):
             with self._lock:
                 processed = self.output_processor.process(outputs, time.monotonic())
                 self._abort_in_core(processed.aborts)
-                for message in processed.adds:
-                    self.engine_core.add_request(message)
                 ready, self._ready = self._ready, []
-                return ready + [state.output() for state in processed.changed]
+                ready += [state.output() for state in processed.changed]
+                with contextlib.suppress(EngineDeadError):  # for the next step() to say
+                    for message in processed.adds:
+                        self.engine_core.add_request(message)
+                return ready
 
     def _end_requests(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Abort, here and in the core; what `step` would have given is returned instead."""

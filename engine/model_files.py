@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from ..ipc.config import ModelConfig
 from ..ipc.errors import InvalidArgumentError, ModelNotFoundError
 from ..ipc.params import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,10 +48,8 @@ def eos_token_ids(config: dict[str, Any]) -> list[int]:
 def default_sampling_params(config: dict[str, Any]) -> SamplingParams:
     """The sampling parameters that a generation config asks for; `do_sample: false` written out means greedy."""
     said = {**config, "max_tokens": config.get("max_new_tokens")}
-    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     chosen = {name: said[name] for name in names if said.get(name) is not None}
     if config.get("do_sample") is False:
         chosen["temperature"] = 0.0
-    if (penalty := config.get("repetition_penalty")) not in (None, 1.0):
-        logger.warning("the generation config's repetition_penalty %s is left out: not supported yet", penalty)
     return SamplingParams(**chosen)

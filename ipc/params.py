@@ -13,6 +13,7 @@ from .errors import InvalidArgumentError, suggests_names
 from .structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
+MAX_BAD_WORDS = 4096  # all are looked through for each token
 MAX_COMPLETIONS = 16384
 MAX_BIAS = 1e30  # of a bias or penalty, either way: far inside what fp32 holds
 
@@ -67,7 +68,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None  # no others are chosen
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     guided_decoding: StructuredOutputsParams | None = None  # its older name
-    logits_processors: list[Callable[..., Any]] | None = None  # see `logits_processors` in core/sampler.py
+    logits_processors: list[Callable[..., Any]] | None = None  # see core/logit_rules.py
     extra_args: dict[str, Any] | None = None  # for extensions; without effect here
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     use_beam_search: bool = False  # `best_of` beams (or `n`), by sum of log probabilities; see beam_search.py
@@ -77,6 +78,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        self.seed = None if self.seed == -1 else self.seed  # as vLLM takes it
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self.validate()
 
     @property
@@ -115,6 +119,10 @@ class SamplingParams:
         for text in _listed("bad_words", self.bad_words or []):
             if not isinstance(text, str) or not text.strip():
                 raise InvalidArgumentError(f"bad_words holds {text!r}; every bad word must be a non-empty str")
+        if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:
+            raise InvalidArgumentError(
+                f"bad_words has {len(self.bad_words or ())} entries; the limit is {MAX_BAD_WORDS // 2}"
+            )
         for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "stream_interval"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), *_OPTIONAL[name])

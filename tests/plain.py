@@ -17,7 +17,7 @@ Job = tuple[Any, SamplingParams]  # a prompt and what is asked of it
 
 def make_engine(path: Path | None, **settings: Any) -> LLMEngine:
     model = None if path is None else str(path)
-    args = EngineArgs(model=model, **{"max_model_len": 256, **settings})
+    args = EngineArgs(model=model, **{"max_model_len": 256, "max_logprobs": -1, **settings})
     return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
 
 

@@ -367,6 +367,13 @@ def test_where_a_round_is_refused_the_search_ends_with_the_error(path: Path) -> 
         assert engine.engine_core.core.stats().num_running == 0  # type: ignore[attr-defined]
 
 
+def test_rounds_of_a_search_that_was_let_in_are_not_refused_as_too_many(path: Path, alone: dict[str, Any]) -> None:
+    with make_engine(path, max_num_seqs=1, max_num_queued_requests=1) as engine:
+        prompt, params = jobs()["three"]
+        output = run(engine, {"three": (prompt, params)})["three"]
+    assert outcome(output) == alone["three"]
+
+
 async def searches(path: Path, alone: dict[str, Any]) -> None:
     async with AsyncLLMEngine.from_engine_args(EngineArgs(model=str(path), max_model_len=256)) as engine:
 

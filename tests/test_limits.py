@@ -8,6 +8,7 @@ import pytest
 
 from harness import Finished, make_core, message, run_core
 from mainspring.core.engine_core import EngineCore
+from mainspring.ipc.messages import AddRequest, Sampling
 
 
 def core_with(frontends: int = 2, **limits: Any) -> EngineCore:
@@ -110,3 +111,23 @@ def test_beyond_the_seats_so_many_may_wait_as_are_allowed() -> None:
     assert "max_num_queued_requests is 1" in finished.error_text
     core.add_request(1, message(4, resumed=True))
     assert not refused(core)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"bad_words": [[1, 2]] * 4097}, "bad_words has 4097 entries"),
+        ({"allowed_token_ids": [1] * 2000}, "allowed_token_ids has 2000 entries"),
+        ({"stop_token_ids": [1] * 2000}, "stop_token_ids has 2000 entries"),
+        ({"logprobs": 513}, "max_logprobs, 512"),
+        ({"prompt_logprobs": 2**31 - 1}, "max_logprobs, 512"),
+    ],
+)
+def test_what_one_request_may_ask_for_is_bounded(fields: dict[str, Any], names: str) -> None:
+    core = core_with()
+    core.add_request(0, AddRequest(0, "", [1, 2], Sampling(4, **fields)))
+    core.add_request(0, message(1))
+    [finished] = refused(core)
+    assert (finished.handle, finished.error) == (0, "InvalidRequestError")
+    assert names in finished.error_text
+    assert len(run_core(core)) == 1

@@ -499,8 +499,8 @@ class ScoredEngine(harness.Engine):
     def launch(self) -> Step | None:
         step = super().launch()
         if step is not None:
-            too_many = sum(part.num_rows for part in step.scored) - max(scheduler.PROMPT_LOGITS, len(step.scored))
-            self.most_too_many = max(self.most_too_many, too_many)
+            rows = int(step.samples.sum()) + sum(part.num_rows for part in step.scored)
+            self.most_too_many = max(self.most_too_many, rows - scheduler.PROMPT_LOGITS - len(step.slots))
             for slot in step.slots[step.samples].tolist():
                 request = self.scheduler._running.get(slot)
                 if request is not None and request.looks_back:
@@ -595,6 +595,28 @@ def test_no_step_has_more_logits_than_memory_was_kept_for(seed: int, monkeypatch
     assert engine.most_too_many == 0 or not engine.scheduler._chunked
 
 
+@pytest.mark.parametrize("frontend", [0, 1])
+def test_nobody_waits_for_a_long_prompt_that_is_scored(frontend: int) -> None:
+    engine = ScoredEngine(
+        max_model_len=1200,
+        block_size=16,
+        num_blocks=400,
+        weights=[1.0, 1.0],
+        max_num_batched_tokens=256,
+        max_num_seqs=8,
+    )
+    long = engine.add_scored([1] * 1000, 2, 0, False, 0)
+    for _ in range(2):
+        engine.step()
+    others = [engine.add_scored([2] * 20, 4, logprobs, False, frontend) for logprobs in (0, -1)]
+    for _ in range(6):
+        engine.step()
+    assert all(engine.outputs[key] for key in others)
+    engine.run()
+    for key in (long, others[0]):
+        engine.check_prompt(key)
+
+
 # ------------------------------------------------------------------ recovery
 
 GUARD = 120.0  # seconds
@@ -638,7 +660,7 @@ def test_after_kills_rules_and_log_probabilities_go_on_as_if_nothing_had_happene
         undisturbed = {name: joined(outputs) for name, outputs in run_all(engine, recovery_jobs()).items()}
         undisturbed["scored"] = outcome(run(engine, {"scored": scored_job()})["scored"])
     seen: dict[str, list[RequestOutput]] = defaultdict(list)
-    with LLMEngine.from_engine_args(EngineArgs(model=str(path), max_model_len=256)) as engine:
+    with LLMEngine.from_engine_args(EngineArgs(model=str(path), max_model_len=256, max_logprobs=-1)) as engine:
         for name, (prompt, params) in recovery_jobs().items():
             engine.add_request(name, prompt, params)
         supervisor = engine.engine_core._connection._core.supervisor  # type: ignore[attr-defined]

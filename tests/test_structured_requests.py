@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from harness import make_core, message, run_core
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from mainspring.core.engine_core import EngineCore
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
@@ -156,7 +157,27 @@ def test_while_a_hostile_grammar_compiles_others_go_on_and_it_can_be_aborted() -
         assert run(engine, again=params({"choice": ["a", "b"]}))["again"] in ("a", "b")
 
 
-@pytest.mark.parametrize("grammar", [["regex"], ["nonsense", "a"], ["json", "{"], ["regex", "("], ["", ""]])
+def test_a_checkpoint_without_what_grammars_need_refuses_them_and_lives() -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0))
+    core.add_request(0, AddRequest(1, "", [1, 2], Sampling(4, grammar=["json", "{}"])))
+    ended = run_core(core)
+    assert {handle: end.reason for (_, handle), (_, end) in ended.items()} == {0: "length", 1: "error"}
+    assert ended[0, 1][1].error == "NotSupportedError"
+
+
+def test_an_answer_that_may_not_end_by_a_token_ends_without_one(engine: LLMEngine) -> None:
+    engine.add_request("a", "x", params({"choice": ["yes", "no"]}, ignore_eos=True, temperature=0.0))
+    (completion,) = finish(engine)["a"].outputs
+    assert completion.text in ("yes", "no")
+    assert completion.finish_reason == "stop"
+    assert engine.get_tokenizer().decode(completion.token_ids) == completion.text
+
+
+@pytest.mark.parametrize(
+    "grammar", [["regex"], ["nonsense", "a"], ["json", "{"], ["regex", "("], ["", ""], ["x" * 10**6, ""]]
+)
 def test_what_no_frontend_of_ours_sends_is_refused(engine: LLMEngine, grammar: list[str]) -> None:
     core: EngineCore = engine.engine_core.core
     core.add_request(0, AddRequest(10**6, "", [5, 6], Sampling(5, grammar=grammar)))
