@@ -39,12 +39,13 @@ from .metrics import CoreMeter
 from .profiler import Profiler
 from .request import Request
 from .scheduler import PauseMode, Scheduler
-from .step import Step
+from .step import PROMPT_LOGITS, Step
 from .structured import Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
+MAX_LOGPROBS = 24 << 20  # of all rows of a step: 8 bytes each, in one message of at most 256 MiB
 MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
 ADMIN_METHODS = frozenset(
     {"reset_prefix_cache", "pause_generation", "resume_generation", "start_profile", "stop_profile"}
@@ -396,6 +397,11 @@ class EngineCore:
         for name in ("logprobs", "prompt_logprobs"):
             if most >= 0 and getattr(sampling, name) > most:
                 raise InvalidRequestError(f"{name} asks for more than max_logprobs, {most}")
+            seats = self.config.scheduler_config.max_num_seqs
+            if min(getattr(sampling, name), self.model.vocab_size) > MAX_LOGPROBS // (seats + PROMPT_LOGITS):
+                raise InvalidRequestError(
+                    f"{name} asks for more than a step's outputs can carry for all of max_num_seqs, {seats}: lower that"
+                )
         if embeds is not None and sampling.prompt_logprobs >= 0:
             raise InvalidRequestError("prompt_logprobs need token ids, but the prompt is embeddings")
         integers = [sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens]
