@@ -48,10 +48,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         ),
     ] = None
     seed: Annotated[int, Doc("Seed of `load_format=dummy` weights.")] = 0
+    max_model_len: Annotated[int | None, Doc("Most tokens of a request, prompt and output; none: the model's.")] = None
     max_logprobs: Annotated[int, Doc("Most log probabilities of one token that a request may ask for; -1: of all.")] = (
         512
     )
-    max_model_len: Annotated[int | None, Doc("Most tokens of a request, prompt and output; none: the model's.")] = None
     hf_overrides: Annotated[dict[str, Any], Doc("Fields to replace in the checkpoint's config.")] = {}
     generation_config: Annotated[
         str, Doc("Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder.")

@@ -678,7 +678,7 @@ def test_pausing_is_the_cores_and_waiting_is_for_what_runs(engine: AsyncLLMEngin
         assert Stats(num_running=2, num_waiting=5).num_running == 2
         await engine.pause_generation(wait_for_inflight_requests=True)
         assert core(engine).calls == [
-            ("pause_generation", "wait", False), ("stats",), ("stats",), ("stats",), ("reset_prefix_cache",)
+            ("pause_generation", "wait", False), ("stats",), ("stats",), ("stats",), ("reset_prefix_cache", False)
         ]  # fmt: skip
         with pytest.raises(InvalidArgumentError, match="mode is 'stop'"):
             await engine.pause_generation(mode="stop")  # type: ignore[arg-type]
