@@ -49,12 +49,16 @@ class Columns:
         self.looks_back[slot] = request.looks_back
         self.scored[slot] = request.told < request.prompt_len
 
-    def known_tokens(self, slot: int) -> np.ndarray:
-        """A copy of its tokens, without placeholders."""
+    def num_known(self, slot: int) -> int:
+        """Its tokens without placeholders."""
         known = int(self.num_tokens[slot])
         while known and self.tokens[slot, known - 1] == IN_FLIGHT:
             known -= 1
-        return self.tokens[slot, :known].copy()
+        return known
+
+    def known_tokens(self, slot: int) -> np.ndarray:
+        """A copy of these."""
+        return self.tokens[slot, : self.num_known(slot)].copy()
 
     def advance(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Launch the next `counts` tokens of `slots`. Returns these tokens, one request's after another's, and which

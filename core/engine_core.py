@@ -34,13 +34,12 @@ from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
-from .logit_rules import Follower
 from .metrics import CoreMeter
 from .profiler import Profiler
 from .request import Request
 from .scheduler import PauseMode, Scheduler
 from .step import PROMPT_LOGITS, Step
-from .structured import Grammar, GrammarCompiler
+from .structured import Follower, Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -363,13 +362,10 @@ class EngineCore:
             raise InvalidRequestError("the prompt is empty")
         if len(ids) + len(message.output_token_ids) >= limit:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; max_model_len is {limit}, output included")
-        lists = [(name, getattr(sampling, name)) for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")]
-        for name, most, given in (
-            ("bad_words", MAX_BAD_WORDS, sampling.bad_words),
-            *((n, self.model.vocab_size, v) for n, v in lists),
-        ):
-            if len(given) > most:
-                raise InvalidRequestError(f"{name} has {len(given)} entries; the limit is {most}")
+        for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+            given, most = len(getattr(sampling, name)), MAX_BAD_WORDS if name == "bad_words" else self.model.vocab_size
+            if given > most:
+                raise InvalidRequestError(f"{name} has {given} entries; the limit is {most}")
         for tokens in (
             ids,
             message.output_token_ids,

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ipc.errors import InvalidRequestError, RequestFailedError
+from ..ipc.errors import RequestFailedError
 from .device import Device
 from .request import Request
-from .structured import Matcher
 
+Processor = Callable[..., Any]
 Before = Mapping[int, np.ndarray]  # by slot: prompt and output so far, of requests with `looks_back`
 
 
@@ -59,21 +59,6 @@ class _SlotRows:
         return having, self._device.bring(torch.from_numpy(seats)) if having.size else None
 
 
-class Follower:
-    """A matcher that goes on by whatever the output has more than when it was asked last."""
-
-    def __init__(self, matcher: Matcher) -> None:
-        self.matcher, self._num_tokens = matcher, 0
-
-    def fill(self, output: np.ndarray, row: np.ndarray) -> None:
-        """Write the bits of the tokens that may follow `output`, see `Matcher.fill`."""
-        for token in output[self._num_tokens :].tolist():
-            if not self.matcher.accept(token):
-                raise InvalidRequestError(f"output token {self._num_tokens} is {token}: the grammar does not allow it")
-            self._num_tokens += 1
-        self.matcher.fill(row)
-
-
 class LogitRules:
     """The rules of every request that has any, by slot; set when it gets the slot."""
 
@@ -86,6 +71,7 @@ class LogitRules:
         self._unstoppable_until = np.zeros(max_num_seqs, np.int64)  # position of the first token that may be a stop
         self._requests: dict[int, Request] = {}  # by slot, those with rules
         self._stop_tokens: dict[int, torch.Tensor] = {}  # where min_tokens is set
+        self._processors: dict[int, list[tuple[Processor, bool]]] = {}  # the user's, and whether each takes the prompt
 
     def admit(self, request: Request) -> None:
         slot, sampling = request.slot, request.sampling
@@ -93,6 +79,8 @@ class LogitRules:
         if not request.has_rules:
             return
         self._requests[slot] = request
+        if request.processors:
+            self._processors[slot] = [(process, _takes_prompt(process)) for process in request.processors]
         if sampling.min_tokens and request.stop_tokens:
             self._unstoppable_until[slot] = request.prompt_len + sampling.min_tokens
             self._stop_tokens[slot] = self._device.bring(torch.tensor(sorted(request.stop_tokens)))
@@ -124,6 +112,7 @@ class LogitRules:
             rows.take_back(slot)
         self._requests.pop(slot, None)
         self._stop_tokens.pop(slot, None)
+        self._processors.pop(slot, None)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, before: Before) -> torch.Tensor:
         """Logits ``[rows, vocab]`` for the tokens at `positions` of the requests at `slots` → changed ones, fp32 if any
@@ -138,8 +127,8 @@ class LogitRules:
         logits = logits.float()
         looking = [(row, self._requests[slot], before[slot]) for row, slot in ruled if slot in before]
         for row, request, tokens in looking:
-            if request.processors:
-                logits[row] = _processed(request, tokens, logits[row])
+            if (processors := self._processors.get(request.slot)) is not None:
+                logits[row] = _processed(request, processors, tokens, logits[row])
         rows, seats = self._bias.find(slots)
         if seats is not None:
             logits[self._bring(rows)] += self._bias.numbers[seats]
@@ -215,21 +204,23 @@ def _ends_of_bad_words(request: Request, tokens: np.ndarray) -> list[int]:
     return [w[-1] for w in words if 1 < len(w) <= len(output) + 1 and output[len(output) - len(w) + 1 :] == w[:-1]]
 
 
-def _processed(request: Request, tokens: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+def _processed(
+    request: Request, processors: Sequence[tuple[Processor, bool]], tokens: np.ndarray, logits: torch.Tensor
+) -> torch.Tensor:
     """What the user's functions make of one row. Each is called with the output so far (where it takes three arguments,
     with the prompt before that) and the logits, and returns logits."""
     prompt, output = tokens[: request.prompt_len].tolist(), tokens[request.prompt_len :].tolist()
     changed = logits.clone()
     try:
-        for process in request.processors:
-            changed = process(prompt, output, changed) if _takes_prompt(process) else process(output, changed)
+        for process, takes_prompt in processors:
+            changed = process(prompt, output, changed) if takes_prompt else process(output, changed)
         return changed.to(logits).view_as(logits)
     except Exception as error:  # this request's trouble alone
         request.failure = RequestFailedError(f"a logits processor failed: {type(error).__name__}: {error}")
         return logits
 
 
-def _takes_prompt(process: Callable[..., Any]) -> bool:
+def _takes_prompt(process: Processor) -> bool:
     try:
         parameters: Sequence[inspect.Parameter] = list(inspect.signature(process).parameters.values())
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@ import numpy as np
 from ..ipc.messages import AddRequest, Sampling
 
 if TYPE_CHECKING:
-    from .logit_rules import Follower
+    from .structured import Follower
 
 
 class Request:

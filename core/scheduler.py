@@ -648,7 +648,7 @@ class Scheduler:
     ) -> None:
         num_tokens = len(request.tokens)
         if request.slot >= 0:
-            num_tokens = len(self._rows.known_tokens(request.slot))
+            num_tokens = self._rows.num_known(request.slot)
             self._unseat(request)
         self.meter.request_ended(request, reason, num_tokens, self._clock())
         if request is self._promised:

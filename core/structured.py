@@ -143,6 +143,21 @@ class Matcher:
             raise InvalidRequestError(f"the grammar can't be followed after {self._num_text} output tokens: {why}")
 
 
+class Follower:
+    """A matcher that goes on by whatever the output has more than when it was asked last."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher, self._num_tokens = matcher, 0
+
+    def fill(self, output: np.ndarray, row: np.ndarray) -> None:
+        """Write the bits of the tokens that may follow `output`, see `Matcher.fill`."""
+        for token in output[self._num_tokens :].tolist():
+            if not self.matcher.accept(token):
+                raise InvalidRequestError(f"output token {self._num_tokens} is {token}: the grammar does not allow it")
+            self._num_tokens += 1
+        self.matcher.fill(row)
+
+
 class Grammar:
     """A compiled form."""
 
