@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from mainspring.ipc.config import EngineConfig, FieldInfo, fields
+from mainspring.ipc.config import SECTIONS, FieldInfo, fields_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -46,10 +45,11 @@ def row(field: FieldInfo) -> str:
 
 def page() -> str:
     parts = [HEAD]
-    for section, group in groupby(fields(), key=lambda field: field.section):
-        kind = type(getattr(EngineConfig(), section))
-        parts += [f"## {kind.__name__}", "", (kind.__doc__ or "").strip(), ""]
-        parts += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *map(row, group), ""]
+    for name, kind in SECTIONS.items():
+        given = f" Given as `{name}`, a dict of these." if kind.nested else ""
+        parts += [f"## {kind.__name__}", "", (kind.__doc__ or "").strip() + given, ""]
+        rows = map(row, fields_of(kind, name))
+        parts += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     return "\n".join(parts)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ..demo import MODEL_PATH
 from ..ipc import config
-from ..ipc.config import EngineConfig, FieldInfo
+from ..ipc.config import EngineConfig, FieldInfo, Section, SpeculativeConfig, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, suggests_names
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class EngineArgs:
     hf_overrides: dict[str, Any] = field(default_factory=_default("hf_overrides").copy)
     generation_config: str = _default("generation_config")
     override_generation_config: dict[str, Any] = field(default_factory=_default("override_generation_config").copy)
+    served_model_name: str | None = _default("served_model_name")
+    runner: Literal["auto", "generate", "pooling"] = _default("runner")
+    task: Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"] = _default("task")
     load_format: Literal["auto", "safetensors", "dummy"] = _default("load_format")
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")
@@ -63,6 +66,9 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = _default("kv_cache_memory_bytes")
     num_gpu_blocks_override: int | None = _default("num_gpu_blocks_override")
     enable_prefix_caching: bool = _default("enable_prefix_caching")
+    kv_offloading_size: float | None = _default("kv_offloading_size")
+    swap_space: float | None = _default("swap_space")
+    cpu_offload_gb: float = _default("cpu_offload_gb")
     max_num_batched_tokens: int = _default("max_num_batched_tokens")
     max_num_seqs: int = _default("max_num_seqs")
     enable_chunked_prefill: bool = _default("enable_chunked_prefill")
@@ -85,6 +91,14 @@ class EngineArgs:
     pipeline_parallel_size: int = _default("pipeline_parallel_size")
     data_parallel_size: int = _default("data_parallel_size")
     distributed_executor_backend: str = _default("distributed_executor_backend")
+    worker_extension_cls: str = _default("worker_extension_cls")
+    enable_lora: bool = _default("enable_lora")
+    max_loras: int = _default("max_loras")
+    max_lora_rank: int = _default("max_lora_rank")
+    max_cpu_loras: int | None = _default("max_cpu_loras")
+    enable_prompt_adapter: bool = _default("enable_prompt_adapter")
+    max_prompt_adapters: int = _default("max_prompt_adapters")
+    max_prompt_adapter_token: int = _default("max_prompt_adapter_token")
     device: Literal["auto", "cpu", "cuda"] = _default("device")
     attention_backend: Literal["auto", "flashinfer", "native", "reference"] = _default("attention_backend")
     deterministic: bool = _default("deterministic")
@@ -92,7 +106,10 @@ class EngineArgs:
     cudagraph_capture_sizes: list[int] | None = field(default=_default("cudagraph_capture_sizes"))
     kernels_dir: str | None = _default("kernels_dir")
     disable_log_stats: bool = _default("disable_log_stats")
+    otlp_traces_endpoint: str | None = _default("otlp_traces_endpoint")
     metrics_port: int | None = _default("metrics_port")
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
+    structured_outputs_config: StructuredOutputsConfig | dict[str, Any] = StructuredOutputsConfig()  # noqa: RUF009
 
     def create_engine_config(self) -> EngineConfig:
         """Check every value and group them into the configuration that travels to the core.
@@ -109,7 +126,10 @@ class EngineArgs:
             values["tokenizer"] = _located("tokenizer", values["tokenizer"])
         sections: dict[str, dict[str, Any]] = {}
         for name, info in FIELDS.items():
-            sections.setdefault(info.section, {})[name] = values[name]
+            if info.section:
+                sections.setdefault(info.section, {})[name] = values[name]
+            else:
+                sections[name] = values[name]
         return msgspec.convert(sections, EngineConfig)
 
     @classmethod
@@ -129,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> N
     import argparse
 
     for section, members in itertools.groupby(fields, lambda info: info.section):
-        group = parser.add_argument_group(section.replace("_", " "))
+        group = parser.add_argument_group(section.replace("_", " ") or "others")
         for name, kind, default, doc in ((f.name, f.type, f.default, f.doc) for f in members):
             text = f"{doc} (default: {'none' if default is None else default})".replace("%", "%%")
             group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag_of(kind))
@@ -145,11 +165,15 @@ def _flag_of(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind), "type": type(get_args(kind)[0])}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is dict:
+    if get_origin(kind) is dict or _is_section(kind):
         return {"type": _json, "metavar": "JSON"}
     if kind == list[int]:
         return {"type": _ints, "metavar": "INT,INT,..."}
     return {"type": kind, "metavar": kind.__name__.upper()}
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _json(text: str) -> Any:
@@ -174,14 +198,15 @@ def typed(info: FieldInfo, value: Any) -> Any:
     """The value as the field's type, or `InvalidArgumentError`."""
     try:
         return msgspec.convert(value, info.type)
-    except msgspec.ValidationError:
-        raise InvalidArgumentError(f"{info.name} is {value!r}; it must be {_described(info.type)}") from None
+    except msgspec.ValidationError as error:
+        why = f" ({error})" if isinstance(value, dict) else ""
+        raise InvalidArgumentError(f"{info.name} is {value!r}; it must be {_described(info.type)}{why}") from None
 
 
 def _described(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(repr(option) for option in get_args(kind))
-    if get_origin(kind) is dict:
+    if get_origin(kind) is dict or _is_section(kind):
         return "a dict"
     return _NAMES.get(kind) or " or ".join(map(_described, get_args(kind)))
 
@@ -196,11 +221,13 @@ _NAMES = {
 }
 _AT_LEAST = {
     -1: "max_logprobs",
-    0: "long_prefill_token_threshold max_num_queued_requests max_restarts restart_window frontend_timeout "
+    0: "kv_offloading_size swap_space cpu_offload_gb max_prompt_adapter_token long_prefill_token_threshold "
+    "max_num_queued_requests max_restarts restart_window frontend_timeout "
     "slow_frontend_timeout",
     1: "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "
     "num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight max_requests_per_frontend "
-    "max_tokens_per_frontend tensor_parallel_size pipeline_parallel_size data_parallel_size",
+    "max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
+    "tensor_parallel_size pipeline_parallel_size data_parallel_size",
 }
 _SO_FAR = {
     "tensor_parallel_size": 1,

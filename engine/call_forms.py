@@ -29,9 +29,9 @@ An older constructor of it begins with two flags about Ray, and may name the con
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-from ..ipc.config import EngineConfig, ModelConfig, Section
+from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, unknown_argument
 
 _TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
@@ -138,7 +138,7 @@ def resolve_engine(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[
         NotSupportedError: Ray, or another argument whose feature does not exist yet.
         InvalidArgumentError: there is no configuration.
     """
-    sections = {kind: name for name, kind in get_type_hints(EngineConfig).items()}
+    sections = {kind: name for name, kind in SECTIONS.items()}
     for name in keywords:
         if name not in (known := (*_ENGINE_KEYWORDS, *sections.values())):
             raise unknown_argument("AsyncLLMEngine", name, known)

@@ -7,7 +7,8 @@ fills in what only it can know (`num_gpu_blocks`, the real dtype, …) and sends
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -21,6 +22,8 @@ class Doc(NamedTuple):
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of the configuration."""
+
+    nested: ClassVar[bool] = False  # whether users set it as a dict, by its own name
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -57,6 +60,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str, Doc("Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder.")
     ] = "auto"
     override_generation_config: Annotated[dict[str, Any], Doc("Fields to replace in the generation config.")] = {}
+    served_model_name: Annotated[str | None, Doc("What metrics and traces call the model; none: `model`.")] = None
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Doc("What the model is for; `auto`: what its architecture is for."),
+    ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"],
+        Doc("Older than `runner`: `generate`, or what a pooling model is for."),
+    ] = "auto"
 
 
 class LoadConfig(Section, frozen=True, kw_only=True):
@@ -84,6 +96,13 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = None
     num_gpu_blocks_override: Annotated[int | None, Doc("Number of blocks, whatever memory says.")] = None
     enable_prefix_caching: Annotated[bool, Doc("Keep finished blocks and reuse them for equal prefixes.")] = True
+    kv_offloading_size: Annotated[
+        float | None, Doc("GiB of host memory for cached blocks that the pool has no room for; none: none.")
+    ] = None
+    swap_space: Annotated[float | None, Doc("The older name of `kv_offloading_size`.")] = None
+    cpu_offload_gb: Annotated[
+        float, Doc("GiB of weights that stay in host memory and are sent to the GPU layer by layer.")
+    ] = 0.0
     num_gpu_blocks: Annotated[int | None, Doc("Blocks in the pool.", set_by_core=True)] = None
     num_cpu_blocks: Annotated[int | None, Doc("Blocks in host memory.", set_by_core=True)] = None
 
@@ -146,6 +165,21 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     pipeline_parallel_size: Annotated[int, Doc("Devices the layers are split over; only 1 so far.")] = 1
     data_parallel_size: Annotated[int, Doc("Copies of the model; only 1 so far.")] = 1
     distributed_executor_backend: Annotated[str, Doc("`uni`: one process; others are not supported so far.")] = "uni"
+    worker_extension_cls: Annotated[
+        str, Doc("A class, as `package.module.Class`, whose methods `collective_rpc` finds beside the worker's own.")
+    ] = ""
+
+
+class LoRAConfig(Section, frozen=True, kw_only=True):
+    """Adapters: what changes the model for single requests."""
+
+    enable_lora: Annotated[bool, Doc("Let requests use LoRA adapters.")] = False
+    max_loras: Annotated[int, Doc("Most LoRA adapters in one step.")] = 1
+    max_lora_rank: Annotated[int, Doc("Largest rank of a LoRA adapter.")] = 16
+    max_cpu_loras: Annotated[int | None, Doc("Most LoRA adapters kept in host memory; none: `max_loras`.")] = None
+    enable_prompt_adapter: Annotated[bool, Doc("Let requests use prompt adapters.")] = False
+    max_prompt_adapters: Annotated[int, Doc("Most prompt adapters kept.")] = 1
+    max_prompt_adapter_token: Annotated[int, Doc("Most virtual tokens of a prompt adapter; 0: any number.")] = 0
 
 
 class DeviceConfig(Section, frozen=True, kw_only=True):
@@ -179,10 +213,37 @@ class ObservabilityConfig(Section, frozen=True, kw_only=True):
     """What the engine tells about itself."""
 
     disable_log_stats: Annotated[bool, Doc("Send no statistics with the outputs.")] = False
+    otlp_traces_endpoint: Annotated[
+        str | None, Doc("Where OpenTelemetry traces of requests are sent, as `http://HOST:PORT`; none: nowhere.")
+    ] = None
     metrics_port: Annotated[
         int | None,
         Doc("Port on this machine where metrics are served in Prometheus' form; 0: any free one; none: not."),
     ] = None
+
+
+class SpeculativeConfig(Section, frozen=True, kw_only=True):
+    """Guesses at the next tokens, which the model then checks all at once."""
+
+    nested = True
+
+    method: Annotated[
+        Literal["ngram", "draft_model"] | None,
+        Doc("`ngram`: from what the request has repeated; `draft_model`: by a smaller model; none: by `model`."),
+    ] = None
+    num_speculative_tokens: Annotated[int, Doc("Most tokens guessed at once.")] = 4
+    model: Annotated[str | None, Doc("The draft model: folder or Hugging Face id.")] = None
+    revision: Annotated[str | None, Doc("Branch, tag or commit of the draft model on the hub.")] = None
+    prompt_lookup_max: Annotated[int, Doc("`ngram`: most last tokens that are looked for.")] = 4
+    prompt_lookup_min: Annotated[int, Doc("`ngram`: fewest.")] = 2
+
+
+class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
+    """Structured outputs."""
+
+    nested = True
+
+    backend: Annotated[Literal["auto", "guidance"], Doc("Who compiles grammars; there is llguidance alone.")] = "auto"
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -194,14 +255,23 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     scheduler_config: SchedulerConfig = SchedulerConfig()
     service_config: ServiceConfig = ServiceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
+    lora_config: LoRAConfig = LoRAConfig()
     device_config: DeviceConfig = DeviceConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()
+    speculative_config: SpeculativeConfig | None = None
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    field.name: next((kind for kind in get_args(field.type) if kind is not NoneType), field.type)
+    for field in msgspec.structs.fields(EngineConfig)
+}
 
 
 class FieldInfo(NamedTuple):
     """One field, for whatever is generated from it."""
 
-    section: str  # attribute of EngineConfig
+    section: str  # attribute of EngineConfig; empty for one that is such a section itself
     name: str
     type: Any
     default: Any
@@ -210,9 +280,13 @@ class FieldInfo(NamedTuple):
 
 
 def fields() -> Iterator[FieldInfo]:
-    """Every field of every section, in order."""
+    """Every field that users set one by one, and each nested section as one field of no section, in order."""
     for section in msgspec.structs.fields(EngineConfig):
-        yield from fields_of(section.type, section.name)
+        kind = SECTIONS[section.name]
+        if kind.nested:
+            yield FieldInfo("", section.name, section.type, section.default, str(kind.__doc__), False)
+        else:
+            yield from fields_of(kind, section.name)
 
 
 def fields_of(section: type[Section], name: str) -> Iterator[FieldInfo]:

@@ -48,6 +48,23 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     grammar: list[str] = []  # what the output has to be: kind and text, see ipc/structured.py
 
 
+class Pooling(msgspec.Struct, array_like=True, frozen=True):
+    """What a request wants of its prompt's hidden states, in place of tokens."""
+
+    task: str
+    dimensions: int = 0  # of the vector, the first ones; 0: all
+    activate: bool = True  # normalise an embedding, apply softmax or sigmoid to scores
+
+
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    """What changes the model for one request. Its number belongs to the frontend that chose it."""
+
+    number: int
+    name: str
+    path: str  # a folder on the core's machine
+    num_virtual_tokens: int = 0  # of a prompt adapter
+
+
 class Hello(msgspec.Struct, array_like=True, frozen=True):
     """A frontend introduces itself. Nothing else is sent before the answer."""
 
@@ -68,6 +85,7 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
     eos_token_ids: list[int] = []
     fingerprint: str = ""  # equal for cores that would give the same tokens
     files_digest: str = ""  # of the tokenizer's files, which the method "tokenizer_files" gives
+    tasks: list[str] = []  # what it can be asked for; none: to generate
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
@@ -100,6 +118,9 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True):
     prompt_embeds: Tensor | None = None  # [prompt tokens, hidden]; prompt_token_ids then holds zeros
     age_s: float = 0.0  # seconds since it was first sent: a resumed request keeps its place
     resumed: bool = False  # sent before, to a core that is gone or over a connection that is
+    pooling: Pooling | None = None  # in place of tokens; `sampling` is then of no use
+    lora: Adapter | None = None
+    prompt_adapter: Adapter | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -161,6 +182,20 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     requests_recovered: int = 0  # begun under a core that is gone or over a connection that is, and gone on with here
     requests_quarantined: int = 0  # refused, for cores died of them; under all cores of the supervisor
     malformed_frames: int = 0
+    draft_tokens: int = 0  # guessed, to be checked by the model
+    accepted_tokens: int = 0  # of these, what the model would have written
+    sleep_level: int = 0
+    host_hits: int = 0  # prompt tokens of `prefix_hits` that were in host memory
+    running_loras: list[str] = []  # names
+    waiting_loras: list[str] = []
+
+
+class Pooled(msgspec.Struct, array_like=True, frozen=True):
+    """What a pooling request brought. The request ends with it."""
+
+    handle: int
+    shape: list[int]
+    values: bytes  # float32, little-endian
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -187,6 +222,7 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True):
     finished: list[Finished] = []
     stats: Stats | None = None
     logprobs: list[Logprobs] = []
+    pooled: list[Pooled] = []
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):

@@ -17,6 +17,7 @@ from mainspring.ipc.errors import ProtocolError
 from mainspring.ipc.messages import (
     KINDS,
     Abort,
+    Adapter,
     AddRequest,
     Bye,
     CoreStatus,
@@ -31,6 +32,8 @@ from mainspring.ipc.messages import (
     Measured,
     ModelFacts,
     Outputs,
+    Pooled,
+    Pooling,
     Probe,
     Ready,
     Refused,
@@ -54,8 +57,9 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "9501c402aabba57069642037cb4004000000000000c410000102030405060708090a0b0c0d0e0f",
     ),
     2: (
-        Ready(INSTANCE, 3, ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef"), b"{}", ["admin"]),
-        "95c40800010203040506070397cd020040cd0800a862666c6f61743136920102a466303064a462656566c4027b7d91a561646d696e",
+        Ready(INSTANCE, 3, ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef", ["embed"]), b"{}", ["admin"]),
+        "95c40800010203040506070398cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "c4027b7d91a561646d696e",
     ),
     3: (Refused("ProtocolError", "no"), "92ad50726f746f636f6c4572726f72a26e6f"),
     4: (
@@ -72,11 +76,15 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             Tensor(0, "bfloat16", [2, 64]),
             1.5,
             True,
+            Pooling("embed", 8, False),
+            Adapter(1, "a", "/a"),
+            Adapter(2, "b", "/b", 4),
         ),
-        "9acd012ca3722d319205ce00011170"
+        "9dcd012ca3722d319205ce00011170"
         "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
-        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
+        "93a5656d62656408c29401a161a22f61009402a162a22f6204",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
     6: (UtilityCall(7, "ping", msgspec.Raw(b"\x91\x01")), "9307a470696e679101"),
@@ -87,14 +95,16 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             [65536, 7],
             [Started(3, 0.5, 0.25, 16)],
             [Finished(300, "stop", 7, 2, "E", "why")],
-            Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10),
+            Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 0, 0, 0, 11, 12, 1, 13, ["a"], ["b"]),
             [Logprobs(1, b"\7\0\0\0", b"\0\0\x80\xbf", b"\1\0\0\0", [1], 3, 2)],
+            [Pooled(3, [1], b"\0\0\x80\x3f")],
         ),
-        "969203cd012c92ce0001000007"
+        "979203cd012c92ce0001000007"
         "919403cb3fe0000000000000cb3fd000000000000010"
         "9196cd012ca473746f700702a145a3776879"
-        "dc00100102cb3fe0000000000000030405060708090a0001000000"
-        "919701c40407000000c404000080bfc4040100000091010302",
+        "dc00160102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a162"
+        "919701c40407000000c404000080bfc4040100000091010302"
+        "9193039101c4040000803f",
     ),
     9: (Bye("over"), "91a46f766572"),
     10: (Fault("E", "why"), "92a145a3776879"),
@@ -128,7 +138,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "83a3703530cb3fe0000000000000a3703935cb3fd0000000000000a3703939cb3fc0000000000000"
         "b3696e7465725f746f6b656e5f6c6174656e6379"
         "83a3703530cb3ff0000000000000a3703935cb4000000000000000a3703939cb4010000000000000"
-        "a57374617473dc00100102cb3fe0000000000000030405060708090a0001000000"
+        "a57374617473dc00160102cb3fe0000000000000030405060708090a0001000000000000009090"
         "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
         "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
         "a4736c6f77c3b06d616c666f726d65645f6672616d657307"
@@ -136,6 +146,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
     ),
 }
 
+NO_ADAPTERS: dict[str, Any] = {"pooling": None, "lora": None, "prompt_adapter": None}
 # What versions before sent, whose messages had fewer fields: (kind, body, the fields that were not there)
 EARLIER: list[tuple[int, str, dict[str, Any]]] = [
     (1, "9401c402aabba57069642037cb4004000000000000", {"session": b""}),
@@ -149,13 +160,21 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "98cd012ca3722d319205ce00011170"
         "9810fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "ff9109a473616c749300a862666c6f61743136920240",
-        {"age_s": 0.0, "resumed": False, "sampling": Sampling(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2])},
+        {"age_s": 0.0, "resumed": False, "sampling": Sampling(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2])} | NO_ADAPTERS,
+    ),
+    (
+        4,
+        "9acd012ca3722d319205ce00011170"
+        "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
+        NO_ADAPTERS,
     ),
     (
         8,
         "959203cd012c92ce0001000007919403cb3fe0000000000000cb3fd000000000000010"
         "9196cd012ca473746f700702a145a37768799b0102cb3fe0000000000000030405060708090a",
-        {"logprobs": []},
+        {"logprobs": [], "pooled": [], "stats": Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10)},
     ),
     (
         13,
@@ -173,7 +192,7 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         {"measured": Measured()},
     ),
 ]
-PARTS = (Tensor, Sampling, Started, Finished, Stats, Logprobs, ModelFacts)
+PARTS = (Tensor, Sampling, Started, Finished, Stats, Logprobs, ModelFacts, Pooling, Adapter, Pooled)
 MAPS = (CoreStatus, FrontendStatus, Latency)  # for people and scripts
 
 
@@ -235,7 +254,7 @@ def test_an_older_peers_message_without_the_optional_fields_is_whole(kind: int) 
 
 @pytest.mark.parametrize(
     "cls",
-    [*KINDS.values(), Tensor, Sampling, Started, Finished, Stats, Logprobs, Distribution, Measured, ModelFacts, *MAPS],
+    [*KINDS.values(), *PARTS, Distribution, Measured, *MAPS],
 )
 def test_required_fields_stand_before_optional_ones_and_nothing_is_inherited(cls: type[msgspec.Struct]) -> None:
     required = [field.required for field in msgspec.structs.fields(cls)]

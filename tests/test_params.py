@@ -78,7 +78,8 @@ def test_engine_args_are_the_settable_fields_of_the_configuration() -> None:
     assert [field.name for field in dataclasses.fields(EngineArgs)] == [field.name for field in SETTABLE]
     args = EngineArgs()
     for field in SETTABLE:
-        assert hints[field.name] == field.type, field.name
+        nested = not field.section
+        assert hints[field.name] == (field.type | dict[str, typing.Any] if nested else field.type), field.name
         assert getattr(args, field.name) == field.default, field.name
 
 
