@@ -27,7 +27,7 @@ _MODULES = {
         "AddressInUseError ConnectError DuplicateRequestError EngineDeadError EngineStartError InvalidArgumentError "
         "InvalidRequestError MainspringError ModelNotFoundError NotPermittedError NotSupportedError "
         "OutOfMemoryError OverloadedError ProtocolError RequestFailedError UnknownArgumentError "
-        "UnsupportedModelError WrongEventLoopError WrongProcessError"
+        "UnsupportedModelError WeightsLostError WrongEventLoopError WrongProcessError"
     ),
     "ipc.structured": "GuidedDecodingParams StructuredOutputsParams",
     "ipc.params": "BeamSearchParams RequestOutputKind SamplingParams",

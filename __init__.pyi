@@ -43,6 +43,7 @@ from .ipc.errors import ProtocolError as ProtocolError
 from .ipc.errors import RequestFailedError as RequestFailedError
 from .ipc.errors import UnknownArgumentError as UnknownArgumentError
 from .ipc.errors import UnsupportedModelError as UnsupportedModelError
+from .ipc.errors import WeightsLostError as WeightsLostError
 from .ipc.errors import WrongEventLoopError as WrongEventLoopError
 from .ipc.errors import WrongProcessError as WrongProcessError
 from .ipc.params import BeamSearchParams as BeamSearchParams

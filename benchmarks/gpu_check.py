@@ -107,7 +107,7 @@ watch(executor, "count_blocks", "profile")
 watch(executor.ModelRunner, "warm_up", "graphs")
 core = EngineCore(EngineArgs(**json.loads(sys.argv[2])).create_engine_config())
 spent["the rest"] = time.time() - began - sum(spent.values())
-print(json.dumps({"spent": spent, "graphs": core.executor._runner.graph_sizes, "bytes": sum(memory)}))
+print(json.dumps({"spent": spent, "graphs": core.executor.runner.graph_sizes, "bytes": sum(memory)}))
 """
 
 

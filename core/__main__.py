@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NoReturn
 
 import msgspec
 
 from ..ipc import logs
-from ..ipc.codec import encode_value
+from ..ipc.codec import encode_value, read_tensor
 from ..ipc.errors import wire_name, wire_text
 from ..ipc.inproc_client import Core
 from ..ipc.journal import Journal, Phase
@@ -28,7 +29,6 @@ from ..ipc.messages import (
     AddRequest,
     Bye,
     CoreStatus,
-    DesiredState,
     Hello,
     Ready,
     StartReport,
@@ -101,11 +101,13 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     )
     gc.collect()  # what loading left; here alone, for the garbage of somebody else's process may be slow to end
     host_memory.trim()
-    if launch.paused:
-        core.call("pause_generation", encode_value(["keep", False]))
+    core.restore(launch.state)
     core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
-    core.on_paused = lambda paused: write_message(launch.report_fd, DesiredState(paused))
-    server.announce(Ready(launch.instance_id, launch.epoch, core.model, msgspec.json.encode(core.config)))
+    core.on_state = lambda state: write_message(launch.report_fd, state)
+    core.on_model = lambda model: server.announce(
+        Ready(launch.instance_id, launch.epoch, model, msgspec.json.encode(core.config))
+    )
+    core.on_model(core.model)
     loop = ServeLoop(core, server, journal, status)
     if launch.drain_timeout:
         signal.signal(signal.SIGTERM, lambda *_: loop.drain(launch.drain_timeout, lambda: _leave(launch)))
@@ -174,7 +176,7 @@ class ServeLoop:
         self._server.publish(
             msgspec.structs.replace(
                 self._status,
-                phase="paused" if core.paused else self._journal.phase.name.lower(),
+                phase=core.phase or self._journal.phase.name.lower(),
                 uptime_s=now - self._started,
                 num_blocks=core.config.cache_config.num_gpu_blocks or 0,
                 tokens_per_s=(stats.generation_tokens - before) / seconds if then < now else 0.0,
@@ -195,7 +197,7 @@ def handle(core: Core, server: CoreServer, event: Event) -> None:
         case Abort():
             core.abort(frontend, message.handles)
         case UtilityCall():
-            server.send(frontend, _answer(core, frontend, message))
+            _answer(core, server, event)
         case Hello():
             core.connect(frontend, message.weight, message.session, message.client_name, event.admin)
         case Credit():
@@ -205,12 +207,26 @@ def handle(core: Core, server: CoreServer, event: Event) -> None:
             server.release(frontend)
 
 
-def _answer(core: Core, frontend: int, call: UtilityCall) -> UtilityResult:
+NOTHING = msgspec.Raw(b"\xc0")
+
+
+def _answer(core: Core, server: CoreServer, event: Event) -> None:
+    """At once, or when it is done."""
+    frontend, call = event.frontend, event.message
+
+    def tell(result: msgspec.Raw = NOTHING, error: BaseException | None = None) -> None:
+        name, text = (wire_name(error), wire_text(error)) if error else ("", "")
+        server.send(frontend, UtilityResult(call.call_id, result, name, text))
+
     try:
-        return UtilityResult(call.call_id, core.call(call.method, call.args, frontend))
+        arrays = [read_tensor(tensor, event.tensors) for tensor in call.tensors]
+        answer = core.call(call.method, call.args, frontend, arrays)
     except Exception as error:  # whatever a method raises is the caller's to see, and must not end the core
         logger.debug("%s failed: %s", call.method, traceback.format_exc())
-        return UtilityResult(call.call_id, error=wire_name(error), error_text=wire_text(error))
+        return tell(error=error)
+    if not isinstance(answer, Future):
+        return tell(answer)
+    answer.add_done_callback(lambda done: None if done.cancelled() else tell(error=done.exception()))
 
 
 def _write_down(launch: CoreLaunch) -> None:

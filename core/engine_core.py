@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -27,19 +28,21 @@ from ..ipc.errors import (
     RequestFailedError,
 )
 from ..ipc.journal import Journal, Phase, request_key
-from ..ipc.messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
+from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
 from ..ipc.params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
 from ..ipc.structured import MAX_SPEC_BYTES, Kind
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
+from .lifecycle import Lifecycle, part_of
 from .metrics import CoreMeter
 from .profiler import Profiler
 from .request import Request
-from .scheduler import PauseMode, Scheduler
+from .scheduler import Scheduler
 from .step import PROMPT_LOGITS, Step
 from .structured import Follower, Grammar, GrammarCompiler
+from .worker import make_worker
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,10 @@ COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, wh
 MAX_LOGPROBS = 24 << 20  # of all rows of a step: 8 bytes each, in one message of at most 256 MiB
 MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
 ADMIN_METHODS = frozenset(
-    {"reset_prefix_cache", "pause_generation", "resume_generation", "start_profile", "stop_profile"}
+    "reset_prefix_cache pause_generation resume_generation sleep wake_up update_weights collective_rpc start_profile "
+    "stop_profile".split()
 )
+_WITH_ARRAYS = frozenset({"update_weights"})  # called with who calls, and with what arrays
 
 
 class _Connection(NamedTuple):
@@ -87,7 +92,7 @@ class EngineCore:
         self.config = _filled_in(config, self.executor)
         model, download_dir = config.model_config, config.load_config.download_dir
         files = digest_of(read_files(model, download_dir)) if model.model else ""
-        self.model: ModelFacts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
+        facts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
         cache = config.cache_config
         kv = KVCacheManager(
             self.executor.layout.groups, cache.block_size, self.executor.num_blocks, cache.enable_prefix_caching
@@ -106,12 +111,14 @@ class EngineCore:
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
         )
-        self.on_paused: Callable[[bool], None] = lambda paused: None  # told when that changes
+        self.on_state: Callable[[DesiredState], None] = lambda state: None
+        self.on_model: Callable[[ModelFacts], None] = lambda model: None
         self.num_duplicates = 0  # requests under a handle that was in use
         self._journal = journal
         self._quarantined = quarantined or {}
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
+        self._calls: defaultdict[int, list[Future[None]]] = defaultdict(list)  # by frontend, those that take steps
         self._draining = False
         overlap = config.scheduler_config.async_scheduling
         self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
@@ -120,15 +127,29 @@ class EngineCore:
         self._compiled: SimpleQueue[tuple[Request, Future[Grammar]]] = SimpleQueue()
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._profiler = Profiler()
+        self.lifecycle = Lifecycle(
+            self.scheduler,
+            self.executor,
+            facts,
+            lambda: bool(self._in_flight) or self._failed is not None,
+            lambda state: self.on_state(state),
+            lambda model: self.on_model(model),
+        )
+        self.worker = make_worker(self.executor, config.parallel_config.worker_extension_cls)
         self._methods: dict[str, Callable[..., Any]] = {
             "ping": lambda: None,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "explain_model": self.executor.explain,
             "stats": self.stats,
             "tokenizer_files": lambda: read_files(model, download_dir),
-            "pause_generation": self.pause,
-            "resume_generation": self.resume,
-            "is_paused": lambda: self.paused,
+            "pause_generation": self.lifecycle.pause,
+            "resume_generation": self.lifecycle.resume,
+            "is_paused": lambda: self.lifecycle.paused,
+            "sleep": self.lifecycle.sleep,
+            "wake_up": self.lifecycle.wake_up,
+            "is_sleeping": lambda: self.lifecycle.sleeping,
+            "update_weights": self._update_weights,
+            "collective_rpc": self.collective_rpc,
             "start_profile": self._profiler.start,
             "stop_profile": self._profiler.stop,
         }
@@ -155,7 +176,10 @@ class EngineCore:
     def disconnect(self, frontend: int) -> None:
         """Abort whatever the frontend has left."""
         if self._connections.pop(frontend, None):
+            self.lifecycle.forget(frontend)
             self.scheduler.remove_frontend(frontend)
+            for call in self._calls.pop(frontend, ()):
+                call.cancel()
 
     def set_credit(self, frontend: int, given: bool) -> None:
         """Whether the frontend reads what it is sent; nothing is computed for one that does not."""
@@ -182,6 +206,7 @@ class EngineCore:
                 raise RequestFailedError(reason)
             if self._draining:
                 return
+            self.lifecycle.check()
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
             self._check(message, embeds)
             now = time.monotonic()
@@ -203,8 +228,11 @@ class EngineCore:
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
         self.scheduler.abort(frontend, handles)
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw:
-        """A utility call, from the fixed table, by `frontend`; if that is not connected, by the process itself.
+    def call(
+        self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
+    ) -> msgspec.Raw | Future[None]:
+        """A utility call, from the fixed table, by `frontend`; if that is not connected, by the process itself. What
+        takes steps to be done is a future.
 
         Raises:
             NotPermittedError: the method changes the engine for everyone, and the frontend may not.
@@ -221,34 +249,47 @@ class EngineCore:
             )
         if len(args) > MAX_ARGUMENT_BYTES:
             raise InvalidRequestError(f"{method} was called with {len(args)} bytes; the limit is {MAX_ARGUMENT_BYTES}")
-        return encode_value(function(*decode_value(args, list)))
+        given = decode_value(args, list)
+        if method in _WITH_ARRAYS:
+            given = [frontend, arrays, *given]
+        elif arrays:
+            raise InvalidRequestError(f"{method} takes no arrays")
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError as error:
+            raise InvalidRequestError(f"{method}: {error}") from None
+        answer = function(*given)
+        if isinstance(answer, Future) and not answer.done():
+            self._calls[frontend].append(answer)
+            return answer
+        try:
+            return encode_value(answer.result() if isinstance(answer, Future) else answer)
+        except TypeError as error:
+            raise InvalidRequestError(f"the result of {method} can't travel: {error}") from None
 
     # ------------------------------------------------------------------ for everyone
 
-    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Compute nothing more until `resume`; requests that come wait.
+    def restore(self, state: DesiredState) -> None:
+        """Be as users have set the core before to be."""
+        self.lifecycle.restore(state)
 
-        Args:
-            mode: what becomes of those that are here: ``abort`` ends them, ``keep`` leaves them as they are, ``wait``
-                lets those that have begun to run go on to their end.
-            clear_cache: forget cached prefixes.
+    def _update_weights(self, frontend: int, arrays: Sequence[np.ndarray], *args: Any) -> None:
+        version, number, names, starts, last = msgspec.convert(args, tuple[str, int, list[str], list[int], bool])
+        if not len(names) == len(starts) == len(arrays):
+            raise InvalidRequestError(f"{len(names)} names, {len(starts)} places and {len(arrays)} arrays")
+        parts = [part_of(*part) for part in zip(names, starts, arrays, strict=True)]
+        self.lifecycle.update_weights(frontend, version, number, parts, last)
 
-        Raises:
-            InvalidArgumentError: no such mode.
-        """
-        if mode not in get_args(PauseMode):
-            raise InvalidArgumentError(f"mode is {mode!r}; it must be one of {', '.join(get_args(PauseMode))}")
-        self.scheduler.pause(mode, clear_cache)
-        self.on_paused(True)
-
-    def resume(self) -> None:
-        """Undo `pause`."""
-        self.scheduler.resume()
-        self.on_paused(False)
+    def collective_rpc(
+        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """See `Worker.run`; a list with the result of the one worker there is."""
+        return [self.worker.run(method, args, kwargs)]
 
     @property
-    def paused(self) -> bool:
-        return self.scheduler.paused is not None
+    def phase(self) -> str:
+        """What users have set it to; empty if it serves."""
+        return "asleep" if self.lifecycle.sleeping else "paused" if self.lifecycle.paused else ""
 
     def drain(self) -> None:
         """From now on queue no requests, but finish those that are here. May be called in a signal handler."""
@@ -260,6 +301,10 @@ class EngineCore:
         return self._draining and not (self.scheduler.fair.num_requests or self.scheduler.has_work or self._in_flight)
 
     # ------------------------------------------------------------------ how it is
+
+    @property
+    def model(self) -> ModelFacts:
+        return self.lifecycle.model
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
@@ -296,6 +341,11 @@ class EngineCore:
 
     def step(self) -> dict[int, Outputs]:
         """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
+        outputs = self._step()
+        self.lifecycle.advance()
+        return outputs
+
+    def _step(self) -> dict[int, Outputs]:
         if self._compiling:
             self._take_compiled()
         span = self._profiler.span

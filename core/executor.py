@@ -4,17 +4,20 @@ Neither waits, so that several steps can be in flight."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import OutOfMemoryError
+from ..ipc.errors import InvalidRequestError, OutOfMemoryError
 from ..ipc.messages import ModelFacts
+from ..kernels import host_memory
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
@@ -43,6 +46,24 @@ class Executor(Protocol):
     def release_memory(self) -> None:
         """After a step that found none."""
 
+    def sleep(self, level: int) -> None:
+        """Give up the KV cache, and the GPU's memory for weights: they move to the host's, or with `level` 2 are
+        dropped. No step may be in flight, and nobody hold a slot."""
+
+    def wake(self, weights: bool, kv_cache: bool) -> None:
+        """Have them again: weights as they were, or from the checkpoint; an empty cache once both are there."""
+
+    def set_parameters(self, parts: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+        """Replace rows of parameters, given by their names in the checkpoint and the first row.
+
+        Raises:
+            InvalidRequestError: the weights sleep, or are quantized.
+            KeyError, ValueError: there is no such parameter, or it has another shape.
+        """
+
+    def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
+        """What `func` makes of the model, with all parameters in their places."""
+
     def facts(self) -> ModelFacts:
         """What frontends must know of the model."""
 
@@ -66,61 +87,22 @@ class UniprocExecutor:
     """The model in this process, on one device."""
 
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
-        options, cache, scheduler = config.device_config, config.cache_config, config.scheduler_config
-        device = pick_device(options.device)
+        self._config, cache, scheduler = config, config.cache_config, config.scheduler_config
+        self._device = device = pick_device(config.device_config.device)
         if decisions is not None:
             wait_for_memory(device, decisions["device_bytes"])
-        free = free_bytes(device)
-        backend = choose_backend(options, device)
-        self.model = model = load_model(
-            config.model_config,
-            config.load_config,
-            device,
-            config.model_config.max_model_len,
-            backend,
-            None if decisions is None else decisions["fusing"],
-            lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
-        )
-        self._fingerprint = _fingerprint(model)
-        make_whole(model, backend, BITS.get(config.model_config.quantization or ""), model.quantized)
-        model.quantized = None
+        self._free_at_first = free_bytes(device)
+        self._backend = backend = choose_backend(config.device_config, device)
+        model = self._load(None if decisions is None else decisions["fusing"])
+        self._explained = model.explain()
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
         self.layout = plan_layout(
             model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
         )
-        sizes = graph_sizes(options, device, scheduler.max_num_seqs)
-        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes)
+        self._graph_sizes = graph_sizes(config.device_config, device, scheduler.max_num_seqs)
+        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, self._graph_sizes)
         self.accepts_embeddings = model.accepts_embeddings
-        self._runner = ModelRunner(
-            model,
-            self.layout,
-            backend,
-            self.num_blocks,
-            scheduler.max_num_seqs,
-            self.max_model_len,
-            scheduler.max_num_batched_tokens,
-        )
-        self.asynchronous = self._runner.device.asynchronous
-        self._graph_sizes, self._free_at_first = sizes, free
-        self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
-
-    def warm_up(self) -> None:
-        if self.asynchronous:
-            try:
-                self._runner.warm_up(self._graph_sizes)
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemoryError(
-                    "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
-                    f"or set enforce_eager ({str(error).partition(chr(10))[0]})"
-                ) from error
-            self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self.model.device))
-
-    def release_memory(self) -> None:
-        self._runner.device.release_memory()
-
-    def facts(self) -> ModelFacts:
-        model = self.model
-        return ModelFacts(
+        self._facts = ModelFacts(
             model.vocab_size,
             model.hidden_size,
             self.max_model_len,
@@ -128,17 +110,124 @@ class UniprocExecutor:
             list(model.eos_token_ids),
             self._fingerprint,
         )
+        self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
+        self._model: PagedModel | None = model
+        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and what they are
+        self._runner: ModelRunner | None = self._make_runner(model)
+        self.asynchronous = self._runner.device.asynchronous
+
+    def _load(self, decisions: Mapping[str, Any] | None) -> PagedModel:
+        config, backend = self._config, self._backend
+        kv_dtype = config.cache_config.kv_cache_dtype
+        model = load_model(
+            config.model_config,
+            config.load_config,
+            self._device,
+            config.model_config.max_model_len,
+            backend,
+            decisions,
+            lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(kv_dtype, dtype)),
+        )
+        self._fingerprint = _fingerprint(model)
+        bits = BITS.get(config.model_config.quantization or "")
+        make_whole(model, backend, bits, model.quantized)
+        model.is_quantized, model.quantized = bits is not None or model.quantized is not None, None
+        return model
+
+    def _make_runner(self, model: PagedModel) -> ModelRunner:
+        scheduler = self._config.scheduler_config
+        return ModelRunner(
+            model,
+            self.layout,
+            self._backend,
+            self.num_blocks,
+            scheduler.max_num_seqs,
+            self.max_model_len,
+            scheduler.max_num_batched_tokens,
+        )
+
+    @property
+    def model(self) -> PagedModel:
+        """Raises `InvalidRequestError` while its weights are not there."""
+        if self._model is None or self._on_host:
+            raise InvalidRequestError("the weights sleep: call wake_up first")
+        return self._model
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None, "a step while the core sleeps"
+        return self._runner
+
+    def sleep(self, level: int) -> None:
+        model = self._model
+        if self._runner is not None:
+            host_memory.give_back(self._runner.pool)
+            self._runner = None
+            self.model.unbind()
+        if level == 2:
+            if model is not None and model.whole is not None:
+                model.whole.decoder.give_back()
+            self._model, self._on_host = None, []
+        elif model is not None and self._device.type == "cuda" and not self._on_host:
+            tensors = [*model.model.parameters(), *model.model.buffers()]
+            self._on_host = [(tensor, tensor.data.to("cpu").pin_memory()) for tensor in tensors]
+            for tensor, _ in self._on_host:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        del model
+        gc.collect()
+        host_memory.trim()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, weights: bool, kv_cache: bool) -> None:
+        if weights and self._model is None:
+            self._model = self._load(self.decisions["fusing"])
+        if weights:
+            for tensor, held in self._on_host:
+                tensor.data = held.to(self._device)
+            self._on_host = []
+        if kv_cache and self._runner is None:
+            self._runner = self._make_runner(self.model)
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        if self.asynchronous:
+            try:
+                self.runner.warm_up(self._graph_sizes)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError(
+                    "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
+                    f"or set enforce_eager ({str(error).partition(chr(10))[0]})"
+                ) from error
+            self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device))
+
+    def release_memory(self) -> None:
+        self.runner.device.release_memory()
+
+    def set_parameters(self, parts: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+        model = self.model
+        if model.is_quantized:
+            raise InvalidRequestError("the weights are quantized: only those of a model without quantization change")
+        for name, start, values in parts:
+            model.parameters.set(name, values.to(model.parameters.dtype(name)), start)
+
+    def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
+        with self.model.unpacked() as module:
+            return func(module)
+
+    def facts(self) -> ModelFacts:
+        return self._facts
 
     def explain(self) -> list[str]:
-        return self.model.explain()
+        return self._explained
 
     def execute(self, step: Step) -> Launched:
         with _lack_of_memory():
-            return self._runner.execute(step)
+            return self.runner.execute(step)
 
     def sample(self, launched: Launched) -> Sampled:
         with _lack_of_memory():
-            return self._runner.sample(launched)
+            return self.runner.sample(launched)
 
     def tokens(self, sampled: Sampled) -> np.ndarray:
         return sampled.tokens.wait()

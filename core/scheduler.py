@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class Scheduler:
         self.suspects = Suspects(suspects or {}, on_suspects)
         self._preemption = Preemption(self.fair, kv, self.suspects)
         self.paused: PauseMode | None = None
+        self.sleep_level = 0  # for statistics
         self.first_token, self.between_tokens = Latest(), Latest()
         self.meter = CoreMeter()
         self._full_budget = config.max_num_batched_tokens
@@ -151,12 +152,25 @@ class Scheduler:
         """Compute nothing until `resume`. What is there ends at once with finish reason ``abort``, is kept as it is,
         or (``wait``) goes on to its end if it has begun to run."""
         if mode == "abort":
-            for frontend in self.fair:
-                self.abort(frontend.id, list(frontend.requests))
+            self.abort_all()
         self.paused, self._stalled = mode, False
         self.fair.set_aside(mode == "wait")
         if clear_cache:
             self.reset_prefix_cache()
+
+    def abort_all(self) -> None:
+        for frontend in self.fair:
+            self.abort(frontend.id, list(frontend.requests))
+
+    def fail_all(self, error: Exception) -> None:
+        for frontend in self.fair:
+            for request in list(frontend.requests.values()):
+                self.fail(request, error)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anybody is here who has run."""
+        return any(request.admitted_at is not None for f in self.fair for request in f.requests.values())
 
     def resume(self) -> None:
         self.paused, self._stalled = None, False
@@ -680,7 +694,7 @@ class Scheduler:
     # ------------------------------------------------------------------ numbers
 
     def stats(self) -> Stats:
-        pool = self.kv.pool
+        pool, counts = self.kv.pool, cast("dict[str, Any]", self._count)
         return Stats(
             num_running=len(self._running),
             num_waiting=self.num_waiting,
@@ -691,7 +705,8 @@ class Scheduler:
             requests_recovered=self.meter.requests_recovered,
             requests_quarantined=self.meter.requests_quarantined,
             malformed_frames=self.meter.malformed_frames(),
-            **self._count,
+            sleep_level=self.sleep_level,
+            **counts,
         )
 
 

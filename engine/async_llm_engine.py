@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from ..ipc.errors import EngineDeadError, InvalidArgumentError, NotSupportedError, WrongEventLoopError, suggests_names
-from ..ipc.messages import Stats
+from ..ipc.errors import EngineDeadError, MainspringError, NotSupportedError, WrongEventLoopError, suggests_names
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Device, Frontend, ModelFiles, UsageContext
+from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
 from .metrics import StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -26,14 +23,13 @@ from .prompts import Prompt
 from .request_state import RequestState
 from .request_stream import RequestStream
 from .tokenizer import Tokenizer
+from .weights import plain, weight_messages
 
 if TYPE_CHECKING:
     from ..ipc.async_client import AsyncClient
     from ..ipc.connection import Connection
 
 logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.02  # between two looks at what still runs in a core that is being paused
 
 
 @suggests_names
@@ -190,31 +186,14 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     async def pause_generation(
         self,
-        *,
-        mode: Literal["abort", "wait", "keep"] = "abort",
+        mode: PauseMode = "abort",
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """Compute nothing more until `resume_generation`, for all frontends of the core; new requests wait.
-
-        Args:
-            mode: what is in flight is aborted; or goes on to its end, which is waited for; or is kept for later.
-            wait_for_inflight_requests: the older name of mode "wait".
-            clear_cache: forget the prefix cache too; without effect under "keep".
-
-        Raises:
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        mode = "wait" if wait_for_inflight_requests else mode
-        if mode not in ("abort", "wait", "keep"):
-            raise InvalidArgumentError(f"mode is {mode!r}; it must be 'abort', 'wait' or 'keep'")
+        """As `LLMEngine.pause_generation`."""
         self._enter()
-        await self.engine_core.call("pause_generation", mode, clear_cache and mode == "abort")
-        if mode == "wait":
-            while msgspec.convert(await self.engine_core.call("stats"), Stats).num_running:
-                await asyncio.sleep(_LOOK_SECONDS)
-            if clear_cache:
-                await self.reset_prefix_cache()
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self.engine_core.call("pause_generation", mode, clear_cache and mode != "keep")
 
     async def resume_generation(self) -> None:
         """End a pause."""
@@ -304,6 +283,62 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """As `LLMEngine.reset_prefix_cache`."""
         self._enter()
         return bool(await self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
+
+    async def reset_mm_cache(self) -> None:
+        """As `LLMEngine.reset_mm_cache`."""
+        self._enter()
+
+    async def reset_encoder_cache(self) -> None:
+        """As `LLMEngine.reset_encoder_cache`."""
+        self._enter()
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As `LLMEngine.sleep`."""
+        self._enter()
+        await self.engine_core.call("sleep", level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLMEngine.wake_up`."""
+        self._enter()
+        await self.engine_core.call("wake_up", None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """As `LLMEngine.is_sleeping`."""
+        self._enter()
+        return bool(await self.engine_core.call("is_sleeping"))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `LLMEngine.collective_rpc`."""
+        self._enter()
+        if callable(method):
+            self._core_here("collective_rpc")
+        return list(await self.engine_core.call("collective_rpc", method, *plain(args, kwargs), timeout=timeout))
+
+    async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """As `LLMEngine.apply_model`; the core of this engine is always in another process.
+
+        Raises:
+            NotSupportedError: it names the ways there are.
+        """
+        self._enter()
+        return self._core_here("apply_model").collective_rpc("apply_model", [func], {})
+
+    async def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
+        """As `LLMEngine.update_weights`."""
+        self._enter()
+        try:
+            for args, arrays in weight_messages(weights, version):
+                await self.engine_core.call("update_weights", *args, arrays=arrays)
+        except BaseException:
+            with contextlib.suppress(MainspringError):
+                await self.engine_core.call("update_weights", version, -1, [], [], True)
+            raise
 
     async def do_log_stats(self) -> None:
         """Let the stat loggers speak now, also while nothing is in flight.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, StrEnum, auto
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..ipc.async_client import AsyncClient
     from ..ipc.client import CoreClient
     from ..ipc.connection import Connection
+    from ..ipc.inproc_client import InprocClient
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ class Device(Enum):
 
     GPU = auto()
     CPU = auto()
+
+
+PauseMode = Literal["abort", "wait", "keep"]
 
 
 class UsageContext(StrEnum):
@@ -222,6 +226,19 @@ class Frontend(Generic[C]):
                 "this engine keeps no statistics: disable_log_stats is True, or log_stats False; make one without that"
             )
         return self.logger_manager
+
+    def _core_here(self, what: str) -> InprocClient:
+        """The client of a core in this process.
+
+        Raises:
+            NotSupportedError: it is elsewhere; the sentence names both ways.
+        """
+        if not self.engine_core.in_process:
+            raise NotSupportedError(
+                f"{what} takes a function, which cannot go to another process: use LLMEngine.from_engine_args(…, "
+                "enable_multiprocessing=False), or give collective_rpc the name of a method of worker_extension_cls"
+            )
+        return cast("InprocClient", self.engine_core)
 
     @property
     def stat_loggers(self) -> dict[str, StatLoggerBase]:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -17,7 +17,7 @@ from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .args import FIELDS, EngineArgs
 from .call_forms import refuse_unsupported
 from .chat_template import Message
-from .frontend import CONNECT_OPTIONS, Device, UsageContext
+from .frontend import CONNECT_OPTIONS, Device, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
 from .metrics import Metric
@@ -193,6 +193,32 @@ class LLM:
     def stop_profile(self) -> str:
         """As `LLMEngine.stop_profile`."""
         return self.llm_engine.stop_profile()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLMEngine.wake_up`."""
+        self.llm_engine.wake_up(tags)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """As `LLMEngine.apply_model`."""
+        return self.llm_engine.apply_model(func)
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
+        """As `LLMEngine.update_weights`."""
+        self.llm_engine.update_weights(weights, version)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False

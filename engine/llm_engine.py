@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from ..ipc.errors import EngineDeadError
+from ..ipc.errors import EngineDeadError, MainspringError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request
-from .frontend import Device, Frontend, ModelFiles, UsageContext
+from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .outputs import RequestOutput
 from .prompts import Prompt
 from .tokenizer import Tokenizer
+from .weights import plain, weight_messages
 
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
@@ -297,6 +298,141 @@ class LLMEngine(Frontend["CoreClient"]):
         """
         self._check_process()
         return bool(self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
+
+    def reset_mm_cache(self) -> None:
+        """Forget what was made of images and the like. Nothing is, as long as there are no multi-modal prompts."""
+        self._check_process()
+
+    def reset_encoder_cache(self) -> None:
+        """Forget what encoders have made of prompts. Nothing of it is kept beyond a request."""
+        self._check_process()
+
+    def pause_generation(
+        self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        """Compute nothing more until `resume_generation`, for all frontends of the core; new requests wait.
+
+        Args:
+            mode: what is in flight is aborted; or goes on to its end, which is waited for; or is kept for later.
+            wait_for_inflight_requests: the older name of mode "wait".
+            clear_cache: forget the prefix cache too; without effect under "keep".
+
+        Raises:
+            InvalidArgumentError: there is no such mode.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._check_process()
+        mode = "wait" if wait_for_inflight_requests else mode
+        self.engine_core.call("pause_generation", mode, clear_cache and mode != "keep")
+
+    def resume_generation(self) -> None:
+        """End a pause."""
+        self._check_process()
+        self.engine_core.call("resume_generation")
+
+    def is_paused(self) -> bool:
+        """Whether somebody has paused the core."""
+        self._check_process()
+        return bool(self.engine_core.call("is_paused"))
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Let the core compute nothing, and need less memory, until `wake_up`; new requests wait. Returns when it
+        sleeps. A core that dies in its sleep is followed by one that sleeps.
+
+        Args:
+            level: 0: it only stops. 1: the KV cache's memory is given back, and a GPU's for weights, which go to the
+                host's (on a CPU they are there). 2: the weights are dropped; waking reads the checkpoint again.
+            mode: as in `pause_generation`.
+
+        Raises:
+            InvalidArgumentError: there is no such level or mode.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._check_process()
+        self.engine_core.call("sleep", level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End `sleep`.
+
+        Args:
+            tags: what to wake, of ``scheduling``, ``weights`` and ``kv_cache``; None: all. Requests go on when weights
+                and cache are there.
+
+        Raises:
+            InvalidArgumentError: there is no such tag.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._check_process()
+        self.engine_core.call("wake_up", None if tags is None else list(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether any part of the core sleeps."""
+        self._check_process()
+        return bool(self.engine_core.call("is_sleeping"))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/worker.py).
+
+        Args:
+            method: its name; with the core in this process also a function, which is given the worker first.
+            timeout: seconds to wait for the answer.
+            args, kwargs: of plain types, if the core is in another process; the result too.
+
+        Returns:
+            The result of each worker; there is one.
+
+        Raises:
+            NotSupportedError: a function, and the core is in another process.
+            InvalidRequestError: there is no such method, or a value that can't travel.
+            TimeoutError: there was no answer in time.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._check_process()
+        if self.engine_core.in_process or callable(method):
+            return self._core_here("collective_rpc").collective_rpc(method, args, kwargs or {})
+        return list(self.engine_core.call("collective_rpc", method, *plain(args, kwargs), timeout=timeout))
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """``func(model)`` with the module of transformers, in the core; what it changes of the parameters is kept.
+
+        Returns:
+            The result of each worker; there is one.
+
+        Raises:
+            NotSupportedError: the core is in another process.
+        """
+        self._check_process()
+        return self._core_here("apply_model").collective_rpc("apply_model", [func], {})
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
+        """Replace parameters by others, for all frontends: what a training loop needs between rollouts. Meanwhile
+        nothing is computed; then cached prefixes are forgotten and running requests go on with the new weights.
+
+        Args:
+            weights: names as in the checkpoint's ``state_dict``, and arrays (numpy, torch, DLPack) of the parameters'
+                shapes; taken one by one, and sent in pieces.
+            version: a name for them. After a crash of the core they are gone: requests and this engine's outputs then
+                end with `WeightsLostError`, which names it, until they are sent again.
+
+        Raises:
+            InvalidArgumentError: no pairs of a name and an array.
+            InvalidRequestError: a name or a shape that the model does not have; or the weights sleep, or are quantized.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        self._check_process()
+        try:
+            for args, arrays in weight_messages(weights, version):
+                self.engine_core.call("update_weights", *args, arrays=arrays)
+        except BaseException:
+            with contextlib.suppress(MainspringError):  # whatever it was: half of them is none
+                self.engine_core.call("update_weights", version, -1, [], [], True)
+            raise
 
     def get_metrics(self) -> list[Metric]:
         """Every metric: requests and latencies as this engine saw them, the core as it last told.

@@ -38,7 +38,7 @@ Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 
 
 class Embeds(NamedTuple):
-    """Prompt embeddings as they travel. bfloat16 is held as uint16."""
+    """Prompt embeddings, or other numbers, as they travel. bfloat16 is held as uint16."""
 
     array: np.ndarray  # [tokens, hidden size]
     dtype: str  # float32, float16 or bfloat16
@@ -126,6 +126,18 @@ def _is_int(value: Any) -> bool:
 
 
 def _read_embeds(value: Any) -> Embeds:
+    embeds = read_array("prompt_embeds", value)
+    if embeds.array.ndim != 2:
+        raise InvalidRequestError(f"prompt_embeds has shape {list(embeds.array.shape)}; it must be [tokens, hidden]")
+    return embeds
+
+
+def read_array(name: str, value: Any) -> Embeds:
+    """Numbers in any form that says of itself that it is an array, as they travel.
+
+    Raises:
+        InvalidRequestError: `name` is none, or not of a float dtype.
+    """
     import numpy as np
 
     torch, dtype = sys.modules.get("torch"), ""  # a tensor can only come from a process that has torch
@@ -136,14 +148,12 @@ def _read_embeds(value: Any) -> Embeds:
                 value, dtype = value.view(torch.uint16), "bfloat16"
         array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError, AttributeError) as error:
-        raise InvalidRequestError(f"prompt_embeds can't be read as an array: {error}") from error
+        raise InvalidRequestError(f"{name} can't be read as an array: {error}") from error
     if array.dtype.name == "bfloat16":  # as ml_dtypes registers it
         array, dtype = np.ascontiguousarray(array).view(np.uint16), "bfloat16"
     if not dtype:
         if array.dtype.kind != "f":
-            raise InvalidRequestError(f"prompt_embeds has dtype {array.dtype}; it must be float32, float16 or bfloat16")
+            raise InvalidRequestError(f"{name} has dtype {array.dtype}; it must be float32, float16 or bfloat16")
         dtype = "float16" if array.dtype.itemsize == 2 else "float32"
-        array = np.ascontiguousarray(array, dtype=dtype)
-    if array.ndim != 2:
-        raise InvalidRequestError(f"prompt_embeds has shape {list(array.shape)}; it must be [tokens, hidden]")
+        array = np.asarray(array, dtype=dtype, order="C")
     return Embeds(array, dtype)

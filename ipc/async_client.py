@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .client import ConnectedClient
+from .codec import Array
 from .connection import Connection, result_of
 from .errors import WrongEventLoopError
 from .messages import AddRequest, Outputs, UtilityResult
@@ -55,9 +56,9 @@ class AsyncClient(ConnectedClient):
             finally:
                 self._outputs_waiter = None
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    async def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
         loop = self._enter()
-        call_id = self._connection.start_call(method, args)
+        call_id = self._connection.start_call(method, args, arrays)
         self._calls[call_id] = loop.create_future()
         try:
             self._take_in()

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from .codec import Array
 from .config import EngineConfig
 from .connection import Connection
 from .errors import EngineDeadError
@@ -46,8 +47,9 @@ class CoreClient(Protocol):
             EngineDeadError: the core is gone.
         """
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a utility method of the core and wait for its result, of plain msgpack types.
+    def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
+        """Call a utility method of the core and wait for its result, of plain msgpack types. `arrays` must stay
+        unchanged until then.
 
         Raises:
             MainspringError: whatever the core raised, as its own type.

@@ -28,6 +28,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
+class Array(NamedTuple):
+    """An array that is to travel."""
+
+    values: np.ndarray  # uint16 for bfloat16
+    dtype: str  # as in `Tensor`
+
+
 class Envelope(NamedTuple):
     """A decoded message with what its header said."""
 

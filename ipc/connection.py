@@ -22,6 +22,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from . import codec
+from .codec import Array
 from .config import EngineConfig
 from .errors import (
     ConnectError,
@@ -49,6 +50,7 @@ from .messages import (
     Refused,
     Status,
     StatusCall,
+    Tensor,
     UtilityCall,
     UtilityResult,
 )
@@ -147,7 +149,7 @@ class Connection:
         self.dropped_frames = 0
         self.reconnections = 0
         self._ledger: dict[int, _Entry] = {}
-        self._calls: dict[int, UtilityCall] = {}
+        self._calls: dict[int, tuple[UtilityCall, Sequence[np.ndarray]]] = {}
         self._next_call = 0
         self._ready: Ready | None = None  # of the core we are connected to
         self._last_ready: Ready | None = None
@@ -241,14 +243,16 @@ class Connection:
         else:
             self._end_aborted()
 
-    def start_call(self, method: str, args: Sequence[Any]) -> int:
+    def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
         """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
         has answered leaves it to the next one."""
         self._check()
         self._next_call += 1
-        call = self._calls[self._next_call] = UtilityCall(self._next_call, method, codec.encode_value(list(args)))
+        tensors = [Tensor(i, array.dtype, list(array.values.shape)) for i, array in enumerate(arrays)]
+        call = UtilityCall(self._next_call, method, codec.encode_value(list(args)), tensors)
+        self._calls[self._next_call] = call, [array.values for array in arrays]
         if self._ready is not None:
-            self._send(call)
+            self._send(*self._calls[self._next_call])
         return self._next_call
 
     def end_call(self, call_id: int) -> None:
@@ -396,10 +400,10 @@ class Connection:
         self._open()
 
     def _resume(self, ready: Ready) -> None:
-        before = self._last_ready
+        before, again = self._last_ready, self._ready is not None
         self._ready = self._last_ready = ready
         self._trouble = ""
-        if before is None:
+        if before is None or again:
             return
         if ready.model.fingerprint != before.model.fingerprint:
             self._dead = EngineDeadError(
@@ -410,8 +414,8 @@ class Connection:
         logger.info("connected to epoch %d; %d requests go on", ready.epoch, len(self._ledger))
         for entry in self._ledger.values():
             self._send_entry(entry)
-        for call in self._calls.values():
-            self._send(call)
+        for call, arrays in self._calls.values():
+            self._send(call, arrays)
 
     def _end_aborted(self) -> None:
         """What was aborted is not sent again; its end is told here."""

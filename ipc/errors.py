@@ -71,6 +71,10 @@ class RequestFailedError(MainspringError, RuntimeError):
     """The core gave up on this one request: it died each time it computed it."""
 
 
+class WeightsLostError(MainspringError, RuntimeError):
+    """The weights that `update_weights` brought are gone, and the checkpoint's are not to be served in their place."""
+
+
 class WrongProcessError(MainspringError, RuntimeError):
     """An engine was used in a process forked from the one that made it."""
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from .codec import decode_value, encode_value
+from .codec import Array, decode_value, encode_value
 from .config import EngineConfig
 from .errors import EngineDeadError, WrongProcessError
-from .messages import AddRequest, FrontendStatus, Latency, ModelFacts, Outputs, Stats
+from .messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
 from .metrics import Meter
 
 
@@ -21,9 +23,9 @@ class Core(Protocol):
     """What an engine core offers whoever drives it: this client, or the process around a server."""
 
     config: EngineConfig
-    model: ModelFacts
 
-    on_paused: Callable[[bool], None]
+    on_state: Callable[[DesiredState], None]  # told what users have set, when that changes
+    on_model: Callable[[ModelFacts], None]  # likewise
 
     def connect(
         self, frontend: int, weight: float = 1.0, session: bytes = b"", name: str = "", admin: bool = True
@@ -34,18 +36,26 @@ class Core(Protocol):
         self, frontend: int, request: AddRequest, tensors: Sequence[Any] = (), processors: Sequence[Any] = ()
     ) -> None: ...
     def abort(self, frontend: int, handles: Sequence[int]) -> None: ...
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw: ...
+    def call(
+        self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
+    ) -> msgspec.Raw | Future[None]: ...
     def step(self) -> dict[int, Outputs]: ...
     def drain(self) -> None: ...
     def stats(self) -> Stats: ...
     def frontends(self) -> list[FrontendStatus]: ...
     def latencies(self) -> tuple[Latency, Latency]: ...
+    def restore(self, state: DesiredState) -> None: ...
+    def collective_rpc(
+        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]: ...
+    @property
+    def model(self) -> ModelFacts: ...
     @property
     def meter(self) -> Meter: ...
     @property
     def has_work(self) -> bool: ...
     @property
-    def paused(self) -> bool: ...
+    def phase(self) -> str: ...
     @property
     def drained(self) -> bool: ...
 
@@ -62,6 +72,7 @@ class InprocClient:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()  # the core is driven by one thread at a time
+        self._early: deque[Outputs] = deque()  # of steps that a call has waited for
         core.connect(0)
 
     def add_request(
@@ -84,12 +95,28 @@ class InprocClient:
     def get_outputs(self, timeout: float | None = None) -> Outputs | None:
         self._check()
         with self._lock:
+            if self._early:
+                return self._early.popleft()
             return self.core.step().get(0) if self.core.has_work else None
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
         self._check()
         with self._lock:
-            return decode_value(self.core.call(method, encode_value(list(args))))
+            answer = self.core.call(method, encode_value(list(args)), 0, [array.values for array in arrays])
+            if not isinstance(answer, Future):
+                return decode_value(answer)
+            while not answer.done():
+                if outputs := self.core.step().get(0):
+                    self._early.append(outputs)
+            return answer.result()
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """The same call with any objects, for they stay in this process."""
+        self._check()
+        with self._lock:
+            return self.core.collective_rpc(method, args, kwargs)
 
     def close(self) -> None:
         if not self._closed:

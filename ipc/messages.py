@@ -89,7 +89,7 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """The core accepts the frontend."""
+    """The core accepts the frontend. Again in the same epoch: the model's facts have changed."""
 
     instance_id: bytes  # random per supervisor
     epoch: int  # grows at every core start
@@ -135,6 +135,7 @@ class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
     call_id: int
     method: str
     args: msgspec.Raw = msgspec.Raw(b"\x90")  # msgpack array
+    tensors: list[Tensor] = []  # more arguments
 
 
 class Bye(msgspec.Struct, array_like=True, frozen=True):
@@ -330,6 +331,10 @@ class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     """A core's further lines to its supervisor: what users have set, for the next core to begin with."""
 
     paused: bool = False
+    asleep: list[str] = []  # of "scheduling", "weights" and "kv_cache"
+    sleep_level: int = 0
+    weights_version: str | None = None  # of weights that took the checkpoint's place
+    fingerprint: str = ""  # of the model with these
 
 
 # The kind byte in a header. Numbers are never reused.

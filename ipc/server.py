@@ -162,8 +162,10 @@ class CoreServer:
         self._thread.start()
 
     def announce(self, ready: Ready) -> None:
-        """Begin to greet: every accepted Hello with `ready`."""
-        self._ready = ready
+        """Begin to greet: every accepted Hello with `ready`. Who was greeted with another is told this one."""
+        before, self._ready = self._ready, ready
+        for number in list(self._numbers) if before is not None else ():
+            self.send(number, ready)
         self._waker.wake()
 
     def publish(self, status: CoreStatus, measured: Measured = Measured()) -> None:  # noqa: B008  # frozen

@@ -183,7 +183,7 @@ class Supervisor:
                 self._blame.suspects,
                 self._blame.quarantined,
                 self._decisions,
-                self._state.paused,
+                self._state,
                 self.restarts,
                 self.last_crash,
             )

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .client import ConnectedClient
+from .codec import Array
 from .connection import Connection, result_of
 from .messages import AddRequest, Outputs
 from .transport import Waker, readable, seconds_left
@@ -41,8 +42,8 @@ class SyncClient(ConnectedClient):
         queue = self._connection.outputs
         return self._wait_for(lambda: queue.popleft() if queue else None, timeout)
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        call_id = self._with_socket(lambda: self._connection.start_call(method, args))
+    def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
+        call_id = self._with_socket(lambda: self._connection.start_call(method, args, arrays))
         try:
             answer = self._wait_for(lambda: self._connection.results.pop(call_id, None), timeout)
         finally:

@@ -20,6 +20,7 @@ import zmq
 
 from .config import EngineConfig
 from .errors import AddressInUseError, InvalidArgumentError
+from .messages import DesiredState
 
 MAX_PATH_BYTES = 107  # of a Unix socket, by the kernel
 MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of whoever sends more
@@ -54,7 +55,7 @@ class CoreLaunch(msgspec.Struct):
     suspects: dict[int, int] = {}  # requests to compute alone until they have brought the token at this output position
     quarantined: dict[int, str] = {}  # requests to refuse, and why
     decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing, by the first core
-    paused: bool = False
+    state: DesiredState = DesiredState()
     restarts: int = 0
     last_crash: str = ""
 

@@ -90,6 +90,9 @@ class Decoder(Protocol):
     def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
         """Each layer's cache, and the layer that writes it: itself, for most."""
 
+    def give_back(self) -> None:
+        """Let the system have the memory of the weights. Nothing can be run any more."""
+
     def run(
         self,
         hidden: torch.Tensor,

@@ -72,6 +72,10 @@ class NativeDecoder:
         self._caches = list(caches)
         self._library.mainspring_decoder_bind(self._handle, b"".join(words))
 
+    def give_back(self) -> None:
+        for weight in self.weights.values():
+            host_memory.give_back(weight.memory)
+
     def run(
         self,
         hidden: torch.Tensor,

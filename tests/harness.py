@@ -429,10 +429,17 @@ class StandInExecutor:
     def warm_up(self) -> None:
         pass
 
+    def sleep(self, level: int) -> None:
+        self.slept.append(level)
+
+    def wake(self, weights: bool, kv_cache: bool) -> None:
+        self.slept.append((weights, kv_cache))
+
     def release_memory(self) -> None:
         pass
 
     def __init__(self, config: EngineConfig, launched: Callable[[Step], None] = lambda step: None) -> None:
+        self.slept: list[Any] = []
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
         self.num_blocks = cache.num_gpu_blocks_override or 200
         self.layout = SimpleNamespace(groups=[KVGroup(None, ())])

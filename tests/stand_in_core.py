@@ -70,7 +70,7 @@ class StandInCore:
             if self._requests.pop((frontend, handle_), None):
                 self._notices.append((frontend, Finished(handle_, "abort")))
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw:
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[Any] = ()) -> msgspec.Raw:
         values = decode_value(args, list)
         if method == "sleep":
             time.sleep(values[0])

@@ -21,7 +21,16 @@ from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.ipc.journal import Journal, request_key
-from mainspring.ipc.messages import AddRequest, Finished, FrontendStatus, Latency, Outputs, Stats
+from mainspring.ipc.messages import (
+    AddRequest,
+    DesiredState,
+    Finished,
+    FrontendStatus,
+    Latency,
+    ModelFacts,
+    Outputs,
+    Stats,
+)
 from stand_in_core import StandInCore
 
 # The second token of a prompt says how the core dies when it computes this request, the third at which output token.
@@ -63,7 +72,8 @@ class ScriptedCore(StandInCore):
         cache, replace = config.cache_config, msgspec.structs.replace
         blocks = cache.num_gpu_blocks_override or secrets.randbelow(10**6) + 1
         self.config = replace(config, cache_config=replace(cache, num_gpu_blocks=blocks))
-        self.on_paused: Callable[[bool], None] = lambda paused: None
+        self.on_state: Callable[[DesiredState], None] = lambda state: None
+        self.on_model: Callable[[ModelFacts], None] = lambda model: None
         self._journal, self._suspects, self._quarantined = journal, set(suspects), quarantined
         self._sessions: dict[int, bytes] = {}
         self._order = HARMLESS
@@ -85,17 +95,21 @@ class ScriptedCore(StandInCore):
         elif not self._draining:
             super().add_request(frontend, request, tensors)
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0) -> msgspec.Raw:
+    def restore(self, state: DesiredState) -> None:
+        if state.paused:
+            self.paused.set()
+
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[Any] = ()) -> msgspec.Raw:
         if method == "die_in_step":
             (self._order,) = decode_value(args)
         elif method == "die_now":
             die(*decode_value(args))
         elif method == "pause_generation":
             self.paused.set()
-            self.on_paused(True)
+            self.on_state(DesiredState(True))
         elif method == "resume_generation":
             self.paused.clear()
-            self.on_paused(False)
+            self.on_state(DesiredState(False))
         elif method == "suspects":
             return encode_value(len(self._suspects))
         elif method == "facts":

@@ -145,7 +145,7 @@ def test_an_idle_core_is_drained_at_once() -> None:
 # ---------------------------------------------------------------------- who may do what
 
 
-@pytest.mark.parametrize("method", ["reset_prefix_cache", "pause_generation", "resume_generation"])
+@pytest.mark.parametrize("method", ["reset_prefix_cache", "pause_generation", "resume_generation", "sleep", "wake_up"])
 def test_what_changes_the_engine_for_everyone_needs_admin(method: str) -> None:
     core = make_core()
     core.connect(0, admin=False)
@@ -160,14 +160,14 @@ def test_anybody_may_ask() -> None:
     core.connect(0, admin=False)
     assert call(core, "ping") is None
     assert call(core, "is_paused") is False
-    with pytest.raises(NotSupportedError, match="no method 'sleep'"):
-        call(core, "sleep")
+    with pytest.raises(NotSupportedError, match="no method 'nap'"):
+        call(core, "nap")
 
 
 def test_pauses_and_their_end_are_told_to_who_starts_the_next_core() -> None:
     told: list[bool] = []
     core = make_core()
-    core.on_paused = told.append
+    core.on_state = lambda state: told.append(state.paused)
     core.connect(0)
     call(core, "pause_generation", "keep", False)
     assert call(core, "is_paused") is True
@@ -184,7 +184,7 @@ def test_a_pause_of_no_known_mode_is_refused() -> None:
     core.connect(0)
     with pytest.raises(InvalidArgumentError, match="mode is 'nap'; it must be one of abort, keep, wait"):
         call(core, "pause_generation", "nap", True)
-    assert not core.paused
+    assert call(core, "is_paused") is False
 
 
 # ---------------------------------------------------------------------- whose prefixes are whose

@@ -87,7 +87,10 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "93a5656d62656408c29401a161a22f61009402a162a22f6204",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
-    6: (UtilityCall(7, "ping", msgspec.Raw(b"\x91\x01")), "9307a470696e679101"),
+    6: (
+        UtilityCall(7, "ping", msgspec.Raw(b"\x91\x01"), [Tensor(0, "float32", [1])]),
+        "9407a470696e679101919300a7666c6f617433329101",
+    ),
     7: (UtilityResult(7, msgspec.Raw(b"\xa2ok"), "E", "why"), "9407a26f6ba145a3776879"),
     8: (
         Outputs(
@@ -170,6 +173,7 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
         NO_ADAPTERS,
     ),
+    (6, "9307a470696e679101", {"tensors": []}),
     (
         8,
         "959203cd012c92ce0001000007919403cb3fe0000000000000cb3fd000000000000010"
@@ -218,7 +222,8 @@ def test_what_earlier_versions_sent_still_reads(kind: int, body: str, missing: d
 
 def test_what_a_core_reports_over_its_pipe_has_these_bytes() -> None:
     assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "94a145a3776879c0c0"
-    assert msgspec.msgpack.encode(DesiredState(True)).hex() == "91c3"
+    state = DesiredState(True, ["weights"], 1, "v", "f")
+    assert msgspec.msgpack.encode(state).hex() == "95c391a77765696768747301a176a166"
 
 
 def test_in_a_status_unknown_keys_are_passed_over_and_missing_ones_have_defaults() -> None:

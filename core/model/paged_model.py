@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ class PagedModel:
         self.parameters = parameters  # where each parameter of the checkpoint lives now
         self.notes = notes  # what loading learned and decided, for --explain-model
         self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
+        self.is_quantized = False  # by this engine, or as the checkpoint comes
         self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
         self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
         self.whole: WholeModel | None = None  # where a backend runs all of it
@@ -66,6 +68,10 @@ class PagedModel:
         self._calls.backend = backend
         if self.whole is not None:
             self.whole.bind(caches, self.sources)
+
+    def unbind(self) -> None:
+        """Let go of the cache; nothing can be computed until `bind`."""
+        self._calls.caches = []
 
     def run_whole(self, whole: WholeModel) -> None:
         """From now on the forward is this one; the model's weights are `whole`'s."""
@@ -108,6 +114,25 @@ class PagedModel:
         embedding = self.model.get_input_embeddings() if self.whole is None else self.whole.embedding
         rows: torch.Tensor = embedding(input_ids)
         return rows
+
+    @contextmanager
+    def unpacked(self) -> Iterator[PreTrainedModel]:
+        """The model with all its parameters in their places; those that a backend has packed are copies, and what
+        changes in them is kept."""
+        copies = {}
+        for name in self.parameters.names():
+            tensor = self.parameters.slot(name).tensor
+            packed = self.parameters.packed.get(id(tensor))
+            if packed is not None and id(tensor) not in copies:
+                copies[id(tensor)] = tensor, packed, tensor.data
+                tensor.data = packed.unpack()
+        try:
+            yield self.model
+        finally:
+            for tensor, packed, before in copies.values():
+                if not torch.equal(tensor.data, packed.unpack()):
+                    packed.replace(tensor.data)
+                tensor.data = before
 
     def explain(self) -> list[str]:
         """What was learned and decided at load, for ``--explain-model``."""

@@ -76,10 +76,17 @@ class ParameterMap:
         whole = packed.unpack()
         return whole if slot.length is None else whole.narrow(0, slot.start, slot.length)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises KeyError for a name the checkpoint does not have."""
+        return self.slot(name).tensor.dtype
+
     @torch.no_grad()
-    def set(self, name: str, value: torch.Tensor) -> None:
-        """Copy `value` over the parameter, in place. Shape and dtype must be the parameter's; the device need not."""
+    def set(self, name: str, value: torch.Tensor, start: int = 0) -> None:
+        """Copy `value` over the parameter, in place, or over its rows from `start` on. Shape and dtype must be the
+        parameter's; the device need not."""
         target = self.get(name)
+        if start or (target.dim() and value.dim() and len(value) < len(target)):
+            target = target[start : start + len(value)]
         if value.shape != target.shape:
             raise ValueError(f"parameter {name!r} has shape {tuple(target.shape)}, but got {tuple(value.shape)}")
         if value.dtype != target.dtype:
@@ -90,7 +97,7 @@ class ParameterMap:
             target.copy_(value)
             return
         whole = packed.unpack()
-        whole[slot.start : slot.start + len(value)] = value
+        whole[slot.start + start : slot.start + start + len(value)] = value
         packed.replace(whole)
 
     def move(self, name: str, slot: Slot) -> None:

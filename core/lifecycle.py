@@ -1,0 +1,301 @@
+"""When the core computes at all, and what it keeps meanwhile: pauses, sleep, and new weights.
+
+Three things stop the steps, each by itself: a user's pause, sleep, and weights that are being replaced. Requests that
+come meanwhile wait. What users have set is `state`, which the supervisor keeps for the next core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, get_args
+
+import msgspec
+import numpy as np
+import torch
+
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, WeightsLostError
+from ..ipc.messages import DesiredState, ModelFacts
+from .executor import Executor
+from .scheduler import PauseMode, Scheduler
+
+logger = logging.getLogger(__name__)
+
+TAGS = ("scheduling", "weights", "kv_cache")  # what can sleep
+
+
+class Part(NamedTuple):
+    """Some rows of a parameter."""
+
+    name: str  # in the checkpoint
+    start: int
+    values: torch.Tensor  # [rows, ...]
+
+
+class _Update(NamedTuple):
+    """New weights that are coming in."""
+
+    frontend: int
+    version: str
+    parts: int  # messages so far
+
+
+class Lifecycle:
+    """Not thread-safe: for the thread that drives the core.
+
+    Args:
+        busy: whether a step is in flight.
+        on_state, on_model: told when these change.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        model: ModelFacts,
+        busy: Callable[[], bool],
+        on_state: Callable[[DesiredState], None],
+        on_model: Callable[[ModelFacts], None],
+    ) -> None:
+        self._scheduler, self._executor, self._busy = scheduler, executor, busy
+        self._on_state, self._on_model = on_state, on_model
+        self.model = model  # with the fingerprint of the weights that are there
+        self.state = DesiredState()
+        self._pause_mode: PauseMode = "keep"
+        self._sleep_mode: PauseMode = "keep"
+        self._pausing: list[tuple[Future[None], bool]] = []  # who waits for a pause; whether cached prefixes go
+        self._falling: list[Future[None]] = []  # who waits for the sleep that is to come
+        self._update: _Update | None = None
+        self._lost: str | None = None  # version of the weights that would be needed
+        self._fingerprint = hashlib.blake2b(digest_size=16)
+
+    def restore(self, state: DesiredState) -> None:
+        """Be as the core before was. Weights that users have sent are gone."""
+        if state.weights_version is not None:
+            self._lost = state.weights_version
+            self.model = msgspec.structs.replace(self.model, fingerprint=state.fingerprint)
+        self.state = state
+        self._scheduler.sleep_level = state.sleep_level
+        if state.sleep_level:
+            self._executor.sleep(state.sleep_level)
+            self._wake_executor(set(state.asleep))
+        self._settle()
+
+    def check(self) -> None:
+        """Raises `WeightsLostError` where requests would be computed with other weights than they should."""
+        if self._lost is not None:
+            raise WeightsLostError(
+                f"the weights of version {self._lost!r}, which update_weights had brought, are lost: send them again"
+            )
+
+    # ------------------------------------------------------------------ pause
+
+    @property
+    def paused(self) -> bool:
+        """By a user."""
+        return self.state.paused
+
+    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """Compute nothing more until `resume`; requests that come wait. Done when nothing is computed any more.
+
+        Args:
+            mode: what becomes of those that are here: ``abort`` ends them, ``keep`` leaves them as they are, ``wait``
+                lets those that have begun to run go on to their end.
+            clear_cache: forget cached prefixes.
+
+        Raises:
+            InvalidArgumentError: no such mode.
+        """
+        _check_mode(mode)
+        if mode == "abort":
+            self._scheduler.abort_all()
+        self._pause_mode = "wait" if mode == "wait" else "keep"
+        self._set(paused=True)
+        done: Future[None] = Future()
+        self._pausing.append((done, clear_cache))
+        self.advance()
+        return done
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        pausing, self._pausing = self._pausing, []
+        _answer([done for done, _ in pausing])
+        self._set(paused=False)
+
+    # ------------------------------------------------------------------ sleep
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether anything sleeps, or is about to."""
+        return bool(self.state.asleep or self._falling)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+        """Compute nothing until `wake_up`. Done when it sleeps.
+
+        Args:
+            level: 0: that is all. 1: the KV cache's memory is given back, and the GPU's memory for weights, which move
+                to the host's. 2: weights are dropped; the checkpoint is read again to wake.
+            mode: of requests, as in `pause`.
+
+        Raises:
+            InvalidArgumentError: no such level or mode.
+        """
+        if type(level) is not int or not 0 <= level <= 2:
+            raise InvalidArgumentError(f"level is {level!r}; it must be 0, 1 or 2")
+        _check_mode(mode)
+        if self._update is not None:
+            raise InvalidRequestError(f"weights of version {self._update.version!r} are coming in: sleep later")
+        if mode == "abort":
+            self._scheduler.abort_all()
+        done: Future[None] = Future()
+        self._falling.append(done)
+        self._sleep_mode = "wait" if mode == "wait" else "keep"
+        self._scheduler.sleep_level = max(level, self._scheduler.sleep_level)
+        self._settle()
+        self.advance()
+        return done
+
+    def advance(self) -> None:
+        """Do what is due when nothing is computed any more, if that is so; after each step."""
+        if not (self._falling or self._pausing):
+            return
+        if self._busy() or (self._scheduler.paused == "wait" and self._scheduler.has_begun):
+            return
+        if any(clear_cache for _, clear_cache in self._pausing):
+            self._scheduler.reset_prefix_cache()
+        pausing, self._pausing = self._pausing, []
+        _answer([done for done, _ in pausing])
+        if self._falling:
+            self._fall_asleep()
+
+    def _fall_asleep(self) -> None:
+        level = self._scheduler.sleep_level
+        if level:
+            self._scheduler.reset_prefix_cache(True)
+            self._executor.sleep(level)
+        falling, self._falling = self._falling, []
+        self._set(asleep=list(TAGS if level else TAGS[:1]), sleep_level=level)
+        _answer(falling)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Go on: with everything, or first with parts of it. Steps go on when weights and cache are there.
+
+        Args:
+            tags: some of ``scheduling``, ``weights`` and ``kv_cache``; None: all.
+
+        Raises:
+            InvalidArgumentError: there is no such tag.
+        """
+        for tag in tags or ():
+            if tag not in TAGS:
+                raise InvalidArgumentError(f"tags has {tag!r}; tags are {', '.join(TAGS)}")
+        falling, self._falling = self._falling, []
+        _answer(falling, InvalidRequestError("the core was woken before it slept"))
+        before = set(self.state.asleep)
+        left = before - set(TAGS if tags is None else tags)
+        if before > {"scheduling"} and left <= {"scheduling"}:
+            left = set()
+        level = self._scheduler.sleep_level if left or before else 0
+        if level == 2 and "weights" in before - left:
+            self._lost = self.state.weights_version  # the checkpoint has others
+        if level:
+            self._wake_executor(left)
+        self._scheduler.sleep_level = level if left else 0
+        self._set(asleep=[tag for tag in TAGS if tag in left], sleep_level=self._scheduler.sleep_level)
+
+    def _wake_executor(self, asleep: set[str]) -> None:
+        weights = "weights" not in asleep
+        self._executor.wake(weights, weights and "kv_cache" not in asleep)
+
+    def forget(self, frontend: int) -> None:
+        """A frontend has left: weights that it was sending are incomplete."""
+        if self._update is not None and self._update.frontend == frontend:
+            self._lose_update("its sender left")
+
+    # ------------------------------------------------------------------ new weights
+
+    def update_weights(self, frontend: int, version: str, number: int, parts: Sequence[Part], last: bool) -> None:
+        """Take in message `number` of new weights, from 0; no step is made until the `last`. Then cached prefixes are
+        forgotten, and running requests compute anew all they have.
+
+        Raises:
+            InvalidRequestError: a parameter or shape that the model does not have, or messages before are missing. No
+                request is served until a complete update.
+        """
+        if number == 0 and (self._update is None or self._update.frontend == frontend):
+            self._executor.set_parameters(())  # raises while they sleep
+            self._update = _Update(frontend, version, 0)
+            self._settle()
+        if self._update is not None and self._update.frontend != frontend:
+            raise InvalidRequestError(f"another frontend is sending weights of version {self._update.version!r}")
+        if self._update != (frontend, version, number):
+            if self._update is not None:
+                self._lose_update("its sender gave up")
+            raise InvalidRequestError(f"message {number} of version {version!r} follows nothing: begin again")
+        try:
+            self._executor.set_parameters(parts)
+            for name, start, values in parts:
+                sample = values.flatten()[:: max(1, values.numel() // 8)].float().tolist()
+                self._fingerprint.update(f"{name} {start} {tuple(values.shape)} {sample}".encode())
+        except (KeyError, ValueError) as error:
+            self._lose_update(str(error.args[0]))
+            raise InvalidRequestError(f"the weights can't be set: {error.args[0]}") from None
+        self._update = self._update._replace(parts=number + 1)
+        if last:
+            self._update, self._lost = None, None
+            self._scheduler.reset_prefix_cache(True)
+            self._fingerprint.update(f"{self.model.fingerprint} {version}".encode())
+            self.model = msgspec.structs.replace(self.model, fingerprint=self._fingerprint.hexdigest())
+            self._set(weights_version=version, fingerprint=self.model.fingerprint)
+            self._on_model(self.model)
+
+    def _lose_update(self, why: str) -> None:
+        assert self._update is not None
+        version, self._update = self._update.version, None
+        logger.error("the update of weights to version %r is incomplete (%s): requests are refused", version, why)
+        self._lost = version
+        self._scheduler.fail_all(WeightsLostError(f"the update of weights to version {version!r} is incomplete: {why}"))
+        self._set(weights_version=version, fingerprint=self.model.fingerprint)
+
+    # ------------------------------------------------------------------ inside
+
+    def _set(self, **changes: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **changes)
+        self._settle()
+        self._on_state(self.state)
+
+    def _settle(self) -> None:
+        """Let the scheduler stand still, or not."""
+        mode: PauseMode | None = None
+        if self.state.asleep or self._update is not None:
+            mode = "keep"
+        elif self._falling:
+            mode = self._sleep_mode
+        elif self.state.paused:
+            mode = self._pause_mode
+        if mode is None:
+            self._scheduler.resume()
+        elif mode != self._scheduler.paused:
+            self._scheduler.pause(mode, clear_cache=False)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(PauseMode):
+        raise InvalidArgumentError(f"mode is {mode!r}; it must be one of {', '.join(get_args(PauseMode))}")
+
+
+def _answer(calls: Sequence[Future[None]], error: Exception | None = None) -> None:
+    for call in calls:
+        if call.set_running_or_notify_cancel():
+            if error is None:
+                call.set_result(None)
+            else:
+                call.set_exception(error)
+
+
+def part_of(name: str, start: int, values: np.ndarray) -> Part:
+    """A part as it came over the wire: bfloat16 as uint16."""
+    tensor = torch.from_numpy(values.copy())
+    return Part(name, start, tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor)

@@ -1,0 +1,322 @@
+"""Sleep: nothing is computed and memory is given back, requests wait, and everything goes on as if it had not been."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import tiny
+from harness import make_core, message, run_core
+from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from mainspring.ipc.codec import encode_value
+from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
+from mainspring.ipc.messages import DesiredState, Outputs
+
+PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
+
+
+def add(engine: LLMEngine, prefix: str = "") -> None:
+    for name, prompt in PROMPTS.items():
+        engine.add_request(prefix + name, prompt, PARAMS)
+
+
+def start(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Add all, and step until each has a token."""
+    add(engine)
+    seen: dict[str, RequestOutput] = {}
+    while len(seen) < len(PROMPTS):
+        seen |= {output.request_id: output for output in engine.step()}
+    return seen
+
+
+def finish(engine: LLMEngine, seen: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
+    seen = {} if seen is None else seen
+    while engine.has_unfinished_requests():
+        seen |= {output.request_id: output for output in engine.step()}
+    return seen
+
+
+def tokens(outputs: dict[str, RequestOutput]) -> dict[str, list[int]]:
+    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[int]]:
+    with LLMEngine.from_engine_args(EngineArgs(), enable_multiprocessing=False) as engine:
+        add(engine)
+        return tokens(finish(engine))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in-process", "multi-process"])
+def engine(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    with LLMEngine.from_engine_args(EngineArgs(), enable_multiprocessing=request.param) as engine:
+        yield engine
+
+
+def nothing_is_computed(engine: LLMEngine) -> bool:
+    before = engine.engine_core.call("stats")[10]
+    if engine.engine_core.in_process:
+        for _ in range(3):
+            engine.step()
+    else:
+        late = engine.engine_core.get_outputs(timeout=0.2)  # of steps before the sleep
+        assert not isinstance(late, Outputs) or not engine.engine_core.get_outputs(timeout=0.2)
+    return bool(engine.engine_core.call("stats")[10] == before)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_kept_requests_go_on_after_sleep_as_if_it_had_not_been(
+    engine: LLMEngine, undisturbed: dict[str, list[int]], level: int
+) -> None:
+    seen = start(engine)
+    assert not engine.is_sleeping()
+    engine.sleep(level, mode="keep")
+    assert engine.is_sleeping()
+    assert engine.engine_core.call("stats")[18] == level
+    engine.wake_up()
+    assert not engine.is_sleeping()
+    assert tokens(finish(engine, seen)) == undisturbed
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_comes_during_sleep_waits_for_its_end(
+    engine: LLMEngine, undisturbed: dict[str, list[int]], level: int
+) -> None:
+    engine.sleep(level)
+    add(engine)
+    assert nothing_is_computed(engine)
+    engine.wake_up()
+    assert tokens(finish(engine)) == undisturbed
+
+
+def test_sleep_ends_what_is_in_flight_by_default(engine: LLMEngine) -> None:
+    start(engine)
+    engine.sleep()
+    assert {output.outputs[0].finish_reason for output in finish(engine).values()} == {"abort"}
+    engine.wake_up()
+
+
+def test_sleep_waits_for_those_that_have_begun_if_told_to(engine: LLMEngine, undisturbed: dict[str, list[int]]) -> None:
+    seen = start(engine)
+    engine.sleep(1, mode="wait")
+    assert engine.is_sleeping()
+    assert tokens(finish(engine, seen)) == undisturbed, "all of it was computed before"
+    engine.wake_up()
+
+
+def test_it_goes_on_when_weights_and_cache_are_awake(engine: LLMEngine, undisturbed: dict[str, list[int]]) -> None:
+    engine.sleep(2)
+    add(engine)
+    for tags in (["weights"], ["weights"]):
+        engine.wake_up(tags)
+        assert engine.is_sleeping()
+        assert nothing_is_computed(engine)
+    engine.wake_up(["kv_cache"])
+    assert not engine.is_sleeping()
+    assert tokens(finish(engine)) == undisturbed
+    engine.sleep(1)
+    engine.wake_up(["kv_cache"])
+    assert engine.is_sleeping()
+    engine.wake_up(["scheduling", "weights"])
+    assert not engine.is_sleeping()
+    engine.sleep(0)
+    engine.wake_up(["weights"])  # which never slept
+    engine.wake_up(["scheduling"])
+    assert not engine.is_sleeping()
+
+
+def test_twice_asleep_is_as_deep_as_the_deeper_and_twice_awake_is_awake(
+    engine: LLMEngine, undisturbed: dict[str, list[int]]
+) -> None:
+    engine.sleep(1)
+    engine.sleep(2)
+    engine.sleep(1)
+    assert engine.engine_core.call("stats")[18] == 2
+    engine.wake_up()
+    engine.wake_up()
+    add(engine)
+    assert tokens(finish(engine)) == undisturbed
+
+
+def test_a_pause_outlasts_a_sleep(engine: LLMEngine, undisturbed: dict[str, list[int]]) -> None:
+    engine.pause_generation("keep")
+    engine.sleep(1, mode="keep")
+    add(engine)
+    engine.wake_up()
+    assert engine.is_paused()
+    assert nothing_is_computed(engine)
+    engine.resume_generation()
+    assert not engine.is_paused()
+    assert tokens(finish(engine)) == undisturbed
+
+
+def test_cached_prefixes_do_not_outlast_a_sleep(engine: LLMEngine) -> None:
+    long = " ".join(["Once upon a time there was a"] * 8)
+    for expected in (False, True):
+        engine.add_request("p", long, SamplingParams(max_tokens=2))
+        assert bool(finish(engine)["p"].num_cached_tokens) == expected
+    engine.sleep(1)
+    engine.wake_up()
+    engine.add_request("p", long, SamplingParams(max_tokens=2))
+    assert not finish(engine)["p"].num_cached_tokens
+
+
+@pytest.mark.parametrize("level", [-1, 3, "1", None, 1.0, True])
+def test_there_are_three_levels(engine: LLMEngine, level: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"level is .*; it must be 0, 1 or 2"):
+        engine.sleep(level)
+    assert not engine.is_sleeping()
+
+
+def test_modes_and_tags_are_checked(engine: LLMEngine) -> None:
+    for call in (engine.sleep, lambda level, mode: engine.pause_generation(mode)):
+        with pytest.raises(InvalidArgumentError, match="mode is 'nap'; it must be one of abort, keep, wait"):
+            call(1, "nap")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="tags has 'cache'; tags are scheduling, weights, kv_cache"):
+        engine.wake_up(["cache"])
+    assert not engine.is_sleeping()
+    assert not engine.is_paused()
+
+
+def core_of(engine: LLMEngine) -> psutil.Process:
+    return psutil.Process(engine.engine_core._connection._core.supervisor.core_pid)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large") / "model"
+    return tiny.make(
+        "llama", folder, hidden_size=512, intermediate_size=1024, vocab_size=32_768, max_position_embeddings=2048
+    )
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_memory_is_given_back(large: Path, backend: Any) -> None:
+    weights = (large / "model.safetensors").stat().st_size
+    args = EngineArgs(str(large), skip_tokenizer_init=True, attention_backend=backend, max_model_len=2048)
+    with LLMEngine.from_engine_args(args) as engine:
+        engine.add_request("r", {"prompt_token_ids": [7] * 2000}, SamplingParams(max_tokens=2))
+        expected = tokens(finish(engine))
+        process = core_of(engine)
+        engine.sleep(0)
+        before = process.memory_info().rss
+        engine.sleep(1)
+        level_1 = process.memory_info().rss
+        engine.sleep(2)
+        level_2 = process.memory_info().rss
+        assert level_1 < before, "the cache is given back"
+        assert level_2 < before - 0.8 * weights, "the weights too"
+        engine.wake_up()
+        engine.add_request("r", {"prompt_token_ids": [7] * 2000}, SamplingParams(max_tokens=2))
+        assert tokens(finish(engine)) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_core_that_dies_in_its_sleep_is_followed_by_one_that_sleeps(
+    undisturbed: dict[str, list[int]], level: int
+) -> None:
+    with LLMEngine.from_engine_args(EngineArgs()) as engine:
+        seen = start(engine)
+        engine.sleep(level, mode="keep")
+        engine.wake_up(["weights"])
+        os.kill(core_of(engine).pid, signal.SIGKILL)
+        assert engine.is_sleeping()  # answered by the next one
+        assert engine.engine_core._connection.reconnections == 1  # type: ignore[attr-defined]
+        assert engine.engine_core.call("stats")[18] == level
+        engine.wake_up(["kv_cache"])
+        assert not engine.is_sleeping()
+        assert tokens(finish(engine, seen)) == undisturbed
+
+
+def test_the_async_engine_sleeps_too(undisturbed: dict[str, list[int]]) -> None:
+    async def run() -> None:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs()) as engine:
+            last: dict[str, RequestOutput] = {}
+
+            async def stream(name: str) -> None:
+                async for output in engine.generate(PROMPTS[name], PARAMS, name):
+                    last[name] = output
+
+            tasks = [asyncio.create_task(stream(name)) for name in PROMPTS]
+            while len(last) < len(PROMPTS):
+                await asyncio.sleep(0.01)
+            await engine.sleep(1, mode="keep")
+            assert await engine.is_sleeping()
+            assert not any(task.done() for task in tasks)
+            await engine.wake_up()
+            assert not await engine.is_sleeping()
+            await asyncio.gather(*tasks)
+            assert tokens(last) == undisturbed
+            await engine.reset_mm_cache()
+            await engine.reset_encoder_cache()
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------------- in the core
+
+
+def call(core: Any, method: str, *args: Any, frontend: int = 0) -> Any:
+    return core.call(method, encode_value(list(args)), frontend)
+
+
+def test_who_waits_for_a_sleep_that_is_broken_off_is_told() -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0, max_tokens=4))
+    core.step()
+    waiting = call(core, "sleep", 1, "wait")
+    assert isinstance(waiting, Future)
+    assert not waiting.done()
+    call(core, "wake_up")
+    with pytest.raises(InvalidRequestError, match="woken before it slept"):
+        waiting.result()
+    assert len(run_core(core)) == 1
+    assert core.executor.slept == []
+
+
+def test_a_caller_that_leaves_gets_no_answer_and_the_core_sleeps_all_the_same() -> None:
+    core = make_core()
+    core.connect(0)
+    core.connect(1)
+    core.add_request(1, message(0, max_tokens=4))
+    core.step()
+    waiting = call(core, "sleep", 1, "wait", frontend=0)
+    core.disconnect(0)
+    assert waiting.cancelled()
+    assert len(run_core(core)) == 1
+    assert core.executor.slept == [1]
+    assert core.phase == "asleep"
+
+
+def test_users_state_is_told_and_restored() -> None:
+    told: list[DesiredState] = []
+    core = make_core()
+    core.on_state = told.append
+    core.connect(0)
+    call(core, "pause_generation", "keep")
+    call(core, "sleep", 2)
+    call(core, "wake_up", ["weights"])
+    assert told[-1] == DesiredState(True, ["kv_cache", "scheduling"], 2) or told[-1].asleep == [
+        "scheduling",
+        "kv_cache",
+    ]
+    other = make_core()
+    other.restore(told[-1])
+    other.connect(0)
+    other.add_request(0, message(0))
+    assert other.executor.slept == [2, (True, False)]
+    assert not run_core(other)
+    call(other, "wake_up")
+    assert not run_core(other), "still paused"
+    call(other, "resume_generation")
+    assert len(run_core(other)) == 1
