@@ -274,7 +274,10 @@ class EngineCore:
         self.lifecycle.restore(state)
 
     def _update_weights(self, frontend: int, arrays: Sequence[np.ndarray], *args: Any) -> None:
-        version, number, names, starts, last = msgspec.convert(args, tuple[str, int, list[str], list[int], bool])
+        try:
+            version, number, names, starts, last = msgspec.convert(args, tuple[str, int, list[str], list[int], bool])
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"update_weights: {error}") from None
         if not len(names) == len(starts) == len(arrays):
             raise InvalidRequestError(f"{len(names)} names, {len(starts)} places and {len(arrays)} arrays")
         parts = [part_of(*part) for part in zip(names, starts, arrays, strict=True)]

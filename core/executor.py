@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -53,11 +53,11 @@ class Executor(Protocol):
     def wake(self, weights: bool, kv_cache: bool) -> None:
         """Have them again: weights as they were, or from the checkpoint; an empty cache once both are there."""
 
-    def set_parameters(self, parts: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+    def set_parameters(self, parts: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Replace rows of parameters, given by their names in the checkpoint and the first row.
 
         Raises:
-            InvalidRequestError: the weights sleep, or are quantized.
+            InvalidRequestError: the weights sleep, or are quantized; then, and with the others, nothing is replaced.
             KeyError, ValueError: there is no such parameter, or it has another shape.
         """
 
@@ -204,10 +204,12 @@ class UniprocExecutor:
     def release_memory(self) -> None:
         self.runner.device.release_memory()
 
-    def set_parameters(self, parts: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+    def set_parameters(self, parts: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         model = self.model
         if model.is_quantized:
             raise InvalidRequestError("the weights are quantized: only those of a model without quantization change")
+        for part in parts:
+            model.parameters.check(*part)
         for name, start, values in parts:
             model.parameters.set(name, values.to(model.parameters.dtype(name)), start)
 

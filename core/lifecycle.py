@@ -221,8 +221,8 @@ class Lifecycle:
         forgotten, and running requests compute anew all they have.
 
         Raises:
-            InvalidRequestError: a parameter or shape that the model does not have, or messages before are missing. No
-                request is served until a complete update.
+            InvalidRequestError: a parameter or shape that the model does not have, or messages before are missing. If
+                some were replaced, no request is served until a complete update.
         """
         if number == 0 and (self._update is None or self._update.frontend == frontend):
             self._executor.set_parameters(())  # raises while they sleep
@@ -240,7 +240,11 @@ class Lifecycle:
                 sample = values.flatten()[:: max(1, values.numel() // 8)].float().tolist()
                 self._fingerprint.update(f"{name} {start} {tuple(values.shape)} {sample}".encode())
         except (KeyError, ValueError) as error:
-            self._lose_update(str(error.args[0]))
+            if number:
+                self._lose_update(str(error.args[0]))
+            else:  # nothing was replaced
+                self._update = None
+                self._settle()
             raise InvalidRequestError(f"the weights can't be set: {error.args[0]}") from None
         self._update = self._update._replace(parts=number + 1)
         if last:

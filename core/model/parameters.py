@@ -42,6 +42,7 @@ class ParameterMap:
 
     def __init__(self, slots: dict[str, Slot]) -> None:
         self._slots = slots
+        self._shapes = {name: slot.view().shape for name, slot in slots.items()}  # also of what a backend has packed
         self.packed: Mapping[int, PackedWeight] = {}  # by the id of a tensor: what a backend made of it
 
     @classmethod
@@ -75,6 +76,15 @@ class ParameterMap:
             return slot.view()
         whole = packed.unpack()
         return whole if slot.length is None else whole.narrow(0, slot.start, slot.length)
+
+    def check(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Raises KeyError for a name the checkpoint does not have, and ValueError unless `values` are rows of the
+        parameter from `start` on, or all of it."""
+        self.slot(name)
+        shape, given = self._shapes[name], values.shape
+        fits = given == shape if not (shape and given) else given[1:] == shape[1:]
+        if not fits or (shape and not 0 <= start <= shape[0] - len(values)):
+            raise ValueError(f"parameter {name!r} has shape {list(shape)}, but got {list(given)} from row {start} on")
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises KeyError for a name the checkpoint does not have."""
