@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,6 +245,11 @@ def check_least(name: str, value: float | None, least: int) -> None:
         raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}{finite}")
 
 
+def check_url(name: str, url: str | None) -> None:
+    if url is not None and not re.match(r"https?://[^/]", url):
+        raise InvalidArgumentError(f"{name} is {url!r}; it must begin with http:// or https:// and name a host")
+
+
 def check_port(name: str, port: int | None) -> None:
     if port is not None and not 0 <= port <= 65_535:
         raise InvalidArgumentError(f"{name} is {port}; it must be in 0 to 65535 (0: any free one)")
@@ -264,6 +270,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
         if values[name] != only:
             raise NotSupportedError(f"{name} is {values[name]!r}; only {only!r} is supported so far")
     check_port("metrics_port", values["metrics_port"])
+    check_url("otlp_traces_endpoint", values["otlp_traces_endpoint"])
     budget, longest = values["max_num_batched_tokens"], values["max_model_len"]
     if not values["enable_chunked_prefill"] and longest is not None and budget < longest:
         raise InvalidArgumentError(

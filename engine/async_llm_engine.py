@@ -77,8 +77,9 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         from ..ipc.async_client import AsyncClient
 
         config, log_stats = resolve_engine(args, kwargs)
-        files, port = ModelFiles.of(config), config.observability_config.metrics_port
-        self._open(AsyncClient.launch(config), files, log_stats, kwargs.get("stat_loggers"), port)
+        files, told = ModelFiles.of(config), config.observability_config
+        more = log_stats, kwargs.get("stat_loggers"), told.metrics_port, told.otlp_traces_endpoint
+        self._open(AsyncClient.launch(config), files, *more)
         self._log_requests, self._max_log_len = log_requests, max_log_len
 
     @classmethod
@@ -375,7 +376,7 @@ async def _read(client: AsyncClient, processor: OutputProcessor, idle: asyncio.E
     except Exception as error:
         if not isinstance(error, EngineDeadError):
             logger.exception("reading outputs failed")
-        for state in processor.forget():  # whatever it was, nobody is left waiting
+        for state in processor.forget(error, time.monotonic()):  # whatever it was, nobody is left waiting
             assert state.news is not None
             state.lost = error
             state.news.set()

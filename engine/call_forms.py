@@ -52,6 +52,7 @@ class AddCall(NamedTuple):
     tokenization_kwargs: Mapping[str, Any] | None
     priority: int
     prompt_text: str | None
+    trace_headers: Mapping[str, str] | None = None
 
 
 def resolve_add_request(
@@ -90,16 +91,20 @@ def resolve_add_request(
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
-    refuse_unsupported(lora_request=lora, trace_headers=trace, prompt_adapter_request=adapter)
+    refuse_unsupported(lora_request=lora, prompt_adapter_request=adapter)
     if prefix_pos is not None and type(prefix_pos) is not int:
         raise InvalidRequestError(f"prefix_pos is {prefix_pos!r:.80}; it must be an int")
     if arrival_time is not None and not isinstance(arrival_time, (int, float)):
         raise InvalidRequestError(f"arrival_time is {arrival_time!r:.80}; it must be a number of seconds")
     if tokenization is not None and not isinstance(tokenization, Mapping):
         raise InvalidRequestError(f"tokenization_kwargs is {tokenization!r:.80}; it must be a dict")
+    if trace is not None and not (
+        isinstance(trace, Mapping) and all(isinstance(x, str) for kv in trace.items() for x in kv)
+    ):
+        raise InvalidRequestError(f"trace_headers is {trace!r:.80}; it must be a dict of str to str")
     prompt = _one_prompt(prompt, older.get("inputs"), prompt_token_ids)
     params = older.get("sampling_params") if params is None else params
-    return AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
+    return AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text, trace)
 
 
 def resolve_generate(

@@ -69,8 +69,9 @@ class LLMEngine(Frontend["CoreClient"]):
         multiprocess_mode: bool = True,
     ) -> None:
         refuse_unsupported(executor_class=executor_class)
-        files, port = ModelFiles.of(vllm_config), vllm_config.observability_config.metrics_port
-        self._open(make_client(vllm_config, multiprocess_mode), files, log_stats, stat_loggers, port)
+        files, told = ModelFiles.of(vllm_config), vllm_config.observability_config
+        client = make_client(vllm_config, multiprocess_mode)
+        self._open(client, files, log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint)
 
     @classmethod
     def _client(cls, connection: Connection) -> CoreClient:
@@ -188,9 +189,9 @@ class LLMEngine(Frontend["CoreClient"]):
                     return ready
             try:
                 outputs = self.engine_core.get_outputs()
-            except EngineDeadError:
+            except EngineDeadError as error:
                 with self._lock:
-                    self.output_processor.forget()
+                    self.output_processor.forget(error, time.monotonic())
                 raise
             if outputs is None:
                 return []

@@ -70,6 +70,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Doc("Older than `runner`: `generate`, or what a pooling model is for."),
     ] = "auto"
 
+    @property
+    def shown_name(self) -> str:
+        """What metrics and traces call it."""
+        return self.served_model_name or self.model or ""
+
 
 class LoadConfig(Section, frozen=True, kw_only=True):
     """How weights get into memory."""
