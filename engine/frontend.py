@@ -12,11 +12,11 @@ from dataclasses import replace
 from enum import Enum, StrEnum, auto
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import msgspec
 
-from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig
+from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -262,6 +262,41 @@ class Frontend(Generic[C]):
     @property
     def model_config(self) -> ModelConfig:
         return self.vllm_config.model_config
+
+    @property
+    def structured_outputs_config(self) -> StructuredOutputsConfig:
+        return self.vllm_config.structured_outputs_config
+
+    @property
+    def renderer(self) -> InputProcessor:
+        """What makes token ids of prompts: its `tokenizer` and `process_inputs`."""
+        return self.input_processor
+
+    @property
+    def model_executor(self) -> Any:
+        """What runs the model.
+
+        Raises:
+            NotSupportedError: the core is in another process, and the executor with it.
+        """
+        if not self.engine_core.in_process:
+            raise NotSupportedError(
+                "model_executor lives in the core's process: use "
+                "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or collective_rpc"
+            )
+        return cast(Any, self.engine_core).core.executor
+
+    @property
+    def dp_group(self) -> None:
+        """None: there is one copy of the model."""
+
+    def execute_dummy_batch(self) -> NoReturn:
+        """A step for the sake of other copies of the model.
+
+        Raises:
+            NotSupportedError: always, until there is data parallelism.
+        """
+        raise NotSupportedError("execute_dummy_batch is for data parallelism, which is not supported yet")
 
     @property
     def observability_config(self) -> ObservabilityConfig:

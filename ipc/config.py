@@ -251,6 +251,9 @@ class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
     backend: Annotated[Literal["auto", "guidance"], Doc("Who compiles grammars; there is llguidance alone.")] = "auto"
 
 
+DecodingConfig = StructuredOutputsConfig  # its older name
+
+
 class EngineConfig(Section, frozen=True, kw_only=True):
     """The whole configuration, as it travels to the core and back."""
 
