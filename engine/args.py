@@ -19,7 +19,7 @@ import msgspec
 from ..demo import MODEL_PATH
 from ..ipc import config
 from ..ipc.config import EngineConfig, FieldInfo, Section, SpeculativeConfig, StructuredOutputsConfig
-from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, suggests_names
+from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, shown, suggests_names
 
 if TYPE_CHECKING:
     import argparse
@@ -198,10 +198,15 @@ def _ints(text: str) -> list[int]:
 def typed(info: FieldInfo, value: Any) -> Any:
     """The value as the field's type, or `InvalidArgumentError`."""
     try:
-        return msgspec.convert(value, info.type)
-    except msgspec.ValidationError as error:
+        found = msgspec.convert(value, info.type)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         why = f" ({error})" if isinstance(value, dict) else ""
-        raise InvalidArgumentError(f"{info.name} is {value!r}; it must be {_described(info.type)}{why}") from None
+        raise InvalidArgumentError(f"{info.name} is {shown(value)}; it must be {_described(info.type)}{why}") from None
+    try:
+        msgspec.json.encode(found)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidArgumentError(f"{info.name} is {shown(value)}, which cannot be sent to a core: {error}") from None
+    return found
 
 
 def _described(kind: Any) -> str:
@@ -242,7 +247,7 @@ def check_least(name: str, value: float | None, least: int) -> None:
     """Raise `InvalidArgumentError` unless the value is None, or finite and at least so much."""
     if value is not None and not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""
-        raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}{finite}")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be at least {least}{finite}")
 
 
 def check_url(name: str, url: str | None) -> None:

@@ -75,8 +75,8 @@ class InputProcessor:
             raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int of 64 bits")
-        params = params.clone()
         params.validate()
+        params = params.clone()
         parsed = parse_prompt(prompt)
         token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
