@@ -18,10 +18,10 @@ _MODULES = {
     "engine.llm_engine": "LLMEngine",
     "engine.metrics": "StatLoggerBase",
     "engine.outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput Logprob RequestMetrics RequestOutput",
-    "engine.prompts": "EmbedsPrompt TextPrompt TokensPrompt",
+    "engine.prompts": "EmbedsPrompt ExplicitEncoderDecoderPrompt TextPrompt TokensPrompt",
     "ipc.config": (
-        "CacheConfig DeviceConfig EngineConfig LoadConfig ModelConfig ObservabilityConfig ParallelConfig "
-        "SchedulerConfig ServiceConfig"
+        "CacheConfig DecodingConfig DeviceConfig EngineConfig LoRAConfig LoadConfig ModelConfig ObservabilityConfig "
+        "ParallelConfig SchedulerConfig ServiceConfig SpeculativeConfig StructuredOutputsConfig"
     ),
     "ipc.errors": (
         "AddressInUseError ConnectError DuplicateRequestError EngineDeadError EngineStartError InvalidArgumentError "

@@ -74,7 +74,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         os.getpid(),
         launch.parent_pid,
         Phase.LOADING.name.lower(),
-        launch.config.model_config.model or "",
+        launch.config.model_config.shown_name,
         launch.restarts,
         launch.last_crash,
     )

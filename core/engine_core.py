@@ -257,7 +257,7 @@ class EngineCore:
         try:
             inspect.signature(function).bind(*given)
         except TypeError as error:
-            raise InvalidRequestError(f"{method}: {error}") from None
+            raise InvalidArgumentError(f"{method} was called wrongly: {error}") from None
         answer = function(*given)
         if isinstance(answer, Future) and not answer.done():
             self._calls[frontend].append(answer)
@@ -430,6 +430,9 @@ class EngineCore:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
                 token = min(tokens) if min(tokens) < 0 else max(tokens)
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
+        never = {tokens[0] for tokens in sampling.bad_words if len(tokens) == 1}
+        if sampling.allowed_token_ids and never.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequestError("allowed_token_ids are all bad_words: no token is left")
         if not (0 <= sampling.temperature < 3e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
             raise InvalidRequestError("temperature, top_p or min_p is out of range")
         sums = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())

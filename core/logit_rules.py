@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ipc.errors import RequestFailedError
+from ..ipc.errors import InvalidRequestError, RequestFailedError
 from .device import Device
 from .request import Request
 
@@ -138,6 +138,10 @@ class LogitRules:
         for row, request, tokens in looking:
             if banned := _ends_of_bad_words(request, tokens):
                 logits[row, self._bring(banned)] = -torch.inf
+                if request.sampling.allowed_token_ids and (logits[row] == -torch.inf).all():
+                    request.failure = InvalidRequestError(
+                        "bad_words forbid the last of allowed_token_ids: none is left"
+                    )
         masked = [(row, request, tokens) for row, request, tokens in looking if request.follower is not None]
         if masked:
             bits = np.stack([self._allowed(request, tokens) for _, request, tokens in masked])

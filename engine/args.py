@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import msgspec
 from ..demo import MODEL_PATH
 from ..ipc import config
 from ..ipc.config import EngineConfig, FieldInfo, Section, SpeculativeConfig, StructuredOutputsConfig
-from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, suggests_names
+from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, shown, suggests_names
 
 if TYPE_CHECKING:
     import argparse
@@ -197,10 +198,15 @@ def _ints(text: str) -> list[int]:
 def typed(info: FieldInfo, value: Any) -> Any:
     """The value as the field's type, or `InvalidArgumentError`."""
     try:
-        return msgspec.convert(value, info.type)
-    except msgspec.ValidationError as error:
+        found = msgspec.convert(value, info.type)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         why = f" ({error})" if isinstance(value, dict) else ""
-        raise InvalidArgumentError(f"{info.name} is {value!r}; it must be {_described(info.type)}{why}") from None
+        raise InvalidArgumentError(f"{info.name} is {shown(value)}; it must be {_described(info.type)}{why}") from None
+    try:
+        msgspec.json.encode(found)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidArgumentError(f"{info.name} is {shown(value)}, which cannot be sent to a core: {error}") from None
+    return found
 
 
 def _described(kind: Any) -> str:
@@ -241,7 +247,12 @@ def check_least(name: str, value: float | None, least: int) -> None:
     """Raise `InvalidArgumentError` unless the value is None, or finite and at least so much."""
     if value is not None and not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""
-        raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}{finite}")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be at least {least}{finite}")
+
+
+def check_url(name: str, url: str | None) -> None:
+    if url is not None and not re.match(r"https?://[^/]", url):
+        raise InvalidArgumentError(f"{name} is {url!r}; it must begin with http:// or https:// and name a host")
 
 
 def check_port(name: str, port: int | None) -> None:
@@ -264,6 +275,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
         if values[name] != only:
             raise NotSupportedError(f"{name} is {values[name]!r}; only {only!r} is supported so far")
     check_port("metrics_port", values["metrics_port"])
+    check_url("otlp_traces_endpoint", values["otlp_traces_endpoint"])
     budget, longest = values["max_num_batched_tokens"], values["max_model_len"]
     if not values["enable_chunked_prefill"] and longest is not None and budget < longest:
         raise InvalidArgumentError(

@@ -10,14 +10,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from ..ipc.errors import EngineDeadError, MainspringError, NotSupportedError, WrongEventLoopError, suggests_names
+from ..ipc.config import (
+    CacheConfig,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    StructuredOutputsConfig,
+)
+from ..ipc.errors import (
+    EngineDeadError,
+    MainspringError,
+    NotSupportedError,
+    WrongEventLoopError,
+    suggests_names,
+)
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
-from .metrics import StatLoggers
+from .metrics import Metric, StatLoggers
 from .output_processor import OutputProcessor, Processed
 from .prompts import Prompt
 from .request_state import RequestState
@@ -72,9 +86,10 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     ) -> None:
         from ..ipc.async_client import AsyncClient
 
-        config, log_stats = resolve_engine(args, kwargs)
-        files, port = ModelFiles.of(config), config.observability_config.metrics_port
-        self._open(AsyncClient.launch(config), files, log_stats, kwargs.get("stat_loggers"), port)
+        config, log_stats, stat_loggers = resolve_engine(type(self).__name__, args, kwargs)
+        files, told = ModelFiles.of(config), config.observability_config
+        more = log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint
+        self._open(AsyncClient.launch(config), files, *more)
         self._log_requests, self._max_log_len = log_requests, max_log_len
 
     @classmethod
@@ -177,9 +192,9 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """
         raise NotSupportedError("encode is not supported yet: there are no pooling models; use generate")
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End one or several requests: each stream yields one last output with finish reason ``abort``. Unknown ids are
-        ignored.
+        ignored; `internal` is without effect.
         """
         self._enter()
         await self._end(map(str, [request_id] if isinstance(request_id, (str, int)) else request_id))
@@ -263,6 +278,12 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     async def get_parallel_config(self) -> ParallelConfig:
         return self.vllm_config.parallel_config
 
+    async def get_decoding_config(self) -> StructuredOutputsConfig:
+        return self.vllm_config.structured_outputs_config
+
+    async def get_lora_config(self) -> LoRAConfig:
+        return self.vllm_config.lora_config
+
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
         return ("generate",)
@@ -340,8 +361,16 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
                 await self.engine_core.call("update_weights", version, -1, [], [], True)
             raise
 
-    async def do_log_stats(self) -> None:
-        """Let the stat loggers speak now, also while nothing is in flight.
+    async def get_metrics(self) -> list[Metric]:
+        """As `LLMEngine.get_metrics`."""
+        return self._statistics().metrics()
+
+    async def do_log_stats_with_interval(self) -> None:
+        """As `LLMEngine.do_log_stats_with_interval`."""
+        self._statistics().log_with_interval()
+
+    async def do_log_stats(self, *ignored: Any, **also: Any) -> None:
+        """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.
 
         Raises:
             InvalidArgumentError: there are no statistics, because of `disable_log_stats`.
@@ -410,7 +439,7 @@ async def _read(client: AsyncClient, processor: OutputProcessor, idle: asyncio.E
     except Exception as error:
         if not isinstance(error, EngineDeadError):
             logger.exception("reading outputs failed")
-        for state in processor.forget():  # whatever it was, nobody is left waiting
+        for state in processor.forget(error, time.monotonic()):  # whatever it was, nobody is left waiting
             assert state.news is not None
             state.lost = error
             state.news.set()

@@ -23,23 +23,38 @@ middle   lora_request        trace_headers   prompt_adapter_request  priority
 oldest   prompt_token_ids    lora_request    prefix_pos
 =======  ==================  ==============  ======================  ==================
 
-An older constructor of it begins with two flags about Ray, and may name the configuration part by part.
+Older constructors, of both engines, take the configuration part by part, as ``model_config, cache_config,
+parallel_config, scheduler_config, …, log_stats``; that of the async engine may begin with two flags about Ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section
+from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, unknown_argument
+
+if TYPE_CHECKING:
+    from .metrics import StatLoggers
 
 _TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
+_NEXT = "data_parallel_rank"
+_NONE_ONLY = ("executor_class", "placement_group", "vision_language_config", "prompt_adapter_config")
 _ENGINE_KEYWORDS = (
-    *("vllm_config", "executor_class", "log_stats", "usage_context", "mm_registry", "use_cached_outputs"),
-    *("stat_loggers", "aggregate_engine_logging", "worker_use_ray", "engine_use_ray", "placement_group"),
+    *("log_stats", "usage_context", "stat_loggers", "aggregate_engine_logging", "mm_registry", "input_registry"),
+    *("use_cached_outputs", "worker_use_ray", "engine_use_ray", *_NONE_ONLY),
 )
+_PARTS: dict[str, type[Section]] = {
+    "vllm_config": EngineConfig,
+    **SECTIONS,
+    "decoding_config": StructuredOutputsConfig,
+}
+_NAMES = {kind: name for name, kind in SECTIONS.items()}
 
 
 class AddCall(NamedTuple):
@@ -52,6 +67,7 @@ class AddCall(NamedTuple):
     tokenization_kwargs: Mapping[str, Any] | None
     priority: int
     prompt_text: str | None
+    trace_headers: Mapping[str, str] | None = None
 
 
 def resolve_add_request(
@@ -72,7 +88,7 @@ def resolve_add_request(
         InvalidRequestError: no prompt, or no id.
     """
     for name in older:
-        if name not in _OLDER_KEYWORDS:
+        if name not in (*_OLDER_KEYWORDS, _NEXT):
             raise unknown_argument(method, name, (*AddCall._fields, *_OLDER_KEYWORDS))
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
         raise InvalidRequestError(f"request_id is {request_id!r:.80}; it must be a str")
@@ -90,16 +106,21 @@ def resolve_add_request(
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
-    refuse_unsupported(lora_request=lora, trace_headers=trace, prompt_adapter_request=adapter)
+    refuse_unsupported(lora_request=lora, prompt_adapter_request=adapter)
+    refuse_unsupported(data_parallel_rank=older.get(_NEXT))
     if prefix_pos is not None and type(prefix_pos) is not int:
         raise InvalidRequestError(f"prefix_pos is {prefix_pos!r:.80}; it must be an int")
     if arrival_time is not None and not isinstance(arrival_time, (int, float)):
         raise InvalidRequestError(f"arrival_time is {arrival_time!r:.80}; it must be a number of seconds")
     if tokenization is not None and not isinstance(tokenization, Mapping):
         raise InvalidRequestError(f"tokenization_kwargs is {tokenization!r:.80}; it must be a dict")
+    if trace is not None and not (
+        isinstance(trace, Mapping) and all(isinstance(x, str) for kv in trace.items() for x in kv)
+    ):
+        raise InvalidRequestError(f"trace_headers is {trace!r:.80}; it must be a dict of str to str")
     prompt = _one_prompt(prompt, older.get("inputs"), prompt_token_ids)
     params = older.get("sampling_params") if params is None else params
-    return AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
+    return AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text, trace)
 
 
 def resolve_generate(
@@ -130,18 +151,28 @@ def resolve_generate(
     return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
 
 
-def resolve_engine(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
-    """The configuration of an async engine's constructor call, whole or part by part, and whether there are statistics.
+class EngineCall(NamedTuple):
+    """A constructor's call in the newest form."""
+
+    vllm_config: EngineConfig
+    log_stats: bool
+    stat_loggers: StatLoggers | None
+
+
+def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> EngineCall:
+    """A constructor's call, with the configuration whole or part by part. What stands by position is told apart by its
+    type: parts of the configuration, whether there are statistics (the first bool), stat loggers (a dict or list).
 
     Raises:
         UnknownArgumentError: a keyword that no form has.
         NotSupportedError: Ray, or another argument whose feature does not exist yet.
-        InvalidArgumentError: there is no configuration.
+        InvalidArgumentError: there is no configuration, or something else in the place of a part.
     """
-    sections = {kind: name for name, kind in SECTIONS.items()}
-    for name in keywords:
-        if name not in (known := (*_ENGINE_KEYWORDS, *sections.values())):
-            raise unknown_argument("AsyncLLMEngine", name, known)
+    for name, value in keywords.items():
+        if name in _PARTS and not isinstance(value, (_PARTS[name], NoneType)):
+            raise InvalidArgumentError(f"{name} is {value!r:.80}; it must be a {_PARTS[name].__name__} or None")
+        if name not in (known := (*_ENGINE_KEYWORDS, *_PARTS)):
+            raise unknown_argument(owner, name, known)
     ray = [keywords.get("worker_use_ray"), keywords.get("engine_use_ray")]
     if args and isinstance(args[0], bool):
         ray, args = [*ray, *args[:2]], args[2:]
@@ -150,15 +181,38 @@ def resolve_engine(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[
     parts: dict[type, Any] = {type(part): part for part in (*args, *keywords.values()) if isinstance(part, Section)}
     if EngineConfig not in parts and ModelConfig not in parts:
         raise InvalidArgumentError("there is no vllm_config; give EngineArgs(...).create_engine_config()")
-    log_stats: bool = keywords.get("log_stats", True)
+    log_stats, stat_loggers, flags = keywords.get("log_stats", True), keywords.get("stat_loggers"), 0
     for value in args:
         if isinstance(value, bool):
-            log_stats = value
-        elif not isinstance(value, (Section, str)):  # a str: the usage context, which has no effect
-            refuse_unsupported(executor_class=value)
-    refuse_unsupported(**{name: keywords.get(name) for name in ("executor_class", "placement_group")})
-    whole: EngineConfig | None = parts.pop(EngineConfig, None)
-    return whole or EngineConfig(**{sections[kind]: part for kind, part in parts.items()}), log_stats
+            log_stats = log_stats if flags else value
+            flags += 1
+        elif isinstance(value, (Mapping, list, tuple)):
+            stat_loggers = value
+        elif not isinstance(value, (Section, str)) and not flags:  # a str: the usage context, which has no effect
+            refuse_unsupported(**{"executor_class" if isinstance(value, type) else "placement_group": value})
+    refuse_unsupported(**{name: keywords.get(name) for name in _NONE_ONLY})
+    whole = parts.pop(EngineConfig, None) or EngineConfig(**{_NAMES[kind]: part for kind, part in parts.items()})
+    return EngineCall(whole, log_stats, stat_loggers)
+
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def takes_older_forms(construct: Constructor) -> Constructor:
+    """Decorator of `LLMEngine.__init__`: the configuration may come part by part, and a keyword that is not known is an
+    `UnknownArgumentError`."""
+    newest = [*inspect.signature(construct).parameters][1:]
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+        whole = isinstance(args[0] if args else keywords.get("vllm_config"), EngineConfig)
+        if not whole or not keywords.keys() <= set(newest):
+            multiprocess = keywords.pop("multiprocess_mode", True)
+            call = resolve_engine(type(self).__name__, args, keywords)
+            args, keywords = (), {**call._asdict(), "multiprocess_mode": multiprocess}
+        construct(self, *args, **keywords)
+
+    return cast(Constructor, __init__)
 
 
 def _one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:

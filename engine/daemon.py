@@ -64,7 +64,7 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
 
             keys = {"key": options.key, "server_key": load_keypair(options.key).public} if options.key else {}
             tell = partial(_metrics, supervisor, endpoints.address.replace("//*:", "//127.0.0.1:"), keys)
-            stack.callback(serve_metrics(options.http_host, port, partial(tell, config.model_config.model))[1])
+            stack.callback(serve_metrics(options.http_host, port, partial(tell, config.model_config.shown_name))[1])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         stack.enter_context(heartbeat(status))

@@ -8,14 +8,15 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, StrEnum, auto
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import msgspec
 
-from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig
+from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -26,7 +27,7 @@ from ..ipc.errors import (
 )
 from ..ipc.messages import AddRequest
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
-from .args import FIELDS, typed
+from .args import FIELDS, check_url, typed
 from .call_forms import AddCall
 from .input_processor import EngineCoreRequest, InputProcessor, core_messages
 from .metrics import StatLoggerBase, StatLoggerManager, StatLoggers
@@ -69,7 +70,7 @@ class UsageContext(StrEnum):
 
 C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
-CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init")
+CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "otlp_traces_endpoint")
 
 
 class ModelFiles(NamedTuple):
@@ -108,6 +109,7 @@ class Frontend(Generic[C]):
         tokenizer: str | None = None,
         tokenizer_mode: str = "auto",
         skip_tokenizer_init: bool = False,
+        otlp_traces_endpoint: str | None = None,
         **options: Any,
     ) -> Self:
         """An engine on a running daemon. Nothing is loaded here but the tokenizer, which comes from the daemon.
@@ -116,6 +118,8 @@ class Frontend(Generic[C]):
             address: what `mainspring daemon` says when it is ready: ``ipc://PATH`` or ``tcp://HOST:PORT``.
             tokenizer: folder or Hugging Face id of another tokenizer.
             tokenizer_mode, skip_tokenizer_init: as in `EngineArgs`.
+            otlp_traces_endpoint: where traces of this frontend's requests go; None: where the daemon's arguments say;
+                an empty str: nowhere.
             options: ``key`` and ``server_key`` for a daemon with keys; ``weight``, this frontend's share among those
                 that compete; ``name``, shown by `mainspring status`; ``connect_timeout`` and ``reconnect_timeout``,
                 seconds.
@@ -128,6 +132,7 @@ class Frontend(Generic[C]):
             if name not in _CONNECTION:
                 raise unknown_argument("connect", name, CONNECT_OPTIONS)
         typed(FIELDS["tokenizer_mode"], tokenizer_mode)
+        check_url("otlp_traces_endpoint", otlp_traces_endpoint or None)
         from ..ipc.connection import Connection  # brings zmq, which importing the package is not to
 
         connection = Connection.connect(address, **options)
@@ -147,7 +152,13 @@ class Frontend(Generic[C]):
             digest, fetch = connection.model.files_digest, partial(connection.call_blocking, "tokenizer_files")
             files = ModelFiles.read(theirs, cached_folder(digest, fetch) if has_files else Path())
             engine = cls.__new__(cls)
-            engine._open(cls._client(connection), files, not config.observability_config.disable_log_stats)
+            told = config.observability_config
+            engine._open(cls._client(connection), files, not told.disable_log_stats, None, None, otlp_traces_endpoint)
+            if otlp_traces_endpoint is None and told.otlp_traces_endpoint:
+                try:
+                    engine._trace(told.otlp_traces_endpoint)
+                except NotSupportedError as error:
+                    logger.warning("the daemon's %s", error)
         except BaseException:
             connection.close()
             raise
@@ -164,12 +175,15 @@ class Frontend(Generic[C]):
         log_stats: bool,
         stat_loggers: StatLoggers | None = None,
         metrics_port: int | None = None,
+        traces: str | None = None,
     ) -> None:
         """What a constructor does, once there is a client."""
         self.engine_core = client
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, client, self._pid)
         self._stop_serving: Callable[[], object] = lambda: None
+        self._stop_tracing: Callable[[], object] = lambda: None
+        self._told_unused = False  # that trace headers have no effect
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
         self.tokenizer, self.generation_config = files
@@ -190,16 +204,30 @@ class Frontend(Generic[C]):
 
                 self.metrics_port, stop = serve_metrics("127.0.0.1", metrics_port, self._statistics().metrics)
                 self._stop_serving = weakref.finalize(self, _stop, stop, self._pid)
+            if traces:
+                self._trace(traces)
         except BaseException:
             self.shutdown()
             raise
+
+    def _trace(self, endpoint: str) -> None:
+        """Send traces of requests there."""
+        try:
+            from .tracing import Tracer
+        except ImportError as error:
+            raise NotSupportedError(
+                f"otlp_traces_endpoint is {endpoint!r}, but OpenTelemetry is not installed: "
+                'pip install "mainspring[tracing]"'
+            ) from error
+        tracer = self.output_processor.tracer = Tracer(endpoint, self.model_config.shown_name)
+        self._stop_tracing = weakref.finalize(self, _stop, tracer.close, self._pid)
 
     def _prepared(self, call: AddCall) -> EngineCoreRequest:
         """The request of a call, checked."""
         if isinstance(call.prompt, EngineCoreRequest):
             if (own := call.prompt.request_id) != call.request_id:
                 logger.warning("request_id %r: the prepared request keeps its own, %r", call.request_id, own)
-            return call.prompt
+            return call.prompt if call.trace_headers is None else replace(call.prompt, trace_headers=call.trace_headers)
         return self.input_processor.process_inputs(*call)
 
     def _registered(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
@@ -211,6 +239,9 @@ class Frontend(Generic[C]):
             )
         if request.request_id in self.output_processor:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
+        if request.trace_headers and self.output_processor.tracer is None and not self._told_unused:
+            self._told_unused = True
+            logger.warning("trace_headers have no effect, for otlp_traces_endpoint is not set; this is said once")
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
         return state, messages, () if request.embeds is None else (request.embeds.array,)
@@ -250,6 +281,41 @@ class Frontend(Generic[C]):
         return self.vllm_config.model_config
 
     @property
+    def structured_outputs_config(self) -> StructuredOutputsConfig:
+        return self.vllm_config.structured_outputs_config
+
+    @property
+    def renderer(self) -> InputProcessor:
+        """What makes token ids of prompts: its `tokenizer` and `process_inputs`."""
+        return self.input_processor
+
+    @property
+    def model_executor(self) -> Any:
+        """What runs the model.
+
+        Raises:
+            NotSupportedError: the core is in another process, and the executor with it.
+        """
+        if not self.engine_core.in_process:
+            raise NotSupportedError(
+                "model_executor lives in the core's process: use "
+                "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or collective_rpc"
+            )
+        return cast(Any, self.engine_core).core.executor
+
+    @property
+    def dp_group(self) -> None:
+        """None: there is one copy of the model."""
+
+    def execute_dummy_batch(self) -> NoReturn:
+        """A step for the sake of other copies of the model.
+
+        Raises:
+            NotSupportedError: always, until there is data parallelism.
+        """
+        raise NotSupportedError("execute_dummy_batch is for data parallelism, which is not supported yet")
+
+    @property
     def observability_config(self) -> ObservabilityConfig:
         return self.vllm_config.observability_config
 
@@ -257,6 +323,7 @@ class Frontend(Generic[C]):
         """Let go of the core; one of its own ends. Twice is once."""
         self._stop_serving()
         self._finalizer()
+        self._stop_tracing()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

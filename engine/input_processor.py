@@ -36,6 +36,7 @@ class EngineCoreRequest:
     embeds: Embeds | None = None
     bad_words: list[list[int]] = field(default_factory=list)  # as tokens
     grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
+    trace_headers: Mapping[str, str] | None = None  # of the trace that it belongs to
 
 
 class InputProcessor:
@@ -63,6 +64,7 @@ class InputProcessor:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         prompt_text: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> EngineCoreRequest:
         """Check everything that can be checked here. Arguments as `LLMEngine.add_request`, in their newest form.
 
@@ -73,8 +75,8 @@ class InputProcessor:
             raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int of 64 bits")
-        params = params.clone()
         params.validate()
+        params = params.clone()
         parsed = parse_prompt(prompt)
         token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -103,6 +105,7 @@ class InputProcessor:
             embeds=parsed.embeds,
             bad_words=self._tokenized(params.bad_words or ()),
             grammar=[] if form is None else list(form.spec()),
+            trace_headers=trace_headers,
         )
 
     def _check_choices(self, params: SamplingParams) -> None:

@@ -6,13 +6,21 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from ..ipc.errors import EngineDeadError, MainspringError
+from ..ipc.config import (
+    CacheConfig,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    StructuredOutputsConfig,
+)
+from ..ipc.errors import EngineDeadError, InvalidArgumentError, MainspringError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
-from .call_forms import refuse_unsupported, resolve_add_request
+from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
 from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
@@ -42,6 +50,8 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
 class LLMEngine(Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
+    The configuration may also come part by part, by position or keyword: see call_forms.py.
+
     Methods may be called from several threads; `step` in several threads shares the outputs out among them. In a forked
     child every method raises `WrongProcessError`.
 
@@ -57,6 +67,9 @@ class LLMEngine(Frontend["CoreClient"]):
         MainspringError: the model is not found, not supported, or the core did not start.
     """
 
+    DO_VALIDATE_OUTPUT: ClassVar[bool] = False  # whether `step` looks at the type of what it gives
+
+    @takes_older_forms
     def __init__(
         self,
         vllm_config: EngineConfig,
@@ -70,8 +83,9 @@ class LLMEngine(Frontend["CoreClient"]):
         multiprocess_mode: bool = True,
     ) -> None:
         refuse_unsupported(executor_class=executor_class)
-        files, port = ModelFiles.of(vllm_config), vllm_config.observability_config.metrics_port
-        self._open(make_client(vllm_config, multiprocess_mode), files, log_stats, stat_loggers, port)
+        files, told = ModelFiles.of(vllm_config), vllm_config.observability_config
+        client = make_client(vllm_config, multiprocess_mode)
+        self._open(client, files, log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint)
 
     @classmethod
     def _client(cls, connection: Connection) -> CoreClient:
@@ -165,9 +179,9 @@ class LLMEngine(Frontend["CoreClient"]):
                 raise
         return request.request_id
 
-    def abort_request(self, request_id: str | Iterable[str]) -> None:
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End one or several requests; the next `step` gives each a last output with finish reason ``abort``.
-        Unknown ids are ignored.
+        Unknown ids are ignored; `internal` is without effect, for ids are the user's own.
         """
         self._check_process()
         ids = [request_id] if isinstance(request_id, (str, int)) else request_id
@@ -186,12 +200,12 @@ class LLMEngine(Frontend["CoreClient"]):
             with self._lock:
                 if self._ready or not len(self.output_processor):
                     ready, self._ready = self._ready, []
-                    return ready
+                    return self._validated(ready)
             try:
                 outputs = self.engine_core.get_outputs()
-            except EngineDeadError:
+            except EngineDeadError as error:
                 with self._lock:
-                    self.output_processor.forget()
+                    self.output_processor.forget(error, time.monotonic())
                 raise
             if outputs is None:
                 return []
@@ -203,7 +217,13 @@ class LLMEngine(Frontend["CoreClient"]):
                 with contextlib.suppress(EngineDeadError):  # for the next step() to say
                     for message in processed.adds:
                         self.engine_core.add_request(message)
-                return ready
+                return self._validated(ready)
+
+    def _validated(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        for output in outputs if self.DO_VALIDATE_OUTPUT else ():
+            if not isinstance(output, RequestOutput):
+                raise TypeError(f"step gives {type(output).__name__}, {output!r:.80}; it must be a RequestOutput")
+        return outputs
 
     def _end_requests(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Abort, here and in the core; what `step` would have given is returned instead."""
@@ -226,6 +246,20 @@ class LLMEngine(Frontend["CoreClient"]):
         with self._lock:
             return len(self.output_processor) + len(self._ready)
 
+    def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
+        """The same, of a pipeline's part: there is one, number 0.
+
+        Raises:
+            InvalidArgumentError: another number.
+        """
+        if isinstance(virtual_engine, bool) or virtual_engine != 0:
+            raise InvalidArgumentError(f"virtual_engine is {virtual_engine!r:.80}; there is only 0")
+        return self.has_unfinished_requests()
+
+    def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
+        """Whether any copy of the model has unfinished requests, if this one says so: there are no others."""
+        return has_unfinished
+
     # ------------------------------------------------------------------ the engine
 
     def get_model_config(self) -> ModelConfig:
@@ -239,6 +273,12 @@ class LLMEngine(Frontend["CoreClient"]):
 
     def get_parallel_config(self) -> ParallelConfig:
         return self.vllm_config.parallel_config
+
+    def get_decoding_config(self) -> StructuredOutputsConfig:
+        return self.vllm_config.structured_outputs_config
+
+    def get_lora_config(self) -> LoRAConfig:
+        return self.vllm_config.lora_config
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -443,7 +483,7 @@ class LLMEngine(Frontend["CoreClient"]):
         with self._lock:
             return self._statistics().metrics()
 
-    def do_log_stats(self, *ignored: Any) -> None:
+    def do_log_stats(self, *ignored: Any, **also: Any) -> None:
         """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.
 
         Raises:

@@ -216,7 +216,7 @@ class StatLoggerManager:
     """
 
     def __init__(self, config: EngineConfig, stat_loggers: StatLoggers | None = None) -> None:
-        self._model = config.model_config.model
+        self._model = config.model_config.shown_name
         if stat_loggers is not None and not isinstance(stat_loggers, Mapping):
             stat_loggers = {str(at): make(config, 0) for at, make in enumerate(stat_loggers)}
         self.stat_loggers: dict[str, StatLoggerBase] = {"logging": LoggingStatLogger(config), **(stat_loggers or {})}

@@ -15,6 +15,7 @@ from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .metrics import StatLoggerManager
+    from .tracing import Tracer
 
 
 class Processed(NamedTuple):
@@ -35,6 +36,7 @@ class OutputProcessor:
         self._requests: dict[str, RequestState] = {}
         self._completions: dict[int, Completion] = {}  # by handle, the unfinished ones
         self.told: StatLoggerManager | None = None  # who keeps statistics
+        self.tracer: Tracer | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -49,9 +51,11 @@ class OutputProcessor:
             self._completions[completion.handle] = completion
         return state
 
-    def forget(self) -> list[RequestState]:
-        """Drop all requests without a word; those that were in flight."""
+    def forget(self, error: Exception, now: float) -> list[RequestState]:
+        """Drop all requests, for nothing more will come of them; those that were in flight."""
         dropped = list(self._requests.values())
+        for state in dropped if self.tracer is not None else ():
+            self.tracer.ended(state, now, error)
         self._requests, self._completions = {}, {}
         return dropped
 
@@ -151,6 +155,8 @@ class OutputProcessor:
         del self._requests[state.source.request_id]
         if self.told is not None:
             self.told.ended(state, now)
+        if self.tracer is not None:
+            self.tracer.ended(state, now)
         return True
 
 

@@ -34,6 +34,14 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """Of an encoder-decoder model; there are none yet, so it is refused."""
+
+    encoder_prompt: Any
+    decoder_prompt: Any
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+
+
 Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 
 
@@ -91,9 +99,9 @@ def is_token_ids(prompt: Any) -> bool:
 
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key in prompt:
-        if key in _NEXT:
+        if key in _NEXT and prompt[key] is not None:
             raise NotSupportedError(f"{_NEXT[key]} not supported yet ({key!r})")
-        if key not in _KEYS:
+        if key not in _KEYS and key not in _NEXT:
             raise InvalidRequestError(str(unknown_argument("a prompt", key, _KEYS)))
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):

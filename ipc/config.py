@@ -70,6 +70,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Doc("Older than `runner`: `generate`, or what a pooling model is for."),
     ] = "auto"
 
+    @property
+    def shown_name(self) -> str:
+        """What metrics and traces call it."""
+        return self.served_model_name or self.model or ""
+
 
 class LoadConfig(Section, frozen=True, kw_only=True):
     """How weights get into memory."""
@@ -244,6 +249,9 @@ class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
     nested = True
 
     backend: Annotated[Literal["auto", "guidance"], Doc("Who compiles grammars; there is llguidance alone.")] = "auto"
+
+
+DecodingConfig = StructuredOutputsConfig  # its older name
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

@@ -113,6 +113,14 @@ def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgu
     return UnknownArgumentError(f"{owner} has no argument {name!r}{hint}")
 
 
+def shown(value: Any) -> str:
+    """A value as errors show it: short, and without failing, as ``repr`` does for an int of 5000 digits."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a {type(value).__name__} that is too long to be shown"
+
+
 T = TypeVar("T")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
-from .errors import InvalidArgumentError, suggests_names
+from .errors import InvalidArgumentError, shown, suggests_names
 from .structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
@@ -81,6 +81,8 @@ class SamplingParams:
         self.seed = None if self.seed == -1 else self.seed  # as vLLM takes it
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
+        if isinstance(self.logit_bias, dict):
+            self.logit_bias = _by_token(self.logit_bias)
         self.validate()
 
     @property
@@ -89,8 +91,9 @@ class SamplingParams:
         return self.best_of or self.n
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing mutable but `logits_processors`."""
-        return copy.deepcopy(self, {id(process): process for process in self.logits_processors or ()})
+        """A copy that shares nothing mutable but `logits_processors` and `extra_args`."""
+        shared = (*(self.logits_processors or ()), self.extra_args)
+        return copy.deepcopy(self, {id(one): one for one in shared})
 
     def validate(self) -> None:
         """Check every field again: fields may have been assigned since construction."""
@@ -110,15 +113,17 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidArgumentError(f"min_tokens is {self.min_tokens} but max_tokens is only {self.max_tokens}")
+            raise InvalidArgumentError(
+                f"min_tokens is {shown(self.min_tokens)} but max_tokens is only {self.max_tokens}"
+            )
         for text in _listed("stop", self.stop):
             if not isinstance(text, str) or not text:
-                raise InvalidArgumentError(f"stop holds {text!r}; every stop string must be a non-empty str")
+                raise InvalidArgumentError(f"stop holds {shown(text)}; every stop string must be a non-empty str")
         for token in _listed("stop_token_ids", self.stop_token_ids):
             _integer("stop_token_ids", token, 0, None)
-        for text in _listed("bad_words", self.bad_words or []):
+        for text in _listed("bad_words", [] if self.bad_words is None else self.bad_words):
             if not isinstance(text, str) or not text.strip():
-                raise InvalidArgumentError(f"bad_words holds {text!r}; every bad word must be a non-empty str")
+                raise InvalidArgumentError(f"bad_words holds {shown(text)}; every bad word must be a non-empty str")
         if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:
             raise InvalidArgumentError(
                 f"bad_words has {len(self.bad_words or ())} entries; the limit is {MAX_BAD_WORDS // 2}"
@@ -130,7 +135,7 @@ class SamplingParams:
             raise InvalidArgumentError("truncate_prompt_tokens is 0; it must be at least 1, or -1 for as many as fit")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
-                raise InvalidArgumentError(f"logit_bias is {self.logit_bias!r}; it must be a dict of token ids")
+                raise InvalidArgumentError(f"logit_bias is {shown(self.logit_bias)}; it must be a dict of token ids")
             for token, bias in self.logit_bias.items():
                 _integer("a token of logit_bias", token, 0, None)
                 _number("a value of logit_bias", bias, -MAX_BIAS, MAX_BIAS)
@@ -139,28 +144,30 @@ class SamplingParams:
                 _integer("allowed_token_ids", token, 0, None)
             if not self.allowed_token_ids:
                 raise InvalidArgumentError("allowed_token_ids is empty; no token could be chosen")
-        for processor in _listed("logits_processors", self.logits_processors or []):
+        for processor in _listed("logits_processors", [] if self.logits_processors is None else self.logits_processors):
             if not callable(processor):
-                raise InvalidArgumentError(f"logits_processors holds {processor!r}; each must be callable")
+                raise InvalidArgumentError(f"logits_processors holds {shown(processor)}; each must be callable")
         for name in ("structured_outputs", "guided_decoding"):
             if (given := getattr(self, name)) is not None:
                 if not isinstance(given, StructuredOutputsParams):
-                    raise InvalidArgumentError(f"{name} is {given!r:.80}; it must be a StructuredOutputsParams")
+                    raise InvalidArgumentError(f"{name} is {shown(given)}; it must be a StructuredOutputsParams")
                 given.validate()
         if self.structured_outputs is not None and self.guided_decoding is not None:
             raise InvalidArgumentError("guided_decoding is the older name of structured_outputs: give one of them")
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            raise InvalidArgumentError(f"extra_args is {self.extra_args!r}; it must be a dict")
+            raise InvalidArgumentError(f"extra_args is {shown(self.extra_args)}; it must be a dict")
         _number("length_penalty", self.length_penalty, -10.0, 10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidArgumentError(f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'")
+            raise InvalidArgumentError(
+                f"early_stopping is {shown(self.early_stopping)}; it must be True, False or 'never'"
+            )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+                raise InvalidArgumentError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
         if self.stop and not self.detokenize:
             raise InvalidArgumentError("stop strings need detokenize=True; use stop_token_ids without it")
         if self.output_kind not in tuple(RequestOutputKind):
-            raise InvalidArgumentError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind")
+            raise InvalidArgumentError(f"output_kind is {shown(self.output_kind)}; it must be a RequestOutputKind")
         if self.output_kind == RequestOutputKind.DELTA and (self.use_beam_search or self.width > self.n):
             raise InvalidArgumentError(
                 "output_kind is DELTA, but the best completions are known at the end: use CUMULATIVE or FINAL_ONLY"
@@ -168,7 +175,7 @@ class SamplingParams:
         if self.use_beam_search:
             self._validate_beams()
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
-            raise InvalidArgumentError(f"cache_salt is {self.cache_salt!r}; it must be a non-empty str")
+            raise InvalidArgumentError(f"cache_salt is {shown(self.cache_salt)}; it must be a non-empty str")
 
     def _validate_beams(self) -> None:
         for name, value, needed in (
@@ -189,7 +196,7 @@ class SamplingParams:
             ("logits_processors", self.logits_processors or [], []),
         ):
             if value != needed:
-                raise InvalidArgumentError(f"{name} is {value!r}; with use_beam_search it must be {needed!r}")
+                raise InvalidArgumentError(f"{name} is {shown(value)}; with use_beam_search it must be {needed!r}")
 
 
 @suggests_names
@@ -232,25 +239,34 @@ _OPTIONAL: dict[str, tuple[int, int | None]] = {  # limits
 _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"]
 
 
+def _by_token(bias: dict[Any, Any]) -> dict[Any, Any]:
+    """With ints for keys of digits, which is what JSON makes of them."""
+    found = {int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key: bias[key] for key in bias}
+    if len(found) < len(bias):
+        raise InvalidArgumentError("logit_bias names a token twice, as a str and as an int")
+    return found
+
+
 def _listed(name: str, value: Any) -> Iterable[Any]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a list")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a list")
     return value
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be an int")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be an int")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidArgumentError(f"{name} is {value}; it must be {limit}")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be {limit}")
 
 
 def _number(name: str, value: Any, low: float, high: float | None, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a number")
-    inside = math.isfinite(value) and (value > low if low_open else value >= low) and (high is None or value <= high)
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a number")
+    finite = -sys.float_info.max <= value <= sys.float_info.max  # no int too large for a float either
+    inside = finite and (value > low if low_open else value >= low) and (high is None or value <= high)
     if not inside:
         least = f"above {low:g}" if low_open else f"at least {low:g}"
         limit = least if high is None else f"{least} and at most {high:g}"
-        raise InvalidArgumentError(f"{name} is {value}; it must be {limit}")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be {limit}")

@@ -7,7 +7,7 @@ import json as codec
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeGuard
 
-from .errors import InvalidArgumentError, suggests_names
+from .errors import InvalidArgumentError, shown, suggests_names
 
 MAX_SPEC_BYTES = 256 << 10
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON, at most: some models never end a run of it by themselves
@@ -55,18 +55,18 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern", "backend"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidArgumentError(f"{name} is {value!r:.80}; it must be a non-empty str")
+                raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a non-empty str")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r:.80}; it must be True or False")
+                raise InvalidArgumentError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
         if self.json_object is not None and not isinstance(self.json_object, bool):
-            raise InvalidArgumentError(f"json_object is {self.json_object!r:.80}; it must be True, False or None")
+            raise InvalidArgumentError(f"json_object is {shown(self.json_object)}; it must be True, False or None")
         if self.choice is not None:
             if not isinstance(self.choice, (list, tuple)) or not self.choice:
-                raise InvalidArgumentError(f"choice is {self.choice!r:.80}; it must be a list of at least one str")
+                raise InvalidArgumentError(f"choice is {shown(self.choice)}; it must be a list of at least one str")
             for text in self.choice:
                 if not isinstance(text, str) or not text:
-                    raise InvalidArgumentError(f"choice holds {text!r:.80}; every choice must be a non-empty str")
+                    raise InvalidArgumentError(f"choice holds {shown(text)}; every choice must be a non-empty str")
         if self.json is None and not self.json_object:
             for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
                 if getattr(self, name):
@@ -130,7 +130,7 @@ def _schema(given: str | dict[str, Any] | type) -> dict[str, Any]:
         found = given
     if not isinstance(found, dict):
         raise InvalidArgumentError(
-            f"json is {given!r:.80}; it must be a JSON schema (an object) as str or dict, or a pydantic model class"
+            f"json is {shown(given)}; it must be a JSON schema (an object) as str or dict, or a pydantic model class"
         )
     return found
 

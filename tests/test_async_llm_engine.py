@@ -642,7 +642,7 @@ def test_calls_that_no_form_has_are_refused_at_once(engine: AsyncLLMEngine) -> N
         engine.generate(None, GREEDY, "a")
     with pytest.raises(InvalidArgumentError, match="at most 7"):
         engine.generate("x", GREEDY, "a", None, None, None, 0, 1)
-    for positional in ((object(),), (None, {"traceparent": "x"}), (None, None, object()), ([3], object())):
+    for positional in ((object(),), (None, None, object()), ([3], object())):
         with pytest.raises(NotSupportedError):
             engine.generate("x", GREEDY, "a", *positional)
     with pytest.raises(NotSupportedError, match="encode"):

@@ -122,7 +122,7 @@ def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
         [names] = engine.apply_model(lambda model: [name for name, p in model.named_parameters() if not p.numel()])
         assert names == [], "parameters are in their places, packed or not"
         before = text(engine)
-        engine.apply_model(lambda model: model.get_parameter("model.layers.0.mlp.down_proj.weight").data.neg_())
+        engine.apply_model(lambda model: model.get_parameter("model.layers.0.self_attn.o_proj.weight").data.neg_())
         engine.reset_prefix_cache()
         assert text(engine) != before
     with LLMEngine.from_engine_args(args) as engine:

@@ -260,7 +260,8 @@ _NO = None
         ((2, _NO, {"add_special_tokens": False}, _NO, 0), {},
          NEWEST._replace(arrival_time=2, tokenization_kwargs={"add_special_tokens": False})),
         # middle: arrival_time, lora_request, trace_headers, prompt_adapter_request, priority
-        ((1.5, _NO, {"traceparent": "x"}, _NO, 4), {}, NotSupportedError("trace_headers")),
+        ((1.5, _NO, {"traceparent": "x"}, _NO, 4), {},
+         NEWEST._replace(arrival_time=1.5, priority=4, trace_headers={"traceparent": "x"})),
         # oldest: prompt_token_ids, arrival_time, lora_request, prefix_pos
         (([1, 2], _NO, _NO, _NO, 0), {}, NEWEST._replace(prompt=BOTH)),
         ((_NO, 1.5, _NO, _NO, 0), {}, NEWEST._replace(arrival_time=1.5)),
@@ -271,7 +272,7 @@ _NO = None
         # what does not exist yet
         ((_NO, object(), _NO, _NO, 0), {}, NotSupportedError("lora_request")),
         (([1], 1.5, object(), _NO, 0), {}, NotSupportedError("lora_request")),
-        ((_NO, _NO, _NO, {"traceparent": "x"}, 0), {}, NotSupportedError("trace_headers")),
+        ((_NO, _NO, _NO, {"any": "x"}, 0), {}, NEWEST._replace(trace_headers={"any": "x"})),
         ((_NO, _NO, _NO, _NO, 0), {"prompt_adapter_request": object()}, NotSupportedError("prompt_adapter_request")),
         # what never did
         ((_NO, _NO, _NO, _NO, 0), {"priorty": 1}, UnknownArgumentError("did you mean 'priority'")),
