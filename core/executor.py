@@ -16,9 +16,10 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import OutOfMemoryError
 from ..ipc.messages import ModelFacts
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
+from .host_cache import count_slots, offloading_bytes, refuse_weight_offloading
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
-from .memory import count_blocks
+from .memory import count_blocks, free_host_bytes
 from .model.loader import load_model
 from .model.paged_model import PagedModel
 from .model.quantized import BITS
@@ -32,6 +33,7 @@ class Executor(Protocol):
 
     layout: KVLayout
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
     decisions: dict[str, Any]  # what a restart need not find out again
@@ -68,6 +70,8 @@ class UniprocExecutor:
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         options, cache, scheduler = config.device_config, config.cache_config, config.scheduler_config
         device = pick_device(options.device)
+        refuse_weight_offloading(cache, device)
+        host_bytes = offloading_bytes(cache)
         if decisions is not None:
             wait_for_memory(device, decisions["device_bytes"])
         free = free_bytes(device)
@@ -90,6 +94,7 @@ class UniprocExecutor:
         )
         sizes = graph_sizes(options, device, scheduler.max_num_seqs)
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes)
+        self.num_host_blocks = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes())
         self.accepts_embeddings = model.accepts_embeddings
         self._runner = ModelRunner(
             model,
@@ -99,6 +104,7 @@ class UniprocExecutor:
             scheduler.max_num_seqs,
             self.max_model_len,
             scheduler.max_num_batched_tokens,
+            host_blocks=self.num_host_blocks,
         )
         self.asynchronous = self._runner.device.asynchronous
         self._graph_sizes, self._free_at_first = sizes, free

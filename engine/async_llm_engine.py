@@ -18,7 +18,7 @@ from ..ipc.messages import Stats
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Device, Frontend, ModelFiles, UsageContext
+from .frontend import Device, Frontend, ModelFiles, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -303,7 +303,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     ) -> bool:
         """As `LLMEngine.reset_prefix_cache`."""
         self._enter()
-        return bool(await self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
+        return bool(await self.engine_core.call("reset_prefix_cache", *reset_arguments(reset_running_requests)))
 
     async def do_log_stats(self) -> None:
         """Let the stat loggers speak now, also while nothing is in flight.
