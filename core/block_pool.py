@@ -8,7 +8,7 @@ Block 0 is the null block: never given out, never freed. Padding rows write ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 NULL_BLOCK = 0
 Key = tuple[int, bytes]  # (KV group, digest of the prefix that ends with this block)
@@ -19,6 +19,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_evict: Callable[[int, Key], None] = lambda block, key: None  # told what a taken block cached
         self._refs = [0] * num_blocks
         self._key: list[Key | None] = [None] * num_blocks
         self._cached: dict[Key, int] = {}
@@ -98,6 +99,7 @@ class BlockPool:
         if key is not None:
             del self._cached[key]
             self._key[block] = None
+            self.on_evict(block, key)
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

@@ -49,6 +49,10 @@ class Device:
         """Of the device's own memory; what nothing is written to costs nothing on a CPU."""
         return host_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
+    def host_blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Of host memory, for the device's own copies there."""
+        return self.zeros(shape, dtype)
+
     def twin(self, host: torch.Tensor) -> torch.Tensor:
         """Where the device reads what `upload` brings from `host`."""
         return host
@@ -92,6 +96,9 @@ class CudaDevice(Device):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch)
+
+    def host_blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(host, device=self.torch, pin_memory=False)

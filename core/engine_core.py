@@ -95,7 +95,11 @@ class EngineCore:
         facts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
         cache = config.cache_config
         kv = KVCacheManager(
-            self.executor.layout.groups, cache.block_size, self.executor.num_blocks, cache.enable_prefix_caching
+            self.executor.layout.groups,
+            cache.block_size,
+            self.executor.num_blocks,
+            cache.enable_prefix_caching,
+            self.executor.num_host_blocks,
         )
         budget, longest = config.scheduler_config.max_num_batched_tokens, self.executor.max_model_len
         if not config.scheduler_config.enable_chunked_prefill and budget < longest:
@@ -481,5 +485,7 @@ def _filled_in(config: EngineConfig, executor: Executor) -> EngineConfig:
     return replace(
         config,
         model_config=replace(config.model_config, max_model_len=executor.max_model_len, dtype=facts.dtype),
-        cache_config=replace(config.cache_config, num_gpu_blocks=executor.num_blocks, num_cpu_blocks=0),
+        cache_config=replace(
+            config.cache_config, num_gpu_blocks=executor.num_blocks, num_cpu_blocks=executor.num_host_blocks
+        ),
     )

@@ -19,9 +19,10 @@ from ..ipc.errors import InvalidRequestError, OutOfMemoryError
 from ..ipc.messages import ModelFacts
 from ..kernels import host_memory
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
+from .host_cache import count_slots, offloading_bytes, refuse_weight_offloading
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
-from .memory import count_blocks
+from .memory import count_blocks, free_host_bytes
 from .model.loader import load_model
 from .model.paged_model import PagedModel
 from .model.quantized import BITS
@@ -35,6 +36,7 @@ class Executor(Protocol):
 
     layout: KVLayout
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
     decisions: dict[str, Any]  # what a restart need not find out again
@@ -89,6 +91,8 @@ class UniprocExecutor:
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         self._config, cache, scheduler = config, config.cache_config, config.scheduler_config
         self._device = device = pick_device(config.device_config.device)
+        refuse_weight_offloading(cache, device)
+        host_bytes = offloading_bytes(cache)
         if decisions is not None:
             wait_for_memory(device, decisions["device_bytes"])
         self._free_at_first = free_bytes(device)
@@ -101,6 +105,7 @@ class UniprocExecutor:
         )
         self._graph_sizes = graph_sizes(config.device_config, device, scheduler.max_num_seqs)
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, self._graph_sizes)
+        self.num_host_blocks = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes())
         self.accepts_embeddings = model.accepts_embeddings
         self._facts = ModelFacts(
             model.vocab_size,
@@ -144,6 +149,7 @@ class UniprocExecutor:
             scheduler.max_num_seqs,
             self.max_model_len,
             scheduler.max_num_batched_tokens,
+            host_blocks=self.num_host_blocks,
         )
 
     @property

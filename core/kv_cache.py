@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_pool import NULL_BLOCK, BlockPool
+from .block_pool import NULL_BLOCK, BlockPool, Key
+from .host_cache import NO_COPIES, Copies, HostCache
 from .kv_layout import KVGroup
 from .request import Request
+
+ON_HOST = -1  # in the tables of a request that waits: a block that `take_prefix` takes and loads
 
 
 class TableUpdate(NamedTuple):
@@ -29,8 +32,18 @@ class KVCacheManager:
     still be reading them.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int, num_blocks: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        num_blocks: int,
+        prefix_caching: bool,
+        host_blocks: int = 0,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.host = HostCache(host_blocks) if host_blocks else None
+        if self.host is not None:
+            self.pool.on_evict = self.host.evicted
         self.held: Counter[int] = Counter()  # by frontend: blocks that its running requests list
         self.block_size = block_size
         self._windows = [g.window for g in groups]
@@ -64,7 +77,9 @@ class KVCacheManager:
         """Make what `find_prefix` just named its own. The rest of its blocks are `coming_from` it, if it is to be
         `waited_for`, and no longer from whom it didn't wait for itself."""
         for table in request.tables:
-            self.pool.touch(b for b in table if b != NULL_BLOCK)
+            self.pool.touch(b for b in table if b > NULL_BLOCK)
+        if self.host is not None:
+            self._load_prefix(request, self.host)
         self.held[request.frontend] += self.num_held(request)
         if self._prefix_caching and waited_for:
             self._coming.update(dict.fromkeys(request.digests[request.num_cached_blocks :], request))
@@ -74,7 +89,7 @@ class KVCacheManager:
         n = request.num_cached_blocks
         return (
             n < min(len(request.digests), request.most_cached // self.block_size)
-            and self.pool.find((0, request.digests[n])) is not None
+            and self._find((0, request.digests[n])) is not None
         )
 
     def coming_from(self, request: Request, block: int) -> Request | None:
@@ -87,7 +102,7 @@ class KVCacheManager:
         need of it may have been given up before."""
         for group, window in enumerate(self._windows):
             first = blocks - 1 if window is None else self._first_needed(window, blocks * self.block_size)
-            if any(self.pool.find((group, digest)) is None for digest in request.digests[first:blocks]):
+            if any(self._find((group, digest)) is None for digest in request.digests[first:blocks]):
                 return False
         return True
 
@@ -102,11 +117,26 @@ class KVCacheManager:
     def _cached_blocks(self, group: int, digests: list[bytes]) -> list[int | None]:
         blocks: list[int | None] = []
         for digest in digests:
-            block = self.pool.find((group, digest))
+            block = self._find((group, digest))
             if block is None and self._windows[group] is None:
                 break  # without a window, nothing after a gap is of use
             blocks.append(block)
         return blocks
+
+    def _find(self, key: Key) -> int | None:
+        """The block that holds this prefix, or `ON_HOST`."""
+        block = self.pool.find(key)
+        return ON_HOST if block is None and self.host is not None and key in self.host else block
+
+    def _load_prefix(self, request: Request, host: HostCache) -> None:
+        """Take blocks for those of its prefix that are on the host. The next step loads them before it computes
+        anything, so they can be found from now on."""
+        found = [(g, i) for g, table in enumerate(request.tables) for i, block in enumerate(table) if block == ON_HOST]
+        slots = [host.pin((group, request.digests[i])) for group, i in found]  # before others are evicted to the host
+        for (group, i), slot, block in zip(found, slots, self.pool.take(len(found)), strict=True):
+            request.tables[group][i] = block
+            host.load(slot, block)
+            self.pool.publish(block, (group, request.digests[i]))
 
     def _all_valid(self, found: list[list[int | None]], blocks: int) -> bool:
         """Whether a prefix of `blocks` blocks is there in every group, as far back as its window reaches."""
@@ -136,9 +166,10 @@ class KVCacheManager:
 
     def room_needed(self, request: Request, num_tokens: int, per_step: int) -> tuple[int, int]:
         """What it takes to admit a request that `find_prefix` just looked up: free blocks (cached ones that nobody
-        uses, and new ones as `blocks_needed` counts them), and blocks that it then holds."""
+        uses, new ones as `blocks_needed` counts them, and those to load into), and blocks that it then holds."""
         new, prefix = self.blocks_needed(request, num_tokens, per_step), self.num_held(request)
-        unused = sum(b != NULL_BLOCK and self.pool.is_free(b) for table in request.tables for b in table)
+        listed = (block for table in request.tables for block in table if block != NULL_BLOCK)
+        unused = sum(block == ON_HOST or self.pool.is_free(block) for block in listed)
         return new + unused, new + prefix
 
     def num_held(self, request: Request) -> int:
@@ -189,6 +220,21 @@ class KVCacheManager:
         for digest in request.digests[request.num_cached_blocks :] if self._coming else ():
             if self._coming.get(digest) is request:
                 del self._coming[digest]
+
+    def num_on_host(self, request: Request) -> int:
+        """Tokens of the prefix that `find_prefix` just found whose keys and values have to be loaded."""
+        return len({i for t in request.tables for i, b in enumerate(t) if b == ON_HOST}) * self.block_size
+
+    def take_copies(self) -> Copies:
+        """What the next step copies between pool and host."""
+        return NO_COPIES if self.host is None else self.host.take_copies()
+
+    def reset_cache(self, pool: bool = True, host: bool = True) -> None:
+        """Forget all prefixes in the pool, on the host, or both."""
+        if pool:
+            self.pool.reset_cache()
+        if host and self.host is not None:
+            self.host.reset()
 
     def take_updates(self) -> TableUpdate:
         """Table changes since the last call."""

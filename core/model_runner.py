@@ -13,6 +13,7 @@ import torch
 from ..kernels.interface import AttentionSpec, Backend, LayerCache, PagedBatch
 from .device import TURNS, Device, Mark, Tokens, device_for
 from .gpu import backends_for
+from .host_cache import HostBlocks
 from .kv_layout import KVLayout
 from .logit_rules import Before
 from .logprobs import Scoring, score
@@ -69,6 +70,7 @@ class ModelRunner:
         max_model_len: int,
         max_tokens: int,
         device: Device | None = None,
+        host_blocks: int = 0,
     ) -> None:
         self.model = model
         self.inputs = StepInputs(
@@ -82,6 +84,7 @@ class ModelRunner:
         self.device = device
         # zeroed, for rows that are masked are still multiplied by 0
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
+        self._host = HostBlocks(device, layout, host_blocks)
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
@@ -114,6 +117,7 @@ class ModelRunner:
 
     def execute(self, step: Step) -> Launched:
         """Launch the forward of `step`, up to the logits of the rows that sample."""
+        self._host.copy(step.copies, self.pool)
         group, slot, column, block = step.tables
         self.tables[group, slot, column] = block
         for request in step.admitted:

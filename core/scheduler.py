@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
 from ..ipc.config import SchedulerConfig
-from ..ipc.errors import wire_name, wire_text
+from ..ipc.errors import InvalidArgumentError, wire_name, wire_text
 from ..ipc.messages import Finished, FinishReason, Logprobs, Outputs, Started, Stats
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
@@ -32,6 +32,7 @@ from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Step
 from .suspects import Suspects
 
 PauseMode = Literal["abort", "keep", "wait"]
+CacheTier = Literal["", "gpu", "cpu"]
 
 COMING = -1  # instead of how much of a request is cached: a running one is just computing more of it
 MOST_DEFERRED = 32  # requests of a frontend in one step, for each may be new and have to be looked up
@@ -86,6 +87,7 @@ class Scheduler:
         self._count = {
             "prefix_queries": 0,
             "prefix_hits": 0,
+            "host_hits": 0,
             "num_preemptions": 0,
             "chunked_prefills": 0,
             "mixed_steps": 0,
@@ -189,13 +191,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self.fair.num_requests - len(self._running)
 
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all cached prefixes. Running requests go on with what they have, or, with `reset_running`, compute all
-        of it again."""
+    def reset_prefix_cache(self, reset_running: bool = False, tier: CacheTier = "") -> bool:
+        """Forget all cached prefixes, or those in one place: the pool (``gpu``) or host memory (``cpu``). Running
+        requests go on with what they have, or, with `reset_running`, compute all of it again."""
+        if tier not in (tiers := get_args(CacheTier)):
+            raise InvalidArgumentError(f"tier is {tier!r}; it must be one of {', '.join(map(repr, tiers))}")
         if reset_running:
             for request in list(self._running.values()):
                 self._preempt(request)
-        self.kv.pool.reset_cache()
+        self.kv.reset_cache(pool=tier != "cpu", host=tier != "gpu")
         return True
 
     # ------------------------------------------------------------------ a step begins
@@ -248,7 +252,10 @@ class Scheduler:
             if not self._free_slots:
                 self._preempt(self._preemption.victim())
             self.suspects.begin(suspect)
-            self._seat(suspect, self.kv.find_prefix(suspect))
+            cached = self.kv.find_prefix(suspect)
+            while self.kv.room_needed(suspect, cached, 0)[0] > self.kv.pool.num_free:
+                self._preempt(self._preemption.victim())
+            self._seat(suspect, cached)
         slot = np.array([suspect.slot])
         self._rows.held_up[slot] = False
         need = self._need(slot)
@@ -470,6 +477,7 @@ class Scheduler:
             request.num_cached_tokens = cached
             self._count["prefix_queries"] += len(request.tokens)
             self._count["prefix_hits"] += cached
+            self._count["host_hits"] += self.kv.num_on_host(request)
         before = self.kv.coming_from(request, request.num_cached_blocks)
         # What one that still runs has published, and is not there, the cache can't keep: no use to wait for it again.
         self.kv.take_prefix(request, waited_for=before is None or self._rows.num_published[before.slot] <= cached)
@@ -502,6 +510,7 @@ class Scheduler:
             solo,
             before,
             self._prompt_parts(slots, starts, counts) if rows.scored[slots].any() else [],
+            self.kv.take_copies(),
         )
         self._admitted = []
         self._next_step += 1

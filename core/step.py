@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .host_cache import NO_COPIES, Copies
 from .kv_cache import TableUpdate
 from .request import Request
 
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     solo: bool  # the one row is of a suspect
     before: dict[int, np.ndarray]  # int32, by slot: prompt and output so far, of requests that sample and look back
     scored: list[PromptPart]
+    copies: Copies = NO_COPIES  # between pool and host, before anything is computed
 
     @property
     def num_tokens(self) -> int:

@@ -29,7 +29,7 @@ from ..ipc.errors import (
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext
+from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -303,7 +303,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     ) -> bool:
         """As `LLMEngine.reset_prefix_cache`."""
         self._enter()
-        return bool(await self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
+        return bool(await self.engine_core.call("reset_prefix_cache", *reset_arguments(reset_running_requests)))
 
     async def reset_mm_cache(self) -> None:
         """As `LLMEngine.reset_mm_cache`."""

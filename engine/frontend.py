@@ -48,13 +48,19 @@ logger = logging.getLogger(__name__)
 
 
 class Device(Enum):
-    """Where cached blocks lie; for the older form of `reset_prefix_cache`. There is one place so far: both mean it."""
+    """Where cached blocks lie; for the older form of `reset_prefix_cache`. `GPU`: in the pool, on whatever device that
+    is; `CPU`: in host memory beside it, see `kv_offloading_size`."""
 
     GPU = auto()
     CPU = auto()
 
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+def reset_arguments(running: bool | Device | None) -> tuple[bool] | tuple[bool, str]:
+    """What the core's `reset_prefix_cache` is called with, from the first argument of an engine's."""
+    return (False, running.name.lower()) if isinstance(running, Device) else (running is True,)
 
 
 class UsageContext(StrEnum):

@@ -21,7 +21,7 @@ from ..ipc.errors import EngineDeadError, InvalidArgumentError, MainspringError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
-from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext
+from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .outputs import RequestOutput
@@ -323,11 +323,11 @@ class LLMEngine(Frontend["CoreClient"]):
     def reset_prefix_cache(
         self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
     ) -> bool:
-        """Forget every cached block.
+        """Forget every cached block, in the pool and in host memory.
 
         Args:
             reset_running_requests: running requests compute all they have anew; their tokens are the same. Otherwise
-                they go on with the keys and values they have.
+                they go on with the keys and values they have. A `Device` (older form): forget only what lies there.
             reset_connector: without effect, for there is no connector.
 
         Returns:
@@ -337,7 +337,7 @@ class LLMEngine(Frontend["CoreClient"]):
             NotPermittedError: this connection may not change the engine for everyone.
         """
         self._check_process()
-        return bool(self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
+        return bool(self.engine_core.call("reset_prefix_cache", *reset_arguments(reset_running_requests)))
 
     def reset_mm_cache(self) -> None:
         """Forget what was made of images and the like. Nothing is, as long as there are no multi-modal prompts."""

@@ -40,6 +40,7 @@ GAUGES = {
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Of these, found.",
+    "prefix_cache_host_hits": "Of these, found in host memory.",
     "num_preemptions": "Requests that had to make room.",
     "prompt_tokens": "Tokens of prompts of requests that have begun.",
     "generation_tokens": "Tokens chosen.",
@@ -108,6 +109,7 @@ def metrics_of(stats: Stats, measured: Measured, model: str | None, restarts: in
         *(gauge("engine_sleep_state", value, sleep_state=state) for state, value in _SLEEP_STATES.items()),
         counter("prefix_cache_queries", stats.prefix_queries),
         counter("prefix_cache_hits", stats.prefix_hits),
+        counter("prefix_cache_host_hits", stats.host_hits),
         counter("num_preemptions", stats.num_preemptions),
         counter("prompt_tokens", measured.prompt_tokens),
         counter("generation_tokens", measured.generation_tokens),

@@ -61,23 +61,47 @@ def expected_output(message: AddRequest, windows: Windows, max_model_len: int) -
 class StandInModel:
     """Runs steps as the model runner does: its own copy of the block tables, its own last tokens, by slot."""
 
-    def __init__(self, windows: Windows, block_size: int, num_blocks: int, slots: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        block_size: int,
+        num_blocks: int,
+        slots: int,
+        max_model_len: int,
+        host_blocks: int = 0,
+    ) -> None:
         self._windows = windows
         self._size = block_size
         columns = -(-max_model_len // block_size)
         self._tables = np.zeros((len(windows), slots, columns), np.int64)
         self._tokens = np.full((len(windows), num_blocks, block_size), -7)
         self._positions = np.full((len(windows), num_blocks, block_size), -7)
+        self._host_tokens = np.full((len(windows), host_blocks, block_size), -9)
+        self._host_positions = np.full((len(windows), host_blocks, block_size), -9)
+        self._copied = -1  # the last step whose copies were made
         self._last = np.zeros(slots, np.int64)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[tuple[int, dict[int, tuple[Request, frozenset[int]]]]] = deque()
 
     def begin(self, step: Step) -> None:
         """What happens before there can be a lack of memory."""
+        if step.id != self._copied:
+            self._copy(step)
         group, slot, column, block = step.tables
         self._tables[group, slot, column] = block
         for request in step.admitted:
             self._requests[request.slot] = request
+
+    def _copy(self, step: Step) -> None:
+        self._copied = step.id
+        for block, slot in step.copies.saves:
+            self._host_tokens[:, slot] = self._tokens[:, block]
+            self._host_positions[:, slot] = self._positions[:, block]
+        named = {block for _, others in self._in_flight for _, blocks in others.values() for block in blocks}
+        for block, slot in step.copies.loads:
+            assert block not in named, "a block is loaded while a step that names it is in flight"
+            self._tokens[:, block] = self._host_tokens[:, slot]
+            self._positions[:, block] = self._host_positions[:, slot]
 
     def execute(self, step: Step) -> np.ndarray:
         """The tokens that `step` samples."""
@@ -165,6 +189,7 @@ class Engine:
         num_blocks: without the null block; none: what the longest request needs, and as much again.
         suspects: how many requests may be added as suspects.
         accused_at: output position of the token that they have to get past.
+        host_blocks: in host memory.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -180,6 +205,7 @@ class Engine:
         prefix_caching: bool = True,
         suspects: int = 0,
         accused_at: int = 0,
+        host_blocks: int = 0,
         **limits: Any,
     ) -> None:
         limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
@@ -188,7 +214,7 @@ class Engine:
         if num_blocks is None:
             num_blocks = 2 * blocks_for(windows, block_size, max_model_len, self.budget)
         groups = [KVGroup(window, ()) for window in windows]
-        self.kv = KVCacheManager(groups, block_size, num_blocks + 1, prefix_caching)
+        self.kv = KVCacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
         self.now = 0.0
         self.suspects = set(range(suspects))  # keys; those of all others are larger
         self.told_suspects = set(self.suspects)  # left, as the scheduler says
@@ -202,7 +228,8 @@ class Engine:
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
         )
-        self.model = StandInModel(windows, block_size, num_blocks + 1, limits["max_num_seqs"], max_model_len)
+        seats = limits["max_num_seqs"]
+        self.model = StandInModel(windows, block_size, num_blocks + 1, seats, max_model_len, host_blocks)
         for frontend, weight in enumerate(weights):
             self.scheduler.fair.register(frontend, weight)
         self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
@@ -372,6 +399,8 @@ class Engine:
         listed.update(block for _, blocks in self.kv._deferred for block in blocks)
         del listed[NULL_BLOCK]
         self.kv.pool.check(listed)
+        if self.kv.host is not None:
+            self.kv.host.check()
         frontends = list(self.scheduler.fair)
         assert self.stats.num_waiting == sum(len(f.requests) - f.num_running for f in frontends), "miscounted"
         for frontend in frontends:
@@ -424,6 +453,7 @@ class StandInExecutor:
 
     accepts_embeddings = False
     max_model_len = 64
+    num_host_blocks = 0
     asynchronous = False
 
     def warm_up(self) -> None:

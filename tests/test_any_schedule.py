@@ -79,6 +79,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         "depth": draw(st.integers(1, 3)),
         "weights": draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=3)),
         "prefix_caching": draw(st.sampled_from([True, True, True, False])),
+        "host_blocks": draw(st.sampled_from([0, 0, 1, one // 2, 2 * one])),
         "max_num_batched_tokens": budget,
         "max_num_seqs": draw(st.integers(1, 8)),
         "suspects": 24,
@@ -216,6 +217,7 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
         seen.update(
             preemptions=stats.num_preemptions,
             prefix_hits=stats.prefix_hits,
+            host_hits=stats.host_hits,
             chunked_prefills=stats.chunked_prefills,
             mixed_steps=stats.mixed_steps,
             out_of_memory=engine.num_lacking,

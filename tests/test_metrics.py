@@ -44,7 +44,7 @@ num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queri
 prompt_tokens generation_tokens iteration_tokens_total time_to_first_token_seconds inter_token_latency_seconds
 e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prompt_tokens request_generation_tokens request_success lora_requests_info engine_sleep_state
-frontends_connected core_epoch requests_recovered requests_quarantined malformed_frames
+frontends_connected core_epoch requests_recovered requests_quarantined malformed_frames prefix_cache_host_hits
 """.split()
 TIMES = [name for name in SURFACE if name.endswith("_seconds")]
 FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
