@@ -38,6 +38,7 @@ from .metrics import CoreMeter
 from .profiler import Profiler
 from .request import Request
 from .scheduler import PauseMode, Scheduler
+from .speculation import speculation_of
 from .step import PROMPT_LOGITS, Step
 from .structured import Follower, Grammar, GrammarCompiler
 
@@ -105,6 +106,7 @@ class EngineCore:
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
+            speculation=speculation_of(config.speculative_config),
         )
         self.on_paused: Callable[[bool], None] = lambda paused: None  # told when that changes
         self.num_duplicates = 0  # requests under a handle that was in use
