@@ -15,6 +15,7 @@ import torch
 from ..ipc.config import EngineConfig
 from ..ipc.errors import OutOfMemoryError
 from ..ipc.messages import ModelFacts
+from .draft import Drafter, load_draft
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
@@ -89,7 +90,9 @@ class UniprocExecutor:
             model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
         )
         sizes = graph_sizes(options, device, scheduler.max_num_seqs)
-        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes)
+        draft = load_draft(config, model, self.layout)
+        beside = draft.layout.block_bytes if draft else 0
+        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes, beside)
         self.accepts_embeddings = model.accepts_embeddings
         self._runner = ModelRunner(
             model,
@@ -100,6 +103,7 @@ class UniprocExecutor:
             self.max_model_len,
             scheduler.max_num_batched_tokens,
         )
+        self._drafter = draft and Drafter(draft, config, self.num_blocks, self.max_model_len, self._runner)
         self.asynchronous = self._runner.device.asynchronous
         self._graph_sizes, self._free_at_first = sizes, free
         self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
@@ -108,6 +112,8 @@ class UniprocExecutor:
         if self.asynchronous:
             try:
                 self._runner.warm_up(self._graph_sizes)
+                if self._drafter:
+                    self._drafter.warm_up()
             except torch.OutOfMemoryError as error:
                 raise OutOfMemoryError(
                     "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
@@ -134,6 +140,8 @@ class UniprocExecutor:
 
     def execute(self, step: Step) -> Launched:
         with _lack_of_memory():
+            if self._drafter:
+                self._drafter.write_guesses(step)
             return self._runner.execute(step)
 
     def sample(self, launched: Launched) -> Sampled:

@@ -111,6 +111,10 @@ class ModelRunner:
         """int32 ``[groups, slots, columns]``."""
         return self.inputs.tables
 
+    def follow(self, other: ModelRunner) -> None:
+        """Let tokens that are not on the host yet be those that `other` sampled."""
+        self._last_tokens = other._last_tokens
+
     # ------------------------------------------------------------------ a step
 
     def execute(self, step: Step) -> Launched:
