@@ -44,8 +44,8 @@ def look_up(tokens: np.ndarray, count: int, longest: int, shortest: int) -> np.n
     ends = np.flatnonzero(tokens[:last] == tokens[last])
     length = 1
     while ends.size and length < longest:
-        ends = ends[np.searchsorted(ends, length) :]
-        more = ends[tokens[ends - length] == tokens[last - length]]
+        more = ends[np.searchsorted(ends, length) :]
+        more = more[tokens[more - length] == tokens[last - length]]
         if not more.size:
             break
         ends, length = more, length + 1
