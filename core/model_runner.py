@@ -127,8 +127,11 @@ class ModelRunner:
         row, back = step.choices()
         last_rows = (np.cumsum(counts) - 1)[row] - back
         wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in step.scored)])
-        logits = self.forward(slots, starts, counts, step.token_ids, wanted)
         sampling, positions = slots[row], (starts + counts)[row] - back
+        if len(row) == step.num_tokens <= max(self._graphs, default=0):
+            # Guesses as if each were a request of one token, for which there are graphs.
+            slots, starts, counts = sampling, positions - 1, np.ones_like(row)
+        logits = self.forward(slots, starts, counts, step.token_ids, wanted)
         parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if step.scored else (logits, None)
         return Launched(parts[0], sampling, positions, self._turn, step.before, step.scored, parts[1])
 
