@@ -8,6 +8,7 @@ from .request import Request
 from .step import IN_FLIGHT
 
 NO_STOP, MANY_STOPS = -1, -2  # in the column of stop tokens
+NEVER = 2**62  # more tokens than a request has
 
 
 class Columns:
@@ -31,6 +32,9 @@ class Columns:
         self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being made
         self.looks_back = np.zeros(slots, bool)  # computes nothing while a token of it is in flight
         self.scored = np.zeros(slots, bool)  # rows of its prompt have logits, see `Request.told`
+        self.guessed = np.zeros(slots, np.int64)  # of the tokens granted
+        self.trust = np.zeros(slots, np.int64)  # most to guess at once, at least 1
+        self.guess_from = np.full(slots, NEVER)  # number of tokens at which it makes guesses, and waits for its tokens
 
     def seat(self, request: Request, cached: int) -> None:
         """Fill in the row of a request that got its slot, and has so many tokens `cached`."""
@@ -48,6 +52,7 @@ class Columns:
         self.silent[slot] = not request.started
         self.looks_back[slot] = request.looks_back
         self.scored[slot] = request.told < request.prompt_len
+        self.guess_from[slot] = NEVER
 
     def num_known(self, slot: int) -> int:
         """Its tokens without placeholders."""

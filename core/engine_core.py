@@ -40,6 +40,7 @@ from .metrics import CoreMeter
 from .profiler import Profiler
 from .request import Request
 from .scheduler import Scheduler
+from .speculation import speculation_of
 from .step import PROMPT_LOGITS, Step
 from .structured import Follower, Grammar, GrammarCompiler
 from .worker import make_worker
@@ -114,6 +115,7 @@ class EngineCore:
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
+            speculation=speculation_of(config.speculative_config),
         )
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None

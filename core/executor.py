@@ -18,6 +18,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidRequestError, OutOfMemoryError
 from ..ipc.messages import ModelFacts
 from ..kernels import host_memory
+from .draft import Drafter, load_draft
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .host_cache import count_slots, offloading_bytes, refuse_weight_offloading
 from .kv_layout import KVLayout, cache_dtype, plan_layout
@@ -104,7 +105,10 @@ class UniprocExecutor:
             model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
         )
         self._graph_sizes = graph_sizes(config.device_config, device, scheduler.max_num_seqs)
-        self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, self._graph_sizes)
+        self._draft = load_draft(config, model, self.layout)
+        self.num_blocks, self.max_model_len = count_blocks(
+            config, self.layout, model, backend, self._graph_sizes, self._draft.layout.block_bytes if self._draft else 0
+        )
         self.num_host_blocks = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes())
         self.accepts_embeddings = model.accepts_embeddings
         self._facts = ModelFacts(
@@ -118,8 +122,10 @@ class UniprocExecutor:
         self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
         self._model: PagedModel | None = model
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and what they are
-        self._runner: ModelRunner | None = self._make_runner(model)
-        self.asynchronous = self._runner.device.asynchronous
+        self._runner: ModelRunner | None = None
+        self._drafter: Drafter | None = None
+        self._make_runners()
+        self.asynchronous = self.runner.device.asynchronous
 
     def _load(self, decisions: Mapping[str, Any] | None) -> PagedModel:
         config, backend = self._config, self._backend
@@ -139,10 +145,10 @@ class UniprocExecutor:
         model.is_quantized, model.quantized = bits is not None or model.quantized is not None, None
         return model
 
-    def _make_runner(self, model: PagedModel) -> ModelRunner:
+    def _make_runners(self) -> None:
         scheduler = self._config.scheduler_config
-        return ModelRunner(
-            model,
+        self._runner = ModelRunner(
+            self.model,
             self.layout,
             self._backend,
             self.num_blocks,
@@ -151,6 +157,8 @@ class UniprocExecutor:
             scheduler.max_num_batched_tokens,
             host_blocks=self.num_host_blocks,
         )
+        if self._draft is not None:
+            self._drafter = Drafter(self._draft, self._config, self.num_blocks, self.max_model_len, self._runner)
 
     @property
     def model(self) -> PagedModel:
@@ -165,21 +173,23 @@ class UniprocExecutor:
         return self._runner
 
     def sleep(self, level: int) -> None:
-        model = self._model
+        models = [one for one in (self._model, self._draft and self._draft.model) if one is not None]
         if self._runner is not None:
-            host_memory.give_back(self._runner.pool)
-            self._runner = None
-            self.model.unbind()
+            for runner in (self._runner, *([self._drafter.runner] if self._drafter else [])):
+                host_memory.give_back(runner.pool)
+                runner.model.unbind()
+            self._runner = self._drafter = None
         if level == 2:
-            if model is not None and model.whole is not None:
-                model.whole.decoder.give_back()
-            self._model, self._on_host = None, []
-        elif model is not None and self._device.type == "cuda" and not self._on_host:
-            tensors = [*model.model.parameters(), *model.model.buffers()]
+            for one in models:
+                if one.whole is not None:
+                    one.whole.decoder.give_back()
+            self._model, self._draft, self._on_host = None, None, []
+        elif self._device.type == "cuda" and not self._on_host:
+            tensors = [tensor for one in models for tensor in (*one.model.parameters(), *one.model.buffers())]
             self._on_host = [(tensor, tensor.data.to("cpu").pin_memory()) for tensor in tensors]
             for tensor, _ in self._on_host:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        del model
+        del models
         gc.collect()
         host_memory.trim()
         if self._device.type == "cuda":
@@ -188,18 +198,21 @@ class UniprocExecutor:
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._model is None:
             self._model = self._load(self.decisions["fusing"])
+            self._draft = load_draft(self._config, self._model, self.layout)
         if weights:
             for tensor, held in self._on_host:
                 tensor.data = held.to(self._device)
             self._on_host = []
         if kv_cache and self._runner is None:
-            self._runner = self._make_runner(self.model)
+            self._make_runners()
             self.warm_up()
 
     def warm_up(self) -> None:
         if self.asynchronous:
             try:
                 self.runner.warm_up(self._graph_sizes)
+                if self._drafter is not None:
+                    self._drafter.warm_up()
             except torch.OutOfMemoryError as error:
                 raise OutOfMemoryError(
                     "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
@@ -231,6 +244,8 @@ class UniprocExecutor:
 
     def execute(self, step: Step) -> Launched:
         with _lack_of_memory():
+            if self._drafter is not None:
+                self._drafter.write_guesses(step)
             return self.runner.execute(step)
 
     def sample(self, launched: Launched) -> Sampled:

@@ -32,8 +32,10 @@ def count_blocks(
     model: PagedModel,
     backend: Backend,
     graph_sizes: Sequence[int] = (),
+    beside: int = 0,
 ) -> tuple[int, int]:
-    """Blocks in the pool (the null block among them), and the longest request they and the model allow.
+    """Blocks in the pool (the null block among them), and the longest request they and the model allow. `beside`: bytes
+    that a draft model needs for each block.
 
     Without `max_model_len` the model's own limit holds, cut to what the cache can hold. There are never more blocks
     than all seats could fill.
@@ -56,7 +58,7 @@ def count_blocks(
             memory = _profile_cuda(model, layout, backend, share, budget, seats, graph_sizes)
         else:
             memory = min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
-        available = memory // layout.block_bytes
+        available = memory // (layout.block_bytes + beside)
         available = min(available, 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget))
     needed = 1 + layout.blocks_for(limit, budget)
     if needed > available and wanted is None:
@@ -67,7 +69,7 @@ def count_blocks(
             return available, low
     if needed > available or limit < 2:
         raise OutOfMemoryError(
-            f"one request of max_model_len {limit} needs {needed} KV blocks of {layout.block_bytes} bytes, "
+            f"one request of max_model_len {limit} needs {needed} KV blocks of {layout.block_bytes + beside} bytes, "
             f"but the cache has {max(0, available)}: set a smaller max_model_len or a larger kv_cache_memory_bytes"
         )
     return available, limit

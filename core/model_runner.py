@@ -21,6 +21,7 @@ from .model.attention import StepAttention
 from .model.paged_model import PagedModel
 from .request import Request
 from .sampler import Sampler
+from .speculation import MOST_ROWS
 from .step import IN_FLIGHT, PromptPart, Step
 from .step_inputs import Rows, StepInputs
 
@@ -91,7 +92,7 @@ class ModelRunner:
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls], backend)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, max(max_num_seqs, MOST_ROWS))
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
         self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it for as long as they live
@@ -113,6 +114,10 @@ class ModelRunner:
         """int32 ``[groups, slots, columns]``."""
         return self.inputs.tables
 
+    def follow(self, other: ModelRunner) -> None:
+        """Let tokens that are not on the host yet be those that `other` sampled."""
+        self._last_tokens = other._last_tokens
+
     # ------------------------------------------------------------------ a step
 
     def execute(self, step: Step) -> Launched:
@@ -123,10 +128,14 @@ class ModelRunner:
         for request in step.admitted:
             self._admit(request)
         slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
-        last_rows = (np.cumsum(counts) - 1)[step.samples]
+        row, back = step.choices()
+        last_rows = (np.cumsum(counts) - 1)[row] - back
         wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in step.scored)])
+        sampling, positions = slots[row], (starts + counts)[row] - back
+        if len(row) == step.num_tokens <= max(self._graphs, default=0):
+            # Guesses as if each were a request of one token, for which there are graphs.
+            slots, starts, counts = sampling, positions - 1, np.ones_like(row)
         logits = self.forward(slots, starts, counts, step.token_ids, wanted)
-        sampling, positions = slots[step.samples], (starts + counts)[step.samples]
         parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if step.scored else (logits, None)
         return Launched(parts[0], sampling, positions, self._turn, step.before, step.scored, parts[1])
 

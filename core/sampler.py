@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 class Sampler:
     """Chooses one token for each row of logits. A row's choice depends on its logits, parameters and position alone."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int) -> None:
         self._device, self._backend = device, backend
         self._rules = LogitRules(max_num_seqs, vocab_size, device)
         self._num_logprobs = np.full(max_num_seqs, -1)
@@ -49,7 +49,7 @@ class Sampler:
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seed = np.zeros(max_num_seqs, np.int64)
-        self._rows = {name: Staged(device, (max_num_seqs,), dtype) for name, dtype in _COLUMNS.items()}
+        self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
 
     def admit(self, request: Request) -> None:
         slot, sampling = request.slot, request.sampling

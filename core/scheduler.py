@@ -28,6 +28,7 @@ from .metrics import CoreMeter
 from .outbox import Outbox
 from .preemption import Preemption
 from .request import Request
+from .speculation import MOST_ROWS, REST, Speculation, may_speculate, standing
 from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Step
 from .suspects import Suspects
 
@@ -55,8 +56,10 @@ class Scheduler:
         log_stats: bool = True,
         suspects: Mapping[int, int] | None = None,
         on_suspects: Callable[[Collection[int]], None] = lambda keys: None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.kv = kv
+        self._speculation = speculation
         by_priority, num_blocks = config.scheduling_policy == "priority", kv.pool.num_blocks - 1
         self.fair = FairShare(by_priority, config.max_num_seqs, max(1, num_blocks), kv.held)
         self.suspects = Suspects(suspects or {}, on_suspects)
@@ -93,6 +96,8 @@ class Scheduler:
             "mixed_steps": 0,
             "prompt_tokens": 0,
             "generation_tokens": 0,
+            "draft_tokens": 0,
+            "accepted_tokens": 0,
         }
 
     # ------------------------------------------------------------------ requests come and go
@@ -230,7 +235,7 @@ class Scheduler:
     def _shared_step(self) -> Step | None:
         """A step for all but suspects."""
         slots, granted = self._order, self._rows.granted
-        granted[:] = 0
+        granted[:] = self._rows.guessed[:] = 0
         need = self._need(slots)
         quotas: dict[int, int] | None = None
         if need.sum() > self._budget or (self.num_waiting and self.fair.num_competing > 1):
@@ -241,12 +246,14 @@ class Scheduler:
         self._admit(self._budget - int(granted.sum()), quotas, lacking)
         if quotas is not None:
             self._grant_rest(self._budget - int(granted.sum()))
+        if self._speculation is not None:
+            self._guess(self._speculation)
         slots = self._order[granted[self._order] > 0]
         return self._launch(slots, granted[slots]) if slots.size else None
 
     def _trial_step(self, suspect: Request) -> Step:
         """A step of a suspect alone; nothing is in flight. Where it finds no room others are preempted."""
-        self._rows.granted[:] = 0
+        self._rows.granted[:] = self._rows.guessed[:] = 0
         self._promised = None
         if suspect.slot < 0:
             if not self._free_slots:
@@ -271,7 +278,10 @@ class Scheduler:
         known = np.minimum(self._rows.num_tokens[slots], self._rows.max_len[slots] - 1)
         need: np.ndarray = np.minimum(known - self._rows.num_computed[slots], self._chunk)
         need[self._rows.held_up[slots]] = 0
-        if (waits := self._rows.looks_back[slots]).any():
+        waits = self._rows.looks_back[slots]
+        if self._speculation is not None:
+            waits |= self._rows.guess_from[slots] <= self._rows.num_tokens[slots]
+        if waits.any():
             need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
         if self._chunked and (scored := self._rows.scored[slots] & (need > 0)).any():
             need[scored] = np.minimum(need[scored], max(1, PROMPT_LOGITS // int(scored.sum())))
@@ -317,6 +327,29 @@ class Scheduler:
         if able and not (self._in_flight or self._rows.granted.any()):
             self._rows.granted[able[0]] = min(wants[able[0]], budget)
             self._allocate(np.array(able[:1]))
+
+    def _guess(self, speculation: Speculation) -> None:
+        """Fill what is left of a small step with guesses of requests whose tokens are all known, as far as there are
+        free blocks: behind their tokens, for this step alone."""
+        rows, slots = self._rows, self._order
+        room = min(self._budget, MOST_ROWS) - int(rows.granted.sum())
+        ready = (rows.granted[slots] == 1) & (rows.num_computed[slots] + 1 == rows.num_tokens[slots])
+        ready &= ~rows.silent[slots]
+        able = slots[ready & (rows.guess_from[slots] <= rows.num_tokens[slots])].tolist()
+        share = -(-room // max(1, len(able)))
+        for slot in able:
+            known = int(rows.num_tokens[slot])
+            count = min(int(rows.trust[slot]), share, room, int(rows.max_len[slot]) - 1 - known)
+            guess = speculation.guess(rows.tokens[slot, :known], count) if count > 0 else ()
+            end = known + len(guess)
+            if end > rows.reach[slot] and not self._extend(slot, end):
+                end = int(rows.reach[slot])
+            count = end - known
+            if count > 0:
+                rows.tokens[slot, known:end] = guess[:count]
+                rows.num_tokens[slot], rows.guessed[slot] = end, count
+                rows.granted[slot] += count
+                room -= count
 
     @property
     def _prompt_logits_left(self) -> int:
@@ -471,6 +504,8 @@ class Scheduler:
         self._order = np.fromiter(self._running, np.int64, len(self._running))
         self._rows.seat(request, cached)
         self._rows.held_up[slot] = request is self.suspects.on_trial
+        if self._speculation is not None and may_speculate(request):
+            self._rows.trust[slot], self._rows.guess_from[slot] = self._speculation.most, 0
         self.fair.of(request.frontend).running[slot] = request
         if request.admitted_at is None:
             request.admitted_at = self._clock()
@@ -486,9 +521,12 @@ class Scheduler:
 
     def _launch(self, slots: np.ndarray, counts: np.ndarray, solo: bool = False) -> Step:
         rows, prompt_len = self._rows, self._rows.prompt_len[slots]
-        starts, positions = rows.num_computed[slots], rows.num_tokens[slots] - prompt_len
+        starts, guessed = rows.num_computed[slots], rows.guessed[slots]
+        positions = rows.num_tokens[slots] - guessed - prompt_len
         ends, prefill = starts + counts, starts < prompt_len
         token_ids, samples = rows.advance(slots, counts)
+        for slot, count in zip(slots[guessed > 0].tolist(), guessed[guessed > 0].tolist(), strict=True):
+            rows.tokens[slot, rows.num_tokens[slot] - 1 - count :][:count] = IN_FLIGHT  # what is known ends before them
         looking = slots[samples & rows.looks_back[slots]].tolist()
         before = {slot: rows.tokens[slot, : rows.num_tokens[slot] - 1].copy() for slot in looking}
         self._count["chunked_prefills"] += int((ends < prompt_len).sum())
@@ -510,6 +548,7 @@ class Scheduler:
             solo,
             before,
             self._prompt_parts(slots, starts, counts) if rows.scored[slots].any() else [],
+            guessed,
             self.kv.take_copies(),
         )
         self._admitted = []
@@ -545,9 +584,12 @@ class Scheduler:
                 self._finish(request, "stop")
         slots, ends = step.slots.astype(np.int64), step.starts.astype(np.int64) + step.counts
         alive = self._rows.alive[slots]
-        rows = slots[step.samples]
-        keep = self._rows.alive[rows]
-        rows, at, tokens = rows[keep], ends[step.samples][keep], sampled[keep]
+        row, back = step.choices()
+        keep, at = alive[row], ends[row] - back
+        if step.guessed.any():
+            keep &= standing(step, row, back, sampled, self._stops(slots[row], sampled))
+            self._settle(step, slots, ends, np.bincount(row[keep], minlength=len(slots)))
+        rows, at, tokens = slots[row][keep], at[keep], sampled[keep]
         self._rows.tokens[rows, at] = tokens
         self._count["generation_tokens"] += len(tokens)
         self._publish(slots[alive], ends[alive])
@@ -556,7 +598,7 @@ class Scheduler:
             if step.positions[0] >= self.suspects.keys.get(suspect.key, 0):
                 self._rows.held_up[rows] = False
                 self.suspects.clear(suspect)
-        self._observe(rows)
+        self._observe(rows, len(rows) if not step.guessed.any() else len(np.unique(rows)))
         started = [self._started(int(slot)) for slot in rows[self._rows.silent[rows]]]
         stop = self._rows.stop[rows]
         done = (tokens == stop) | (at + 1 >= self._rows.max_len[rows])
@@ -582,6 +624,27 @@ class Scheduler:
             self.fair.of(frontend).generation_tokens += len(out.handles)
         return outputs
 
+    def _stops(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Whether each of `tokens` ends the request at `slots` that it was chosen for."""
+        stop = self._rows.stop[slots]
+        found: np.ndarray = tokens == stop
+        for i in np.flatnonzero((stop == MANY_STOPS) & self._rows.alive[slots]):
+            found[i] = int(tokens[i]) in self._running[int(slots[i])].stop_tokens
+        return found
+
+    def _settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> None:
+        """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
+        guesses wrong guesses less."""
+        rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
+        slots, right = slots[guessing], brought[guessing] - 1
+        ends[guessing] += right - step.guessed[guessing]
+        rows.num_computed[slots], rows.num_tokens[slots] = ends[guessing], ends[guessing] + 1
+        trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
+        rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
+        rows.trust[slots] = np.maximum(trust, 1)
+        self._count["draft_tokens"] += int(step.guessed[guessing].sum())
+        self._count["accepted_tokens"] += int(right.sum())
+
     def _tell_prompt(self, part: PromptPart, scores: Scores) -> tuple[int, Logprobs] | None:
         request = part.request
         if self._running.get(request.slot) is not request or part.start > request.told:
@@ -590,9 +653,10 @@ class Scheduler:
         self._rows.scored[request.slot] = request.told < request.prompt_len
         return request.frontend, scores.message([], request.handle, part.start)
 
-    def _observe(self, rows: np.ndarray) -> None:
+    def _observe(self, rows: np.ndarray, num_requests: int) -> None:
+        """Tokens came for `rows`; those that came together share the time that they took."""
         now, num_firsts = self._clock(), int(self._rows.silent[rows].sum())
-        gap = None if self._last_update is None else now - self._last_update
+        gap = None if self._last_update is None else (now - self._last_update) * num_requests / max(1, len(rows))
         if gap is not None and num_firsts < len(rows):
             self.between_tokens.add(gap)
         self.meter.brought(len(rows), num_firsts, gap)

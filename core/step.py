@@ -39,8 +39,19 @@ class Step(NamedTuple):
     solo: bool  # the one row is of a suspect
     before: dict[int, np.ndarray]  # int32, by slot: prompt and output so far, of requests that sample and look back
     scored: list[PromptPart]
+    guessed: np.ndarray  # int64 [rows]: so many of the row's last tokens are guesses; each brings a token more
     copies: Copies = NO_COPIES  # between pool and host, before anything is computed
 
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.size)
+
+    def choices(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each token that the step chooses, in the order of their positions: the row it is for, and how many tokens
+        before the end of that row its logits stand (both int64)."""
+        rows = np.flatnonzero(self.samples)
+        if not self.guessed.any():
+            return rows, np.zeros_like(rows)
+        each = self.guessed[rows] + 1
+        ends = np.cumsum(each)
+        return np.repeat(rows, each), np.repeat(ends, each) - 1 - np.arange(int(ends[-1]))

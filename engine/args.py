@@ -122,6 +122,8 @@ class EngineArgs:
         """
         values = {name: typed(info, getattr(self, name)) for name, info in FIELDS.items()}
         _check_ranges(values)
+        if values["speculative_config"] is not None:
+            values["speculative_config"] = _checked_speculation(values["speculative_config"])
         values["model"] = _located("model", values["model"] or str(MODEL_PATH))
         if values["tokenizer"] is not None:
             values["tokenizer"] = _located("tokenizer", values["tokenizer"])
@@ -235,6 +237,7 @@ _AT_LEAST = {
     "max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
     "tensor_parallel_size pipeline_parallel_size data_parallel_size",
 }
+MOST_GUESSES = 16  # num_speculative_tokens
 _SO_FAR = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
@@ -282,6 +285,25 @@ def _check_ranges(values: dict[str, Any]) -> None:
             f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill "
             "a prompt must fit in one step"
         )
+
+
+def _checked_speculation(given: SpeculativeConfig) -> SpeculativeConfig:
+    """With the method it names or implies."""
+    most, shortest, longest = given.num_speculative_tokens, given.prompt_lookup_min, given.prompt_lookup_max
+    if not 1 <= most <= MOST_GUESSES:
+        raise InvalidArgumentError(f"num_speculative_tokens is {most}; it must be in 1 to {MOST_GUESSES}")
+    if not 1 <= shortest <= longest:
+        raise InvalidArgumentError(
+            f"prompt_lookup_min is {shortest} and prompt_lookup_max {longest}; both must be at least 1, in that order"
+        )
+    if given.method == "ngram":
+        if given.model is not None:
+            raise InvalidArgumentError(f"speculative_config names the model {given.model!r}; method 'ngram' uses none")
+        return given
+    if given.model is None:
+        raise InvalidArgumentError("speculative_config names no draft model: give `model`, or the method 'ngram'")
+    model = _located("the model of speculative_config", given.model)
+    return msgspec.structs.replace(given, method="draft_model", model=model)
 
 
 def _located(field: str, name: str) -> str:

@@ -46,6 +46,8 @@ COUNTERS = {
     "generation_tokens": "Tokens chosen.",
     "request_success": "Requests that have ended, by finish reason.",
     "requests_recovered": "Requests gone on with that an earlier core or connection began.",
+    "spec_decode_num_draft_tokens": "Tokens guessed, and checked by the model.",
+    "spec_decode_num_accepted_tokens": "Of these, right ones.",
     "requests_quarantined": "Requests that are refused, for cores died of them.",
     "malformed_frames": "Frames from frontends that were dropped.",
     "core_restarts": "Restarts of the core; told by a daemon.",
@@ -113,6 +115,8 @@ def metrics_of(stats: Stats, measured: Measured, model: str | None, restarts: in
         counter("num_preemptions", stats.num_preemptions),
         counter("prompt_tokens", measured.prompt_tokens),
         counter("generation_tokens", measured.generation_tokens),
+        counter("spec_decode_num_draft_tokens", stats.draft_tokens),
+        counter("spec_decode_num_accepted_tokens", stats.accepted_tokens),
         counter("requests_recovered", stats.requests_recovered),
         counter("requests_quarantined", stats.requests_quarantined),
         counter("malformed_frames", stats.malformed_frames),
@@ -275,6 +279,8 @@ class StatLoggerManager:
         iteration, tokens = self._iteration, len(outputs.handles)
         firsts = min(tokens, len(outputs.started))
         gap = None if self._last_tokens is None else now - self._last_tokens
+        if gap is not None and tokens:  # those of one request that came together share the time
+            gap *= len(set(outputs.handles)) / tokens
         if tokens:
             self.meter.stepped(tokens + iteration.num_prompt_tokens)
             self.meter.brought(tokens, firsts, gap)

@@ -7,6 +7,7 @@ a block is freed too early, shared wrongly or listed in the wrong place, the out
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from mainspring.core.kv_cache import KVCacheManager
 from mainspring.core.kv_layout import KVGroup
 from mainspring.core.request import Request
 from mainspring.core.scheduler import PauseMode, Scheduler
+from mainspring.core.speculation import Speculation
 from mainspring.core.step import IN_FLIGHT, Step
 from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
 from mainspring.ipc.errors import OutOfMemoryError
@@ -114,8 +116,12 @@ class StandInModel:
         self._check_reuse(step.id, rows)
         for slot, start, tokens in rows:
             self._write(slot, start, tokens)
+        which, back = step.choices()
         return np.array(
-            [self._sample(slot, start, len(tokens)) for (slot, start, tokens), s in zip(rows, step.samples) if s],  # noqa: B905
+            [
+                self._sample(slot, start, len(tokens) - before)
+                for (slot, start, tokens), before in zip([rows[row] for row in which], back.tolist(), strict=True)
+            ],
             np.int64,
         )
 
@@ -139,7 +145,7 @@ class StandInModel:
         end = start + count
         seen = []
         for group, window in enumerate(self._windows):
-            positions = np.arange(self._first_seen(window, start), end)  # all that any query of this row sees
+            positions = np.arange(self._first_seen(window, start), end)  # all that the queries up to this one see
             blocks = self._tables[group, slot, positions // self._size]
             read = self._positions[group, blocks, positions % self._size]
             assert (read == positions).all(), f"group {group} reads positions {read} for {positions}"
@@ -190,6 +196,8 @@ class Engine:
         suspects: how many requests may be added as suspects.
         accused_at: output position of the token that they have to get past.
         host_blocks: in host memory.
+        guesses: most at once of a request, if any.
+        guessed_right: how often one of them is right.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -206,6 +214,8 @@ class Engine:
         suspects: int = 0,
         accused_at: int = 0,
         host_blocks: int = 0,
+        guesses: int = 0,
+        guessed_right: float = 0.7,
         **limits: Any,
     ) -> None:
         limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
@@ -227,8 +237,10 @@ class Engine:
             clock=lambda: self.now,
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
+            speculation=Speculation(guesses, self._guess) if guesses else None,
         )
         seats = limits["max_num_seqs"]
+        self._guessed_right, self._luck = guessed_right, random.Random(1)
         self.model = StandInModel(windows, block_size, num_blocks + 1, seats, max_model_len, host_blocks)
         for frontend, weight in enumerate(weights):
             self.scheduler.fair.register(frontend, weight)
@@ -243,6 +255,15 @@ class Engine:
         self.started: dict[Key, Started] = {}
         self.finished: dict[Key, Finished] = {}
         self.steps: list[Sent] = []
+
+    def _guess(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        """Right ones now and then, of any number."""
+        known = tokens.tolist()
+        assert -1 not in known, "it is asked for a guess where not all tokens are known"
+        for _ in range(self._luck.choice([count, count, self._luck.randint(0, count)])):
+            right = next_token([known if w is None else known[max(0, len(known) - w) :] for w in self.windows])
+            known.append(right if self._luck.random() < self._guessed_right else self._luck.randrange(VOCAB))
+        return np.array(known[len(tokens) :], np.int32)
 
     # ------------------------------------------------------------------ what frontends do
 

@@ -86,6 +86,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "guesses": draw(st.sampled_from([0, 1, 4, 7])),
+        "guessed_right": draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
     }
     lack = st.lists(st.sampled_from([False, False, True]), max_size=12)
     return Schedule(
@@ -221,6 +223,8 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
             chunked_prefills=stats.chunked_prefills,
             mixed_steps=stats.mixed_steps,
             out_of_memory=engine.num_lacking,
+            accepted=stats.accepted_tokens,
+            rejected=stats.draft_tokens - stats.accepted_tokens,
             cleared_suspects=24 - len(engine.suspects),
         )
 
