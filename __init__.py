@@ -19,6 +19,7 @@ _MODULES = {
     "engine.metrics": "StatLoggerBase",
     "engine.outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput Logprob RequestMetrics RequestOutput",
     "engine.prompts": "EmbedsPrompt TextPrompt TokensPrompt",
+    "ipc.adapters": "LoRARequest PromptAdapterRequest",
     "ipc.config": (
         "CacheConfig DeviceConfig EngineConfig LoadConfig ModelConfig ObservabilityConfig ParallelConfig "
         "SchedulerConfig ServiceConfig"

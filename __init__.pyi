@@ -17,6 +17,8 @@ from .engine.outputs import RequestOutput as RequestOutput
 from .engine.prompts import EmbedsPrompt as EmbedsPrompt
 from .engine.prompts import TextPrompt as TextPrompt
 from .engine.prompts import TokensPrompt as TokensPrompt
+from .ipc.adapters import LoRARequest as LoRARequest
+from .ipc.adapters import PromptAdapterRequest as PromptAdapterRequest
 from .ipc.config import CacheConfig as CacheConfig
 from .ipc.config import DeviceConfig as DeviceConfig
 from .ipc.config import EngineConfig as EngineConfig

@@ -104,7 +104,12 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     if launch.paused:
         core.call("pause_generation", encode_value(["keep", False]))
     core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
-    core.on_paused = lambda paused: write_message(launch.report_fd, DesiredState(paused))
+    core.adapters.restore(launch.adapters)
+
+    def tell(*_: bool) -> None:
+        write_message(launch.report_fd, DesiredState(core.paused, core.adapters.held()))
+
+    core.on_paused = core.adapters.on_held = tell
     server.announce(Ready(launch.instance_id, launch.epoch, core.model, msgspec.json.encode(core.config)))
     loop = ServeLoop(core, server, journal, status)
     if launch.drain_timeout:

@@ -7,19 +7,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import OutOfMemoryError
+from ..ipc.errors import NotSupportedError, OutOfMemoryError
 from ..ipc.messages import ModelFacts
+from ..kernels.interface import Backend
+from .adapter_files import LoRALimits
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
 from .memory import count_blocks
 from .model.loader import load_model
+from .model.lora import AdaptedBackend
 from .model.paged_model import PagedModel
 from .model.quantized import BITS
 from .model.whole import make_whole
@@ -34,6 +37,7 @@ class Executor(Protocol):
     num_blocks: int
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
+    lora_limits: LoRALimits | None  # where requests may have LoRA adapters
     decisions: dict[str, Any]  # what a restart need not find out again
     asynchronous: bool  # whether the host has time to spare while a step runs
 
@@ -72,6 +76,10 @@ class UniprocExecutor:
             wait_for_memory(device, decisions["device_bytes"])
         free = free_bytes(device)
         backend = choose_backend(options, device)
+        loras = None
+        if config.lora_config.enable_lora:
+            loras = AdaptedBackend(backend, scheduler.max_num_seqs, config.lora_config.max_loras)
+            backend = cast(Backend, loras)
         self.model = model = load_model(
             config.model_config,
             config.load_config,
@@ -82,7 +90,10 @@ class UniprocExecutor:
             lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
         )
         self._fingerprint = _fingerprint(model)
-        make_whole(model, backend, BITS.get(config.model_config.quantization or ""), model.quantized)
+        bits = BITS.get(config.model_config.quantization or "")
+        self.lora_limits = None if loras is None else _lora_limits(config, model, loras, bits)
+        if loras is None:
+            make_whole(model, backend, bits, model.quantized)
         model.quantized = None
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
         self.layout = plan_layout(
@@ -145,6 +156,15 @@ class UniprocExecutor:
 
     def logprobs(self, sampled: Sampled) -> tuple[list[Scores], list[Scores]]:
         return [one.wait() for one in sampled.logprobs], [one.wait() for one in sampled.prompt_logprobs]
+
+
+def _lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend, bits: int | None) -> LoRALimits:
+    if bits is not None or model.quantized is not None:
+        raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
+    places = loras.attach(model)
+    model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
+    saved = 2 * 4 * model.hidden_size * model.vocab_size  # output layer and embedding
+    return LoRALimits(places, config.lora_config.max_lora_rank, model.parameters, saved)
 
 
 @contextmanager

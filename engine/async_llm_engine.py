@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import msgspec
 
+from ..ipc.adapters import LoRARequest
 from ..ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ..ipc.errors import EngineDeadError, InvalidArgumentError, NotSupportedError, WrongEventLoopError, suggests_names
 from ..ipc.messages import Stats
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Device, Frontend, ModelFiles, UsageContext
+from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
 from .metrics import StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -133,7 +134,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         request_id: str | None = None,
         *positional: Any,
         prompt_text: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -160,7 +161,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         prompt: Prompt | EngineCoreRequest | None = None,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -304,6 +305,29 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """As `LLMEngine.reset_prefix_cache`."""
         self._enter()
         return bool(await self.engine_core.call("reset_prefix_cache", reset_running_requests is True))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`."""
+        self._enter()
+        adapter = self._lora(lora_request)
+        while await self.engine_core.call("add_lora", adapter) is None:
+            await asyncio.sleep(LOADING_SECONDS)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.remove_lora`."""
+        self._enter()
+        return bool(await self.engine_core.call("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """As `LLMEngine.list_loras`."""
+        self._enter()
+        return set(await self.engine_core.call("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.pin_lora`."""
+        self._enter()
+        return bool(await self.engine_core.call("pin_lora", lora_id))
 
     async def do_log_stats(self) -> None:
         """Let the stat loggers speak now, also while nothing is in flight.

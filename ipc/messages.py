@@ -326,10 +326,19 @@ class StartReport(msgspec.Struct, array_like=True, frozen=True):
     decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing: as well
 
 
+class HeldAdapter(msgspec.Struct, array_like=True, frozen=True):
+    """A LoRA adapter that a frontend asked a core to keep."""
+
+    owner: bytes  # the frontend's session
+    adapter: Adapter
+    pinned: bool = False
+
+
 class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     """A core's further lines to its supervisor: what users have set, for the next core to begin with."""
 
     paused: bool = False
+    adapters: list[HeldAdapter] = []
 
 
 # The kind byte in a header. Numbers are never reused.

@@ -186,6 +186,7 @@ class Supervisor:
                 self._state.paused,
                 self.restarts,
                 self.last_crash,
+                self._state.adapters,
             )
             process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mainspring.core"],

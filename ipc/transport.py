@@ -20,6 +20,7 @@ import zmq
 
 from .config import EngineConfig
 from .errors import AddressInUseError, InvalidArgumentError
+from .messages import HeldAdapter
 
 MAX_PATH_BYTES = 107  # of a Unix socket, by the kernel
 MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of whoever sends more
@@ -57,6 +58,7 @@ class CoreLaunch(msgspec.Struct):
     paused: bool = False
     restarts: int = 0
     last_crash: str = ""
+    adapters: list[HeldAdapter] = []  # that users asked for
 
 
 def make_runtime_dir() -> str:
