@@ -194,6 +194,8 @@ class Adapters:
         for (name, _), bound in self._bound.items():
             if name == owner:
                 bound.gone = gone
+        if gone:
+            self._adding = {key: state for key, state in self._adding.items() if key[0] != owner}
 
     # ------------------------------------------------------------------ what frontends call
 
@@ -225,9 +227,10 @@ class Adapters:
         try:
             if not self._keep(owner, adapter, done.result())[1]:
                 raise OverloadedError(f"all adapters in memory are in use; max_cpu_loras is {self._kept}: try again")
-            del self._adding[owner, adapter]
+            self._adding.pop((owner, adapter), None)
         except Exception as error:
-            self._adding[owner, adapter] = error
+            if (owner, adapter) in self._adding:
+                self._adding[owner, adapter] = error
 
     def remove(self, owner: bytes, number: Any) -> bool:
         """Forget what a number stands for; what runs with it goes on. False: nothing."""

@@ -129,10 +129,10 @@ class InputProcessor:
                 self._adapters.enable_prompt_adapter,
             ),
         ):
-            if value is not None and not isinstance(value, kind):
-                raise InvalidRequestError(f"{name} is {value!r:.80}; it must be a {kind.__name__}")
             if value is not None and not enabled:
                 raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequestError(f"{name} is {value!r:.80}; it must be a {kind.__name__}")
 
     def _check_choices(self, params: SamplingParams) -> None:
         most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
