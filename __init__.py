@@ -19,6 +19,7 @@ _MODULES = {
     "engine.metrics": "StatLoggerBase",
     "engine.outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput Logprob RequestMetrics RequestOutput",
     "engine.prompts": "EmbedsPrompt ExplicitEncoderDecoderPrompt TextPrompt TokensPrompt",
+    "ipc.adapters": "LoRARequest PromptAdapterRequest",
     "ipc.config": (
         "CacheConfig DecodingConfig DeviceConfig EngineConfig LoRAConfig LoadConfig ModelConfig ObservabilityConfig "
         "ParallelConfig SchedulerConfig ServiceConfig SpeculativeConfig StructuredOutputsConfig"

@@ -18,6 +18,8 @@ from .engine.prompts import EmbedsPrompt as EmbedsPrompt
 from .engine.prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt
 from .engine.prompts import TextPrompt as TextPrompt
 from .engine.prompts import TokensPrompt as TokensPrompt
+from .ipc.adapters import LoRARequest as LoRARequest
+from .ipc.adapters import PromptAdapterRequest as PromptAdapterRequest
 from .ipc.config import CacheConfig as CacheConfig
 from .ipc.config import DecodingConfig as DecodingConfig
 from .ipc.config import DeviceConfig as DeviceConfig

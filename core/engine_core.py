@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, get_args
@@ -33,6 +33,7 @@ from ..ipc.params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
 from ..ipc.structured import MAX_SPEC_BYTES, Kind
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
+from .adapters import Adapters
 from .executor import Executor, UniprocExecutor
 from .kv_cache import KVCacheManager
 from .lifecycle import Lifecycle, part_of
@@ -62,6 +63,7 @@ class _Connection(NamedTuple):
     session: bytes
     admin: bool
     salt: bytes  # of its prefix cache
+    owner: bytes  # whose numbers of adapters are its own
 
 
 class EngineCore:
@@ -129,8 +131,11 @@ class EngineCore:
         overlap = config.scheduler_config.async_scheduling
         self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
         self._in_flight: deque[tuple[Step, Any]] = deque()
-        self._compiling = 0  # requests that wait for their grammar
-        self._compiled: SimpleQueue[tuple[Request, Future[Grammar]]] = SimpleQueue()
+        self._compiling = 0  # grammars, and adapters that are read
+        self._compiled: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what to do with those that are ready
+        loras = self.executor.lora_limits if config.lora_config.enable_lora else None
+        self.adapters = Adapters(config.lora_config, loras, facts.hidden_size, self.scheduler, self._later)
+        self.adapters.on_held = self._tell_state
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._profiler = Profiler()
         self.lifecycle = Lifecycle(
@@ -138,7 +143,7 @@ class EngineCore:
             self.executor,
             facts,
             lambda: bool(self._in_flight) or self._failed is not None,
-            lambda state: self.on_state(state),
+            self._tell_state,
             lambda model: self.on_model(model),
         )
         self.worker = make_worker(self.executor, config.parallel_config.worker_extension_cls)
@@ -159,6 +164,12 @@ class EngineCore:
             "start_profile": self._profiler.start,
             "stop_profile": self._profiler.stop,
         }
+        self._methods_of_owner: dict[str, Callable[..., Any]] = {
+            "add_lora": self._add_lora,
+            "remove_lora": self.adapters.remove,
+            "list_loras": self.adapters.numbers,
+            "pin_lora": self.adapters.pin,
+        }
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
         )
@@ -176,13 +187,16 @@ class EngineCore:
             admin: whether it may change the engine for everyone.
         """
         salt = blake2b(session, digest_size=16).digest() if self.config.service_config.salt_per_frontend else b""
-        self._connections[frontend] = _Connection(name, session, admin, salt)
+        owner = session or b"frontend %d" % frontend
+        self._connections[frontend] = _Connection(name, session, admin, salt, owner)
+        self.adapters.set_gone(owner, False)
         self.scheduler.fair.register(frontend, weight)
 
     def disconnect(self, frontend: int) -> None:
         """Abort whatever the frontend has left."""
-        if self._connections.pop(frontend, None):
+        if connection := self._connections.pop(frontend, None):
             self.lifecycle.forget(frontend)
+            self.adapters.set_gone(connection.owner, True)
             self.scheduler.remove_frontend(frontend)
             for call in self._calls.pop(frontend, ()):
                 call.cancel()
@@ -221,15 +235,33 @@ class EngineCore:
                 message, frontend, arrival, self.executor.max_model_len, embeds, key, connection.salt, processors
             )
             limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
-            grammar = self._grammars.submit(*message.sampling.grammar) if message.sampling.grammar else None
+            waits = self.adapters.prepare(request, message, connection.owner)
+            if message.sampling.grammar:
+                waits.append((self._grammars.submit(*message.sampling.grammar), partial(_follow, request)))
         except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
         self.meter.requests_recovered += bool(message.output_token_ids)
-        self.scheduler.add(request, ready=grammar is None)
-        if grammar is not None:
-            self._compiling += 1
-            grammar.add_done_callback(lambda done: self._compiled.put((request, done)))
+        self.scheduler.add(request, ready=not waits)
+        request.pending = len(waits)
+        for future, take in waits:
+            self._later(future, partial(self._give, request, take))
+
+    def _later(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        """Call `then` at the beginning of a step, once the future is done."""
+        self._compiling += 1
+        future.add_done_callback(lambda done: self._compiled.put(partial(then, done)))
+
+    def _give(self, request: Request, take: Callable[[Any], None], done: Future[Any]) -> None:
+        """Something that a request waited for is there."""
+        request.pending -= 1
+        try:
+            take(done.result())
+        except BaseException as error:
+            self.scheduler.fail(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
+            return
+        if not request.pending:
+            self.scheduler.queue(request)
 
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
         self.scheduler.abort(frontend, handles)
@@ -244,10 +276,12 @@ class EngineCore:
             NotPermittedError: the method changes the engine for everyone, and the frontend may not.
             MainspringError: no such method, or what it raised.
         """
-        function = self._methods.get(method)
+        function, connection = self._methods.get(method), self._connections.get(frontend)
+        if method in self._methods_of_owner and connection is not None:
+            function = partial(self._methods_of_owner[method], connection.owner)
         if function is None:
-            raise NotSupportedError(f"the core has no method {method!r:.80}; it has {', '.join(sorted(self._methods))}")
-        connection = self._connections.get(frontend)
+            known = ", ".join(sorted({*self._methods, *self._methods_of_owner}))
+            raise NotSupportedError(f"the core has no method {method!r:.80}; it has {known}")
         if method in ADMIN_METHODS and connection is not None and not connection.admin:
             raise NotPermittedError(
                 f"{method} changes the engine for everyone: connect to the daemon's admin address, or have this "
@@ -278,6 +312,10 @@ class EngineCore:
     def restore(self, state: DesiredState) -> None:
         """Be as users have set the core before to be."""
         self.lifecycle.restore(state)
+        self.adapters.restore(state.adapters)
+
+    def _tell_state(self) -> None:
+        self.on_state(msgspec.structs.replace(self.lifecycle.state, adapters=self.adapters.held()))
 
     def _update_weights(self, frontend: int, arrays: Sequence[np.ndarray], *args: Any) -> None:
         try:
@@ -391,19 +429,20 @@ class EngineCore:
         return outputs
 
     def _take_compiled(self) -> None:
-        """Queue the requests whose grammars are ready. With nothing else to do, wait a moment for one."""
+        """Queue the requests whose grammars and adapters are ready. With nothing else to do, wait a moment for one."""
         busy = bool(self.scheduler.has_work or self._in_flight)
         while True:
             try:
-                request, future = self._compiled.get(not busy, COMPILING_SECONDS)
+                take = self._compiled.get(not busy, COMPILING_SECONDS)
             except Empty:
                 return
             self._compiling, busy = self._compiling - 1, True
-            if (error := future.exception()) is not None:
-                self.scheduler.fail(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
-            else:
-                request.follower = Follower(future.result().matcher())
-                self.scheduler.queue(request)
+            take()
+
+    def _add_lora(self, owner: bytes, adapter: Any) -> bool | None:
+        if self._compiling:  # in a process without a loop, only those who ask move it on
+            self._take_compiled()
+        return self.adapters.add(owner, adapter)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -419,8 +458,18 @@ class EngineCore:
         ids, sampling, limit = message.prompt_token_ids, message.sampling, self.executor.max_model_len
         if not ids:
             raise InvalidRequestError("the prompt is empty")
-        if len(ids) + len(message.output_token_ids) >= limit:
-            raise InvalidRequestError(f"the prompt has {len(ids)} tokens; max_model_len is {limit}, output included")
+        num_virtual = 0
+        if message.prompt_adapter is not None:
+            self.adapters.check_prompt_adapter(message.prompt_adapter)
+            num_virtual = message.prompt_adapter.num_virtual_tokens
+            if embeds is not None or not self.executor.accepts_embeddings:
+                whose = "a prompt that is embeddings" if embeds is not None else "this model"
+                raise NotSupportedError(f"a prompt adapter can't be used with {whose}")
+        if num_virtual + len(ids) + len(message.output_token_ids) >= limit:
+            virtual = f" and {num_virtual} virtual ones before them" if num_virtual else ""
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens{virtual}; max_model_len is {limit}, output included"
+            )
         for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
             given, most = len(getattr(sampling, name)), MAX_BAD_WORDS if name == "bad_words" else self.model.vocab_size
             if given > most:
@@ -478,6 +527,10 @@ class EngineCore:
             raise InvalidRequestError(
                 f"prompt_embeds has shape {list(embeds.shape)}; it must be [{len(ids)}, {self.model.hidden_size}]"
             )
+
+
+def _follow(request: Request, grammar: Grammar) -> None:
+    request.follower = Follower(grammar.matcher())
 
 
 def _filled_in(config: EngineConfig, executor: Executor) -> EngineConfig:

@@ -8,16 +8,18 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidRequestError, OutOfMemoryError
+from ..ipc.errors import InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ..ipc.messages import ModelFacts
 from ..kernels import host_memory
+from ..kernels.interface import Backend
+from .adapter_files import LoRALimits
 from .draft import Drafter, load_draft
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .host_cache import count_slots, offloading_bytes, refuse_weight_offloading
@@ -25,6 +27,7 @@ from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
 from .memory import count_blocks, free_host_bytes
 from .model.loader import load_model
+from .model.lora import AdaptedBackend
 from .model.paged_model import PagedModel
 from .model.quantized import BITS
 from .model.whole import make_whole
@@ -40,6 +43,7 @@ class Executor(Protocol):
     num_host_blocks: int
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
+    lora_limits: LoRALimits | None  # where requests may have LoRA adapters
     decisions: dict[str, Any]  # what a restart need not find out again
     asynchronous: bool  # whether the host has time to spare while a step runs
 
@@ -97,8 +101,14 @@ class UniprocExecutor:
         if decisions is not None:
             wait_for_memory(device, decisions["device_bytes"])
         self._free_at_first = free_bytes(device)
-        self._backend = backend = choose_backend(config.device_config, device)
+        self._backend = choose_backend(config.device_config, device)
+        self._loras: AdaptedBackend | None = None
+        if config.lora_config.enable_lora:
+            self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
+            self._backend = cast(Backend, self._loras)
+        backend = self._backend
         model = self._load(None if decisions is None else decisions["fusing"])
+        self.lora_limits = None if self._loras is None else _lora_limits(config, model, self._loras)
         self._explained = model.explain()
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
         self.layout = plan_layout(
@@ -120,7 +130,8 @@ class UniprocExecutor:
             self._fingerprint,
         )
         self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
-        self._model: PagedModel | None = model
+        self._model = model
+        self._dropped = False  # its weights
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and what they are
         self._runner: ModelRunner | None = None
         self._drafter: Drafter | None = None
@@ -141,7 +152,8 @@ class UniprocExecutor:
         )
         self._fingerprint = _fingerprint(model)
         bits = BITS.get(config.model_config.quantization or "")
-        make_whole(model, backend, bits, model.quantized)
+        if self._loras is None:
+            make_whole(model, backend, bits, model.quantized)
         model.is_quantized, model.quantized = bits is not None or model.quantized is not None, None
         return model
 
@@ -163,7 +175,7 @@ class UniprocExecutor:
     @property
     def model(self) -> PagedModel:
         """Raises `InvalidRequestError` while its weights are not there."""
-        if self._model is None or self._on_host:
+        if self._dropped or self._on_host:
             raise InvalidRequestError("the weights sleep: call wake_up first")
         return self._model
 
@@ -173,32 +185,36 @@ class UniprocExecutor:
         return self._runner
 
     def sleep(self, level: int) -> None:
-        models = [one for one in (self._model, self._draft and self._draft.model) if one is not None]
         if self._runner is not None:
             for runner in (self._runner, *([self._drafter.runner] if self._drafter else [])):
                 host_memory.give_back(runner.pool)
                 runner.model.unbind()
             self._runner = self._drafter = None
-        if level == 2:
-            for one in models:
-                if one.whole is not None:
-                    one.whole.decoder.give_back()
-            self._model, self._draft, self._on_host = None, None, []
-        elif self._device.type == "cuda" and not self._on_host:
-            tensors = [tensor for one in models for tensor in (*one.model.parameters(), *one.model.buffers())]
-            self._on_host = [(tensor, tensor.data.to("cpu").pin_memory()) for tensor in tensors]
-            for tensor, _ in self._on_host:
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        del models
+        models = [self._model, *([self._draft.model] if self._draft else [])]
+        if level == 2 and not self._dropped:
+            self._dropped, self._on_host = True, []
+            for model in models:
+                if model.whole is not None:
+                    model.whole.decoder.give_back()
+                _empty(_tensors(model))
+        elif self._device.type == "cuda" and not (self._on_host or self._dropped):
+            self._on_host = [(x, x.data.to("cpu").pin_memory()) for model in models for x in _tensors(model)]
+            _empty([tensor for tensor, _ in self._on_host])
         gc.collect()
         host_memory.trim()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
-        if weights and self._model is None:
-            self._model = self._load(self.decisions["fusing"])
+        if weights and self._dropped:
+            model = self._load(self.decisions["fusing"])
+            if model.whole is not None:
+                self._model = model
+            else:  # others know its tensors by their identity
+                for tensor, loaded in zip(_tensors(self._model), _tensors(model), strict=True):
+                    tensor.data = loaded.data
             self._draft = load_draft(self._config, self._model, self.layout)
+            self._dropped = False
         if weights:
             for tensor, held in self._on_host:
                 tensor.data = held.to(self._device)
@@ -257,6 +273,24 @@ class UniprocExecutor:
 
     def logprobs(self, sampled: Sampled) -> tuple[list[Scores], list[Scores]]:
         return [one.wait() for one in sampled.logprobs], [one.wait() for one in sampled.prompt_logprobs]
+
+
+def _tensors(model: PagedModel) -> list[torch.Tensor]:
+    return [*model.model.parameters(), *model.model.buffers()]
+
+
+def _empty(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend) -> LoRALimits:
+    if model.is_quantized:
+        raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
+    places = loras.attach(model)
+    model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
+    saved = 2 * 4 * model.hidden_size * model.vocab_size  # output layer and embedding
+    return LoRALimits(places, config.lora_config.max_lora_rank, model.parameters, saved)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class Lifecycle:
         executor: Executor,
         model: ModelFacts,
         busy: Callable[[], bool],
-        on_state: Callable[[DesiredState], None],
+        on_state: Callable[[], None],
         on_model: Callable[[ModelFacts], None],
     ) -> None:
         self._scheduler, self._executor, self._busy = scheduler, executor, busy
@@ -268,7 +268,7 @@ class Lifecycle:
     def _set(self, **changes: object) -> None:
         self.state = msgspec.structs.replace(self.state, **changes)
         self._settle()
-        self._on_state(self.state)
+        self._on_state()
 
     def _settle(self) -> None:
         """Let the scheduler stand still, or not."""

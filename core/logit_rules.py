@@ -100,9 +100,10 @@ class LogitRules:
                 sampling.frequency_penalty,
                 sampling.presence_penalty,
             )
-            prompt, output = np.split(request.tokens.astype(np.int64), [request.prompt_len])
+            first, last = request.num_virtual, request.prompt_len
+            _, prompt, output = np.split(request.tokens.astype(np.int64), [first, last])
             seen = self._in_prompt.give(slot)
-            if request.embeds is None:
+            if request.embeds is None or first:
                 seen[self._bring(prompt)] = True
             counts, tokens = self._counts.give(slot), self._bring(output)
             counts.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
@@ -213,7 +214,8 @@ def _processed(
 ) -> torch.Tensor:
     """What the user's functions make of one row. Each is called with the output so far (where it takes three arguments,
     with the prompt before that) and the logits, and returns logits."""
-    prompt, output = tokens[: request.prompt_len].tolist(), tokens[request.prompt_len :].tolist()
+    first, last = request.num_virtual, request.prompt_len
+    prompt, output = tokens[first:last].tolist(), tokens[last:].tolist()
     changed = logits.clone()
     try:
         for process, takes_prompt in processors:

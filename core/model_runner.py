@@ -18,6 +18,7 @@ from .kv_layout import KVLayout
 from .logit_rules import Before
 from .logprobs import Scoring, score
 from .model.attention import StepAttention
+from .model.lora import AdaptedBackend
 from .model.paged_model import PagedModel
 from .request import Request
 from .sampler import Sampler
@@ -92,6 +93,7 @@ class ModelRunner:
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls], backend)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
+        self._adapted = backend if isinstance(backend, AdaptedBackend) else None
         self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, max(max_num_seqs, MOST_ROWS))
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
@@ -247,7 +249,8 @@ class ModelRunner:
     def _graph_size(self, step: Rows) -> int | None:
         """The smallest graph that this step fits in."""
         num = len(step.slots)
-        if self._embeds or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
+        adapted = self._adapted is not None and self._adapted.begin(step.slots, step.counts, step.wanted)
+        if adapted or self._embeds or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
             return None
         if int(step.starts.max()) >= self._graph_max_len:
             return None
@@ -264,6 +267,8 @@ class ModelRunner:
 
     def _admit(self, request: Request) -> None:
         self._sampler.admit(request)
+        if self._adapted is not None:
+            self._adapted.admit(request.slot, request.lora_place, request.lora_weights)
         self._embeds.pop(request.slot, None)
         if request.embeds is not None:
             embeds = torch.from_numpy(request.embeds.copy())

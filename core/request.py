@@ -11,6 +11,8 @@ import numpy as np
 from ..ipc.messages import AddRequest, Sampling
 
 if TYPE_CHECKING:
+    from .loras import LoRAName
+    from .model.lora import LoRA
     from .structured import Follower
 
 
@@ -39,10 +41,16 @@ class Request:
         "handle",
         "hold",
         "key",
+        "lora",
+        "lora_name",
+        "lora_place",
+        "lora_weights",
         "max_len",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_preemptions",
+        "num_virtual",
+        "pending",
         "priority",
         "processors",
         "prompt_len",
@@ -78,18 +86,26 @@ class Request:
         self.arrival = arrival
         self.admitted_at: float | None = None  # first time
         self.first_token_at: float | None = None  # if this core computed it
-        self.prompt_len = len(message.prompt_token_ids)
+        adapter = message.prompt_adapter
+        self.num_virtual = 0 if adapter is None else adapter.num_virtual_tokens  # tokens before the prompt's own
+        self.prompt_len = self.num_virtual + len(message.prompt_token_ids)
         self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)  # tokens it may come to
-        self.tokens = np.array(message.prompt_token_ids + message.output_token_ids, dtype=np.int32)
+        tokens = [0] * self.num_virtual + message.prompt_token_ids + message.output_token_ids
+        self.tokens = np.array(tokens, dtype=np.int32)
         self.stop_tokens = frozenset(message.sampling.stop_token_ids)
-        self.embeds = embeds  # [prompt_len, hidden], uint16 for bfloat16
+        self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
         self.processors = processors
         self.follower: Follower | None = None  # of its grammar, once that is compiled
         self.failure: Exception | None = None  # why no token could be chosen for it
         self.complete = False  # its grammar allows no further token
         # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
         wanted = message.sampling.prompt_logprobs >= 0 and not message.output_token_ids
-        self.told = 1 if wanted else self.prompt_len
+        self.told = self.num_virtual + 1 if wanted else self.prompt_len
+        self.pending = 0  # what it waits for before it is queued
+        self.lora_name = "" if message.lora is None else message.lora.name
+        self.lora: LoRAName | None = None  # once it is known
+        self.lora_place = 0  # while it runs with an adapter, see loras.py
+        self.lora_weights: LoRA | None = None
         self.slot = -1  # while running
         self.seq = 0  # order of arrival, given when it is queued
         self.started = bool(message.output_token_ids)  # a token of it was sent
@@ -107,6 +123,16 @@ class Request:
         if embeds is not None:
             content = np.ascontiguousarray(embeds).tobytes()
             self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"embeds").digest()
+
+    def use_lora(self, lora: LoRAName) -> None:
+        """Run with an adapter; said before it is queued, as `use_virtual_tokens`."""
+        self.lora = lora
+        self.root = hashlib.blake2b(self.root + lora.digest, digest_size=16, person=b"lora").digest()
+
+    def use_virtual_tokens(self, embeds: np.ndarray, digest: bytes) -> None:
+        """Embeddings fp32 ``[num_virtual, hidden]`` of the tokens before the prompt's own."""
+        self.embeds = embeds
+        self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=b"virtual").digest()
 
     @property
     def is_penalised(self) -> bool:

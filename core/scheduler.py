@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -24,6 +25,7 @@ from .fair_share import FairShare, Frontend
 from .kv_cache import KVCacheManager
 from .latency import Latest
 from .logprobs import Scores
+from .loras import LoRAs
 from .metrics import CoreMeter
 from .outbox import Outbox
 from .preemption import Preemption
@@ -68,6 +70,7 @@ class Scheduler:
         self.sleep_level = 0  # for statistics
         self.first_token, self.between_tokens = Latest(), Latest()
         self.meter = CoreMeter()
+        self.loras: LoRAs | None = None  # if requests may have adapters
         self._full_budget = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
         self._full_chunk = (config.long_prefill_token_threshold if self._chunked else 0) or self._full_budget
@@ -106,14 +109,20 @@ class Scheduler:
         """Queue a request, or only count it, if it is not `ready`; then it is told apart by `queue` or `fail`."""
         self._stalled = False
         self.fair.add(request)
+        if self.loras is not None and request.lora_name:
+            self.loras.live[request.lora_name] += 1
         if ready:
             self._wait(request)
 
     def queue(self, request: Request) -> None:
         """A request that was added before is ready now, unless it has ended."""
-        self._stalled = False
+        self.wake()
         if not request.finished:
             self._wait(request)
+
+    def wake(self) -> None:
+        """Something that waiting requests need has come."""
+        self._stalled = False
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request with `error`, unless it has ended."""
@@ -230,7 +239,11 @@ class Scheduler:
         return None if self._in_flight else self._trial_step(suspect)
 
     def _may_run(self, request: Request) -> bool:
-        return self.fair.of(request.frontend).credit and (self.paused is None or request.admitted_at is not None)
+        may = self.fair.of(request.frontend).credit and (self.paused is None or request.admitted_at is not None)
+        return may and self._has_lora(request, ask=True)
+
+    def _has_lora(self, request: Request, ask: bool) -> bool:
+        return request.lora is None or self.loras is None or self.loras.allows(request, self._next_step, ask)
 
     def _shared_step(self) -> Step | None:
         """A step for all but suspects."""
@@ -396,9 +409,15 @@ class Scheduler:
         promised, self._promised = self._promised, None
         ceiling = min((self.fair.share(self.fair.of(f)) for f in closed), default=math.inf)
         deferring: list[Frontend] = []
+        passed_by: list[Request] = []  # others may run before they do, for their adapters
         while budget > 0 and (frontend := self.fair.next_waiting(closed)) is not None:
             request = frontend.peek()
             assert request is not None, "next_waiting named a frontend with nobody waiting"
+            if not self._has_lora(request, ask=bool(self._free_slots)):
+                passed_by.append(frontend.pop())
+                if len(passed_by) >= MOST_DEFERRED:
+                    closed.add(frontend.id)
+                continue
             # What can't be cut takes the whole budget if it must; fairness is then the order alone.
             left = budget if quotas is None or not self._chunked else min(budget, quotas.get(frontend.id, 0))
             if left <= 0:
@@ -433,6 +452,8 @@ class Scheduler:
                 quotas[frontend.id] -= count
         for frontend in deferring:
             frontend.undefer()
+        for request in passed_by:
+            self.fair.push(request)
 
     def _comes(self, request: Request, most: int) -> bool:
         """Whether a running request computes the next block that `request` lacks, in a step in flight or in this one,
@@ -503,6 +524,8 @@ class Scheduler:
         self._running[slot] = request
         self._order = np.fromiter(self._running, np.int64, len(self._running))
         self._rows.seat(request, cached)
+        if request.lora is not None and self.loras is not None:
+            self.loras.seat(request)
         self._rows.held_up[slot] = request is self.suspects.on_trial
         if self._speculation is not None and may_speculate(request):
             self._rows.trust[slot], self._rows.guess_from[slot] = self._speculation.most, 0
@@ -651,7 +674,7 @@ class Scheduler:
             return None  # it will be computed again, or what is before it will
         request.told = max(request.told, part.start + part.num_rows)
         self._rows.scored[request.slot] = request.told < request.prompt_len
-        return request.frontend, scores.message([], request.handle, part.start)
+        return request.frontend, scores.message([], request.handle, part.start - request.num_virtual)
 
     def _observe(self, rows: np.ndarray, num_requests: int) -> None:
         """Tokens came for `rows`; those that came together share the time that they took."""
@@ -681,7 +704,10 @@ class Scheduler:
         self.meter.began(request.prompt_len, now - request.arrival)
         admitted = request.admitted_at or now
         return request.frontend, Started(
-            request.handle, admitted - request.arrival, now - admitted, request.num_cached_tokens
+            request.handle,
+            admitted - request.arrival,
+            now - admitted,
+            max(0, request.num_cached_tokens - request.num_virtual),
         )
 
     def take_notices(self) -> dict[int, Outputs]:
@@ -743,6 +769,8 @@ class Scheduler:
         self._stalled = False
         self.suspects.leave(request)
         self.fair.end(request)
+        if self.loras is not None and request.lora_name:
+            self.loras.live -= Counter([request.lora_name])
         name, text = (wire_name(error), wire_text(error)) if error else ("", "")
         finished = Finished(request.handle, reason, stop_token, request.num_preemptions, name, text)
         self._outbox.put(request.frontend, finished)
@@ -750,6 +778,8 @@ class Scheduler:
     def _unseat(self, request: Request) -> None:
         slot, request.slot = request.slot, -1
         self.kv.free(request)
+        if request.lora is not None and self.loras is not None:
+            self.loras.unseat(request)
         self.suspects.leave(request)
         del self._running[slot], self.fair.of(request.frontend).running[slot]
         if not self._running:
@@ -768,6 +798,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         pool, counts = self.kv.pool, cast("dict[str, Any]", self._count)
+        running, waiting = ([], []) if self.loras is None else self.loras.names()
         return Stats(
             num_running=len(self._running),
             num_waiting=self.num_waiting,
@@ -779,6 +810,8 @@ class Scheduler:
             requests_quarantined=self.meter.requests_quarantined,
             malformed_frames=self.meter.malformed_frames(),
             sleep_level=self.sleep_level,
+            running_loras=running,
+            waiting_loras=waiting,
             **counts,
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from ..ipc.adapters import LoRARequest
 from ..ipc.config import (
     CacheConfig,
     EngineConfig,
@@ -29,7 +30,7 @@ from ..ipc.errors import (
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
+from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -144,7 +145,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         request_id: str | None = None,
         *positional: Any,
         prompt_text: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -171,7 +172,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         prompt: Prompt | EngineCoreRequest | None = None,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -304,6 +305,29 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """As `LLMEngine.reset_prefix_cache`."""
         self._enter()
         return bool(await self.engine_core.call("reset_prefix_cache", *reset_arguments(reset_running_requests)))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`."""
+        self._enter()
+        adapter = self._lora(lora_request)
+        while await self.engine_core.call("add_lora", adapter) is None:
+            await asyncio.sleep(LOADING_SECONDS)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.remove_lora`."""
+        self._enter()
+        return bool(await self.engine_core.call("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """As `LLMEngine.list_loras`."""
+        self._enter()
+        return set(await self.engine_core.call("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.pin_lora`."""
+        self._enter()
+        return bool(await self.engine_core.call("pin_lora", lora_id))
 
     async def reset_mm_cache(self) -> None:
         """As `LLMEngine.reset_mm_cache`."""

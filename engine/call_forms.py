@@ -10,8 +10,8 @@ middle   arrival_time        lora_request  trace_headers        prompt_adapter_r
 oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
 =======  ==================  ============  ===================  ==========================  ========  ===========
 
-The oldest is meant if 4 is a list, 5 a float or 7 an int; the middle one if 6 is a mapping of trace headers alone.
-LoRA and prompt adapter requests do not exist yet, so wherever an object is passed for one it is refused.
+The oldest is meant if 4 is a list, 5 a float, 6 a `LoRARequest` or 7 an int; the middle one if 6 is a mapping of trace
+headers alone or 7 a `PromptAdapterRequest`.
 
 `generate` of the async engine is `prompt, sampling_params, request_id`, then keywords only, or by position:
 
@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, unknown_argument
 
@@ -68,6 +69,8 @@ class AddCall(NamedTuple):
     priority: int
     prompt_text: str | None
     trace_headers: Mapping[str, str] | None = None
+    lora_request: LoRARequest | None = None
+    prompt_adapter_request: PromptAdapterRequest | None = None
 
 
 def resolve_add_request(
@@ -96,17 +99,19 @@ def resolve_add_request(
     prefix_pos, adapter = older.get("prefix_pos"), older.get("prompt_adapter_request")
 
     fourth, fifth, sixth, seventh, priority = slots
-    if isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or type(seventh) is int:
+    oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
+    headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
+    if oldest or type(seventh) is int:
         if fourth is not None:
             prompt_token_ids = fourth
         arrival_time, lora, tokenization, trace = fifth, sixth, None, None
         prefix_pos = seventh
-    elif isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS:
-        arrival_time, lora, tokenization, trace, adapter = fourth, fifth, None, sixth, seventh
+    elif headers or isinstance(seventh, PromptAdapterRequest):
+        arrival_time, lora, tokenization, trace = fourth, fifth, None, sixth
+        adapter = adapter if seventh is None else seventh
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
-    refuse_unsupported(lora_request=lora, prompt_adapter_request=adapter)
     refuse_unsupported(data_parallel_rank=older.get(_NEXT))
     if prefix_pos is not None and type(prefix_pos) is not int:
         raise InvalidRequestError(f"prefix_pos is {prefix_pos!r:.80}; it must be an int")
@@ -120,7 +125,8 @@ def resolve_add_request(
         raise InvalidRequestError(f"trace_headers is {trace!r:.80}; it must be a dict of str to str")
     prompt = _one_prompt(prompt, older.get("inputs"), prompt_token_ids)
     params = older.get("sampling_params") if params is None else params
-    return AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text, trace)
+    call = AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
+    return call._replace(trace_headers=trace, lora_request=lora, prompt_adapter_request=adapter)
 
 
 def resolve_generate(

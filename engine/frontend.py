@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, S
 
 import msgspec
 
+from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
@@ -25,7 +26,7 @@ from ..ipc.errors import (
     WrongProcessError,
     unknown_argument,
 )
-from ..ipc.messages import AddRequest
+from ..ipc.messages import Adapter, AddRequest
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
 from .call_forms import AddCall
@@ -73,6 +74,8 @@ class UsageContext(StrEnum):
     OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
+
+LOADING_SECONDS = 0.02  # between two looks whether an adapter is loaded
 
 C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
@@ -197,7 +200,8 @@ class Frontend(Generic[C]):
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
         interval, most = client.config.scheduler_config.stream_interval, client.config.model_config.max_logprobs
-        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval, most)
+        adapters = client.config.lora_config
+        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval, most, adapters)
         self._handles = itertools.count(1)
         self.output_processor = OutputProcessor(self.tokenizer, self._handles)
         self.logger_manager: StatLoggerManager | None = None
@@ -251,6 +255,12 @@ class Frontend(Generic[C]):
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
         return state, messages, () if request.embeds is None else (request.embeds.array,)
+
+    def _lora(self, lora_request: LoRARequest) -> Adapter:
+        """As the core's method takes it."""
+        self._check_process()
+        self.input_processor.check_adapters(lora_request)
+        return lora_request.message
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

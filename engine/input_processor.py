@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from ..ipc.errors import InvalidRequestError, unknown_argument
+from ..ipc.adapters import LoRARequest, PromptAdapterRequest
+from ..ipc.config import LoRAConfig
+from ..ipc.errors import InvalidRequestError, NotSupportedError, unknown_argument
 from ..ipc.messages import AddRequest, ModelFacts, Sampling, Tensor
 from ..ipc.params import SamplingParams
 from .prompts import Embeds, ParsedPrompt, parse_prompt
@@ -37,6 +39,8 @@ class EngineCoreRequest:
     bad_words: list[list[int]] = field(default_factory=list)  # as tokens
     grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
     trace_headers: Mapping[str, str] | None = None  # of the trace that it belongs to
+    lora_request: LoRARequest | None = None
+    prompt_adapter_request: PromptAdapterRequest | None = None
 
 
 class InputProcessor:
@@ -49,10 +53,11 @@ class InputProcessor:
         eos_token_ids: Iterable[int],
         stream_interval: int = 1,
         max_logprobs: int = -1,
+        adapters: LoRAConfig = LoRAConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.tokenizer = tokenizer
         self._stream_interval, self._max_logprobs = stream_interval, max_logprobs
-        self.model = model
+        self.model, self._adapters = model, adapters
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def process_inputs(
@@ -65,6 +70,8 @@ class InputProcessor:
         priority: int = 0,
         prompt_text: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> EngineCoreRequest:
         """Check everything that can be checked here. Arguments as `LLMEngine.add_request`, in their newest form.
 
@@ -77,8 +84,11 @@ class InputProcessor:
             raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int of 64 bits")
         params.validate()
         params = params.clone()
+        self.check_adapters(lora_request, prompt_adapter_request)
+        virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
+        limit = self.model.max_model_len - virtual
         parsed = parse_prompt(prompt)
-        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens)
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens, limit)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
@@ -88,7 +98,7 @@ class InputProcessor:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
         self._check_choices(params)
         form = params.structured_outputs or params.guided_decoding
-        room = self.model.max_model_len - len(token_ids)
+        room = limit - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.stream_interval = params.stream_interval or self._stream_interval
@@ -106,7 +116,26 @@ class InputProcessor:
             bad_words=self._tokenized(params.bad_words or ()),
             grammar=[] if form is None else list(form.spec()),
             trace_headers=trace_headers,
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
         )
+
+    def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
+        """Raise what keeps a request from having these, as far as it is known here."""
+        for name, value, kind, option, enabled in (
+            ("lora_request", lora, LoRARequest, "enable_lora", self._adapters.enable_lora),
+            (
+                "prompt_adapter_request",
+                prompt_adapter,
+                PromptAdapterRequest,
+                "enable_prompt_adapter",
+                self._adapters.enable_prompt_adapter,
+            ),
+        ):
+            if value is not None and not enabled:
+                raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequestError(f"{name} is {value!r:.80}; it must be a {kind.__name__}")
 
     def _check_choices(self, params: SamplingParams) -> None:
         most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
@@ -135,7 +164,7 @@ class InputProcessor:
         return [tokens for tokens in found if tokens]
 
     def _prompt_token_ids(
-        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, limit: int
     ) -> list[int]:
         for name in tokenization_kwargs:
             if name != "add_special_tokens":
@@ -161,13 +190,12 @@ class InputProcessor:
             token_ids = self.tokenizer.encode(parsed.text, add_special_tokens) if parsed.text else []
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        limit = self.model.max_model_len
         if keep is not None:
             token_ids = token_ids[-(limit - 1 if keep < 0 else keep) :]
         if len(token_ids) >= limit:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}, so with at least one token of "
-                f"output it may have at most {limit - 1}"
+                f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}, so with at "
+                f"least one token of output it may have at most {max(0, limit - 1)}"
             )
         return token_ids
 
@@ -229,6 +257,8 @@ def core_message(
         prompt_embeds=embeds,
         age_s=age_s,
         resumed=beam is not None,
+        lora=None if request.lora_request is None else request.lora_request.message,
+        prompt_adapter=None if request.prompt_adapter_request is None else request.prompt_adapter_request.message,
     )
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
+from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError
 from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .args import FIELDS, EngineArgs
-from .call_forms import refuse_unsupported
 from .chat_template import Message
 from .frontend import CONNECT_OPTIONS, Device, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
@@ -60,9 +60,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many. Nothing is sent before every prompt has been checked.
@@ -71,7 +72,9 @@ class LLM:
             prompts: see prompts.py for the forms; a list of ints is one prompt.
             sampling_params: one for all prompts or one each; None: `get_default_sampling_params()`.
             use_tqdm: show a progress bar; a callable is used in place of `tqdm.tqdm`.
+            lora_request: the LoRA adapter of all prompts, or one or None for each.
             priority: one each, lower first, under `scheduling_policy="priority"`.
+            prompt_adapter_request: virtual tokens before each prompt.
             tokenization_kwargs: ``add_special_tokens`` (default True) for prompts that are text.
 
         Returns:
@@ -82,16 +85,23 @@ class LLM:
             EngineDeadError: the core is gone.
             KeyboardInterrupt: the batch was aborted, and the engine goes on.
         """
-        refuse_unsupported(lora_request=lora_request)
         several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
         listed: list[Any] = list(prompts) if several else [prompts]
         params = self._one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = self._one_each("priority", 0 if priority is None else priority, len(listed))
+        loras = self._one_each("lora_request", lora_request, len(listed))
         requests = []
         for at, prompt in enumerate(listed):
             try:
                 request = self.llm_engine.input_processor.process_inputs(
-                    str(next(self._numbers)), prompt, params[at], None, tokenization_kwargs, priorities[at]
+                    str(next(self._numbers)),
+                    prompt,
+                    params[at],
+                    None,
+                    tokenization_kwargs,
+                    priorities[at],
+                    lora_request=loras[at],
+                    prompt_adapter_request=prompt_adapter_request,
                 )
             except InvalidRequestError as error:
                 raise type(error)(f"prompt {at}: {error}" if len(listed) > 1 else str(error)) from None
@@ -105,7 +115,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -146,7 +156,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: Progress = False,
     ) -> list[BeamSearchOutput]:
         """The `params.beam_width` continuations of each prompt that beam search finds, see beam_search.py.
@@ -167,6 +177,7 @@ class LLM:
                             prompt + one.text,
                             one.finish_reason,
                             one.stop_reason,
+                            one.lora_request,
                         )
                         for one in output.outputs
                     ]

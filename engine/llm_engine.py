@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+from ..ipc.adapters import LoRARequest
 from ..ipc.config import (
     CacheConfig,
     EngineConfig,
@@ -21,7 +22,7 @@ from ..ipc.errors import EngineDeadError, InvalidArgumentError, MainspringError
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
-from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
+from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .outputs import RequestOutput
@@ -135,7 +136,7 @@ class LLMEngine(Frontend["CoreClient"]):
         prompt: Prompt | EngineCoreRequest | None = None,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -150,6 +151,7 @@ class LLMEngine(Frontend["CoreClient"]):
                 `input_processor.process_inputs` gave (its own id then wins).
             params: never changed.
             arrival_time: seconds; None: `time.monotonic()` now.
+            lora_request: the LoRA adapter to use. It is loaded while others go on, if it is not there yet.
             tokenization_kwargs: ``add_special_tokens`` for a prompt that is text.
             priority: lower values first, under `scheduling_policy="priority"`.
             prompt_text: shown as the prompt in outputs.
@@ -473,6 +475,41 @@ class LLMEngine(Frontend["CoreClient"]):
             with contextlib.suppress(MainspringError):  # whatever it was: half of them is none
                 self.engine_core.call("update_weights", version, -1, [], [], True)
             raise
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter before a request needs it, and let it be loaded again should the core die. Others go on
+        meanwhile.
+
+        Returns:
+            True, once it is there.
+
+        Raises:
+            InvalidRequestError: its folder holds nothing that can be served; the message says why.
+            NotSupportedError: the core serves no adapters.
+        """
+        adapter = self._lora(lora_request)
+        while self.engine_core.call("add_lora", adapter) is None:
+            time.sleep(LOADING_SECONDS)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget one of this engine's adapters; requests that have it go on. False if there is none of that number."""
+        self._check_process()
+        return bool(self.engine_core.call("remove_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Numbers of this engine's adapters that are in memory."""
+        self._check_process()
+        return set(self.engine_core.call("list_loras"))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Let an adapter stay in memory, whatever others need.
+
+        Raises:
+            InvalidArgumentError: it is not loaded, or no place would be left for others.
+        """
+        self._check_process()
+        return bool(self.engine_core.call("pin_lora", lora_id))
 
     def get_metrics(self) -> list[Metric]:
         """Every metric: requests and latencies as this engine saw them, the core as it last told.

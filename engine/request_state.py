@@ -144,7 +144,8 @@ class Completion:
             None if params.logprobs is None else self.logprobs[first:],
             reason,
             self.stop_reason,
-            error=self.error,
+            self.request.source.lora_request,
+            self.error,
         )
 
 
@@ -234,6 +235,6 @@ class RequestState:
             [completion.output(delta) for completion in shown],
             self.finished,
             self.metrics,
-            None,
+            source.lora_request,
             self.num_cached_tokens,
         )

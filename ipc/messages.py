@@ -327,6 +327,14 @@ class StartReport(msgspec.Struct, array_like=True, frozen=True):
     decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing: as well
 
 
+class HeldAdapter(msgspec.Struct, array_like=True, frozen=True):
+    """A LoRA adapter that a frontend asked a core to keep."""
+
+    owner: bytes  # the frontend's session
+    adapter: Adapter
+    pinned: bool = False
+
+
 class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     """A core's further lines to its supervisor: what users have set, for the next core to begin with."""
 
@@ -335,6 +343,7 @@ class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     sleep_level: int = 0
     weights_version: str | None = None  # of weights that took the checkpoint's place
     fingerprint: str = ""  # of the model with these
+    adapters: list[HeldAdapter] = []
 
 
 # The kind byte in a header. Numbers are never reused.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mainspring import SamplingParams
+from mainspring import LoRARequest, PromptAdapterRequest, SamplingParams
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.call_forms import AddCall, resolve_add_request
 from mainspring.engine.input_processor import EngineCoreRequest, InputProcessor, child_seed, core_messages
@@ -248,6 +248,7 @@ P = SamplingParams()
 NEWEST = AddCall("r", "hi", P, None, None, 0, None)
 IDS = {"prompt": None, "prompt_token_ids": [1, 2]}
 BOTH = {"prompt": "hi", "prompt_token_ids": [1, 2]}
+LORA, VIRTUAL = LoRARequest("a", 1, "a"), PromptAdapterRequest("v", 1, "v", 3)
 _NO = None
 
 
@@ -257,23 +258,27 @@ _NO = None
         # newest: arrival_time, lora_request, tokenization_kwargs, trace_headers, priority
         ((_NO, _NO, _NO, _NO, 0), {}, NEWEST),
         ((1.5, _NO, _NO, _NO, 4), {}, NEWEST._replace(arrival_time=1.5, priority=4)),
+        ((1.5, LORA, _NO, _NO, 4), {}, NEWEST._replace(arrival_time=1.5, lora_request=LORA, priority=4)),
         ((2, _NO, {"add_special_tokens": False}, _NO, 0), {},
          NEWEST._replace(arrival_time=2, tokenization_kwargs={"add_special_tokens": False})),
         # middle: arrival_time, lora_request, trace_headers, prompt_adapter_request, priority
         ((1.5, _NO, {"traceparent": "x"}, _NO, 4), {},
          NEWEST._replace(arrival_time=1.5, priority=4, trace_headers={"traceparent": "x"})),
+        ((1.5, LORA, _NO, VIRTUAL, 4), {},
+         NEWEST._replace(arrival_time=1.5, lora_request=LORA, prompt_adapter_request=VIRTUAL, priority=4)),
         # oldest: prompt_token_ids, arrival_time, lora_request, prefix_pos
         (([1, 2], _NO, _NO, _NO, 0), {}, NEWEST._replace(prompt=BOTH)),
         ((_NO, 1.5, _NO, _NO, 0), {}, NEWEST._replace(arrival_time=1.5)),
         (([1, 2], 1.5, _NO, 3, 0), {}, NEWEST._replace(prompt=BOTH, arrival_time=1.5)),
+        (([1, 2], 1.5, LORA, 3, 0), {}, NEWEST._replace(prompt=BOTH, arrival_time=1.5, lora_request=LORA)),
+        ((_NO, _NO, LORA, _NO, 0), {}, NEWEST._replace(lora_request=LORA)),
         ((_NO, _NO, _NO, 3, 0), {}, NEWEST),
         # keywords
         ((_NO, _NO, _NO, _NO, 0), {"prompt_token_ids": [1, 2], "prefix_pos": 1}, NEWEST._replace(prompt=BOTH)),
         # what does not exist yet
-        ((_NO, object(), _NO, _NO, 0), {}, NotSupportedError("lora_request")),
-        (([1], 1.5, object(), _NO, 0), {}, NotSupportedError("lora_request")),
         ((_NO, _NO, _NO, {"any": "x"}, 0), {}, NEWEST._replace(trace_headers={"any": "x"})),
-        ((_NO, _NO, _NO, _NO, 0), {"prompt_adapter_request": object()}, NotSupportedError("prompt_adapter_request")),
+        ((_NO, _NO, _NO, _NO, 0), {"prompt_adapter_request": VIRTUAL},
+         NEWEST._replace(prompt_adapter_request=VIRTUAL)),
         # what never did
         ((_NO, _NO, _NO, _NO, 0), {"priorty": 1}, UnknownArgumentError("did you mean 'priority'")),
         (("soon", _NO, _NO, _NO, 0), {}, InvalidRequestError("arrival_time is 'soon'")),

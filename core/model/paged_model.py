@@ -55,7 +55,7 @@ class PagedModel:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
         model.set_attn_implementation(IMPLEMENTATION)
         accepted = inspect.signature(model.forward).parameters
-        self._selects_rows = "logits_to_keep" in accepted
+        self.selects_rows = "logits_to_keep" in accepted  # whether the output layer sees only rows that have logits
         # embeddings added in each layer are looked up by token id, which rows of embeddings do not tell
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
         self.accepts_embeddings = "inputs_embeds" in accepted and not per_layer
@@ -103,10 +103,10 @@ class PagedModel:
             inputs["input_ids"] = input_ids.unsqueeze(0)
         else:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
-        if self._selects_rows:
+        if self.selects_rows:
             inputs["logits_to_keep"] = logit_rows
         logits: torch.Tensor = self.model(**inputs).logits[0]
-        return logits if self._selects_rows else logits[logit_rows]
+        return logits if self.selects_rows else logits[logit_rows]
 
     @torch.inference_mode()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
