@@ -32,9 +32,10 @@ from ..ipc.params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
 from ..ipc.structured import MAX_SPEC_BYTES, Kind
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
-from .executor import Executor, UniprocExecutor
+from .executor import Executor, executor_for
 from .kv_cache import KVCacheManager
 from .metrics import CoreMeter
+from .pooling_executor import PoolingExecutor
 from .profiler import Profiler
 from .request import Request
 from .scheduler import PauseMode, Scheduler
@@ -74,7 +75,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        make_executor: Callable[[EngineConfig], Executor] = UniprocExecutor,
+        make_executor: Callable[[EngineConfig], Executor] = executor_for,
         journal: Journal | None = None,
         suspects: Mapping[int, int] | None = None,
         quarantined: Mapping[int, str] | None = None,
@@ -88,6 +89,8 @@ class EngineCore:
         model, download_dir = config.model_config, config.load_config.download_dir
         files = digest_of(read_files(model, download_dir)) if model.model else ""
         self.model: ModelFacts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
+        self._pooling = self.executor if isinstance(self.executor, PoolingExecutor) else None
+        config = self.config
         cache = config.cache_config
         kv = KVCacheManager(
             self.executor.layout.groups, cache.block_size, self.executor.num_blocks, cache.enable_prefix_caching
@@ -101,7 +104,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler_config,
             kv,
-            self.executor.max_model_len,
+            self._most_tokens,
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
@@ -135,6 +138,11 @@ class EngineCore:
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
         )
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a request, prompt and output; after a prompt that is pooled nothing comes."""
+        return self.executor.max_model_len + (self._pooling is not None)
 
     # ------------------------------------------------------------------ frontends
 
@@ -186,11 +194,11 @@ class EngineCore:
             self._check(message, embeds)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
-            request = Request(
-                message, frontend, arrival, self.executor.max_model_len, embeds, key, connection.salt, processors
-            )
+            request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt, processors)
+            if self._pooling and message.pooling:
+                request.keeps_rows = self._pooling.keeps_rows(message.pooling, request.prompt_len)
             limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
-            grammar = self._grammars.submit(*message.sampling.grammar) if message.sampling.grammar else None
+            grammar = self._grammars.submit(*request.sampling.grammar) if request.sampling.grammar else None
         except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
@@ -317,8 +325,9 @@ class EngineCore:
             step, sampled = self._in_flight.popleft()
             with span("wait"):
                 tokens, logprobs = self.executor.tokens(sampled), self.executor.logprobs(sampled)
+                pooled = self._pooling.pooled(sampled) if self._pooling else None
             with span("update"):
-                outputs = self.scheduler.update(step, tokens, logprobs)
+                outputs = self.scheduler.update(step, tokens, logprobs, pooled)
         elif self._failed:
             (step, why), self._failed = self._failed, None
             logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.num_tokens, why)
@@ -360,7 +369,14 @@ class EngineCore:
         ids, sampling, limit = message.prompt_token_ids, message.sampling, self.executor.max_model_len
         if not ids:
             raise InvalidRequestError("the prompt is empty")
-        if len(ids) + len(message.output_token_ids) >= limit:
+        if (message.pooling is None) != (self._pooling is None):
+            wanted = "tokens" if message.pooling is None else f"{message.pooling.task:.80}"
+            raise InvalidRequestError(
+                f"the request is for {wanted}, and this model can {', '.join(self.model.tasks) or 'generate'}"
+            )
+        if message.pooling and message.output_token_ids:
+            raise InvalidRequestError("a pooling request has no output tokens")
+        if len(ids) + len(message.output_token_ids) >= self._most_tokens:
             raise InvalidRequestError(f"the prompt has {len(ids)} tokens; max_model_len is {limit}, output included")
         for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
             given, most = len(getattr(sampling, name)), MAX_BAD_WORDS if name == "bad_words" else self.model.vocab_size
@@ -419,9 +435,13 @@ class EngineCore:
 
 
 def _filled_in(config: EngineConfig, executor: Executor) -> EngineConfig:
-    """The configuration with what only the core knows."""
+    """The configuration with what only the core knows. Without a cache a prompt is computed at once."""
     replace = msgspec.structs.replace
     facts = executor.facts()
+    if not executor.layout.groups:
+        whole = replace(config.scheduler_config, enable_chunked_prefill=False)
+        nothing = replace(config.cache_config, enable_prefix_caching=False)
+        config = replace(config, scheduler_config=whole, cache_config=nothing)
     return replace(
         config,
         model_config=replace(config.model_config, max_model_len=executor.max_model_len, dtype=facts.dtype),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import OutOfMemoryError
@@ -20,7 +21,6 @@ from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
 from .memory import count_blocks
 from .model.loader import load_model
-from .model.paged_model import PagedModel
 from .model.quantized import BITS
 from .model.whole import make_whole
 from .model_runner import Launched, ModelRunner, Sampled
@@ -62,6 +62,15 @@ class Executor(Protocol):
         """Wait for log probabilities: those of rows that sample, and those of each of the step's prompt parts."""
 
 
+def executor_for(config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> Executor:
+    """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools."""
+    from .model.pooling import wants_pooling
+    from .pooling_executor import PoolingExecutor  # which is made of parts of this file
+
+    kind = PoolingExecutor if wants_pooling(config.model_config, config.load_config) else UniprocExecutor
+    return kind(config, decisions)
+
+
 class UniprocExecutor:
     """The model in this process, on one device."""
 
@@ -81,7 +90,7 @@ class UniprocExecutor:
             None if decisions is None else decisions["fusing"],
             lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
         )
-        self._fingerprint = _fingerprint(model)
+        self._fingerprint = fingerprint(model.model)
         make_whole(model, backend, BITS.get(config.model_config.quantization or ""), model.quantized)
         model.quantized = None
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
@@ -133,11 +142,11 @@ class UniprocExecutor:
         return self.model.explain()
 
     def execute(self, step: Step) -> Launched:
-        with _lack_of_memory():
+        with lack_of_memory():
             return self._runner.execute(step)
 
     def sample(self, launched: Launched) -> Sampled:
-        with _lack_of_memory():
+        with lack_of_memory():
             return self._runner.sample(launched)
 
     def tokens(self, sampled: Sampled) -> np.ndarray:
@@ -148,7 +157,7 @@ class UniprocExecutor:
 
 
 @contextmanager
-def _lack_of_memory() -> Iterator[None]:
+def lack_of_memory() -> Iterator[None]:
     """Libraries have their own words for it: cuBLAS found no workspace, FlashInfer's is too small for the step."""
     try:
         yield
@@ -158,10 +167,10 @@ def _lack_of_memory() -> Iterator[None]:
         raise
 
 
-def _fingerprint(model: PagedModel) -> str:
+def fingerprint(model: nn.Module) -> str:
     """Tells weights apart, without reading all of them: every parameter's name, shape, and a few of its values."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.model.state_dict().items():
+    for name, parameter in model.state_dict().items():
         values = parameter.flatten()[:: max(1, parameter.numel() // 8)].float()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values.tolist()}".encode())
     return digest.hexdigest()

@@ -112,12 +112,16 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ a step
 
-    def execute(self, step: Step) -> Launched:
-        """Launch the forward of `step`, up to the logits of the rows that sample."""
+    def begin(self, step: Step) -> None:
+        """Take in what is new in `step`: block tables, and who got a slot."""
         group, slot, column, block = step.tables
         self.tables[group, slot, column] = block
         for request in step.admitted:
             self._admit(request)
+
+    def execute(self, step: Step) -> Launched:
+        """Launch the forward of `step`, up to the logits of the rows that sample."""
+        self.begin(step)
         slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
         last_rows = (np.cumsum(counts) - 1)[step.samples]
         wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in step.scored)])

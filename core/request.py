@@ -38,11 +38,13 @@ class Request:
         "frontend",
         "handle",
         "hold",
+        "keeps_rows",
         "key",
         "max_len",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_preemptions",
+        "pooling",
         "priority",
         "processors",
         "prompt_len",
@@ -73,22 +75,24 @@ class Request:
         self.frontend = frontend
         self.handle = message.handle
         self.key = key
-        self.sampling: Sampling = message.sampling
+        self.pooling = message.pooling
+        self.keeps_rows = False  # of a prompt that is pooled all hidden states are needed
+        self.sampling: Sampling = Sampling(1) if message.pooling else message.sampling
         self.priority = message.priority
         self.arrival = arrival
         self.admitted_at: float | None = None  # first time
         self.first_token_at: float | None = None  # if this core computed it
         self.prompt_len = len(message.prompt_token_ids)
-        self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)  # tokens it may come to
+        self.max_len = min(self.prompt_len + self.sampling.max_tokens, max_model_len)  # tokens it may come to
         self.tokens = np.array(message.prompt_token_ids + message.output_token_ids, dtype=np.int32)
-        self.stop_tokens = frozenset(message.sampling.stop_token_ids)
+        self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         self.embeds = embeds  # [prompt_len, hidden], uint16 for bfloat16
         self.processors = processors
         self.follower: Follower | None = None  # of its grammar, once that is compiled
         self.failure: Exception | None = None  # why no token could be chosen for it
         self.complete = False  # its grammar allows no further token
         # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
-        wanted = message.sampling.prompt_logprobs >= 0 and not message.output_token_ids
+        wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
         self.told = 1 if wanted else self.prompt_len
         self.slot = -1  # while running
         self.seq = 0  # order of arrival, given when it is queued
@@ -128,8 +132,10 @@ class Request:
 
     @property
     def most_cached(self) -> int:
-        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits are asked
-        for."""
+        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits or hidden
+        states are asked for."""
+        if self.keeps_rows:
+            return 0
         return min(len(self.tokens), self.told if self.told < self.prompt_len else len(self.tokens)) - 1
 
     def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:

@@ -10,8 +10,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import InvalidRequestError, unknown_argument
-from ..ipc.messages import AddRequest, ModelFacts, Sampling, Tensor
+from ..ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
 from ..ipc.params import SamplingParams
+from ..ipc.pooling_params import PoolingParams
+from .pooling import no_tokens, settled
 from .prompts import Embeds, ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class EngineCoreRequest:
     embeds: Embeds | None = None
     bad_words: list[list[int]] = field(default_factory=list)  # as tokens
     grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
+    pooling: PoolingParams | None = None  # in place of tokens, which `params` then ask none of
+    second: int = 0  # where the second of two texts begins
 
 
 class InputProcessor:
@@ -58,7 +62,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Any,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
@@ -69,6 +73,8 @@ class InputProcessor:
         Raises:
             InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
         """
+        pooling = settled(params, self.model.tasks)
+        params = params if pooling is None else no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -76,7 +82,8 @@ class InputProcessor:
         params = params.clone()
         params.validate()
         parsed = parse_prompt(prompt)
-        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens)
+        keep = (pooling or params).truncate_prompt_tokens
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, pooling is not None)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
@@ -86,7 +93,7 @@ class InputProcessor:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
         self._check_choices(params)
         form = params.structured_outputs or params.guided_decoding
-        room = self.model.max_model_len - len(token_ids)
+        room = max(1, self.model.max_model_len - len(token_ids))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.stream_interval = params.stream_interval or self._stream_interval
@@ -96,13 +103,15 @@ class InputProcessor:
             prompt=prompt_text if prompt_text is not None else parsed.text,
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=frozenset() if params.ignore_eos or pooling else self.eos_token_ids,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt or params.cache_salt or "",
             embeds=parsed.embeds,
             bad_words=self._tokenized(params.bad_words or ()),
             grammar=[] if form is None else list(form.spec()),
+            pooling=pooling,
+            second=parsed.second,
         )
 
     def _check_choices(self, params: SamplingParams) -> None:
@@ -132,8 +141,11 @@ class InputProcessor:
         return [tokens for tokens in found if tokens]
 
     def _prompt_token_ids(
-        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, pooled: bool
     ) -> list[int]:
+        """Those that are kept: the last ones, or, of a prompt that is `pooled`, the first."""
+        limit = self.model.max_model_len
+        most = None if keep is None else keep if keep > 0 else limit if pooled else limit - 1
         for name in tokenization_kwargs:
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
@@ -143,7 +155,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
                 )
-            if keep is not None:
+            if most is not None:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
@@ -155,13 +167,18 @@ class InputProcessor:
             raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
         else:
             add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
-            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens) if parsed.text else []
+            cut = most if pooled else None
+            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, cut) if parsed.text else []
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        limit = self.model.max_model_len
-        if keep is not None:
-            token_ids = token_ids[-(limit - 1 if keep < 0 else keep) :]
-        if len(token_ids) >= limit:
+        if most is not None:
+            token_ids = token_ids[:most] if pooled else token_ids[-most:]
+        if pooled and len(token_ids) > limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}: raise that, or give "
+                "truncate_prompt_tokens"
+            )
+        if len(token_ids) >= limit + pooled:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}, so with at least one token of "
                 f"output it may have at most {limit - 1}"
@@ -224,9 +241,16 @@ def core_message(
         priority=request.priority,
         cache_salt=request.cache_salt,
         prompt_embeds=embeds,
+        pooling=_pooling(request),
         age_s=age_s,
         resumed=beam is not None,
     )
+
+
+def _pooling(request: EngineCoreRequest) -> Pooling | None:
+    if (params := request.pooling) is None:
+        return None
+    return Pooling(params.task or "", params.dimensions or 0, params.activate, request.second)
 
 
 def _count(logprobs: int | None) -> int:

@@ -1,0 +1,180 @@
+"""The executor of models that give vectors: the rows of a prompt are kept on the host until all have come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidArgumentError
+from ..ipc.messages import ModelFacts, Pooling
+from .device import Tokens, device_for
+from .executor import fingerprint, lack_of_memory
+from .gpu import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
+from .kv_layout import KVLayout, cache_dtype, plan_layout
+from .memory import count_blocks
+from .model.encoder import EncoderModel
+from .model.pooling import PoolingModel, load_pooling_model
+from .model_runner import ModelRunner
+from .request import Request
+from .step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class Launched(NamedTuple):
+    """A step's rows on their way to the host."""
+
+    step: Step
+    rows: Tokens  # fp32 [kept rows, hidden]
+    counts: np.ndarray  # int64 [step's rows]: how many of them are each request's
+
+
+class PoolingExecutor:
+    """See `Executor`. No tokens are chosen: what a row that samples brings is what `pooled` gives. On a CPU, too, layers
+    run one by one, for a whole model's native call ends in logits."""
+
+    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
+        options, cache, scheduler = config.device_config, config.cache_config, config.scheduler_config
+        device = pick_device(options.device)
+        if decisions is not None:
+            wait_for_memory(device, decisions["device_bytes"])
+        self._free_at_first = free_bytes(device)
+        backend = choose_backend(options, device)
+        self.model: PoolingModel = load_pooling_model(
+            config.model_config,
+            config.load_config,
+            device,
+            backend,
+            None if decisions is None else decisions["fusing"],
+            lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
+        )
+        trunk, replace = self.model.trunk, msgspec.structs.replace
+        self._fingerprint = fingerprint(self.model.model)
+        self._runner: ModelRunner | None = None
+        if isinstance(trunk, EncoderModel):
+            self.layout = KVLayout(cache.block_size, trunk.dtype, 0, (), (), (), (), ())
+            self.num_blocks, self.max_model_len = 1, _longest(config, self.model, trunk)
+        else:
+            kv_dtype = cache_dtype(cache.kv_cache_dtype, trunk.dtype)
+            self.layout = plan_layout(
+                trunk.layers, trunk.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
+            )
+            if config.model_config.max_model_len is None and (most := self.model.recipe.max_length) is not None:
+                most = min(most, trunk.max_position or most)
+                config = replace(config, model_config=replace(config.model_config, max_model_len=most))
+            self.num_blocks, self.max_model_len = count_blocks(config, self.layout, trunk, backend)
+            self._runner = ModelRunner(
+                trunk,
+                self.layout,
+                backend,
+                self.num_blocks,
+                scheduler.max_num_seqs,
+                self.max_model_len,
+                scheduler.max_num_batched_tokens,
+            )
+        self._device = device_for(trunk.device)
+        self.asynchronous = self._device.asynchronous
+        self.accepts_embeddings = self._runner is not None and trunk.accepts_embeddings and not self.model.has_head
+        self.decisions: dict[str, Any] = {"fusing": getattr(trunk, "decisions", {}), "device_bytes": 0}
+        self._requests: dict[int, Request] = {}  # by slot
+        self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come
+
+    def warm_up(self) -> None:
+        self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device.torch))
+
+    def release_memory(self) -> None:
+        self._device.release_memory()
+
+    def facts(self) -> ModelFacts:
+        trunk = self.model.trunk
+        return ModelFacts(
+            trunk.vocab_size,
+            trunk.hidden_size,
+            self.max_model_len,
+            str(trunk.dtype).removeprefix("torch."),
+            fingerprint=self._fingerprint,
+            tasks=self.model.tasks,
+        )
+
+    def explain(self) -> list[str]:
+        return self.model.explain()
+
+    def keeps_rows(self, pooling: Pooling, num_tokens: int) -> bool:
+        """Whether all rows of a prompt of so many tokens are kept, so that each has to be computed.
+
+        Raises:
+            InvalidRequestError: the model can't give this.
+        """
+        self.model.check(pooling, num_tokens)
+        return self.model.keeps_rows(pooling)
+
+    def execute(self, step: Step) -> Launched:
+        for request in step.admitted:
+            self._requests[request.slot], self._rows[request.slot] = request, []
+        slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
+        whole = np.array([self._requests[slot].keeps_rows for slot in slots.tolist()])
+        kept = np.where(whole, counts, step.samples)
+        ends = np.cumsum(counts)
+        wanted = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, kept, strict=True)])
+        with lack_of_memory():
+            if self._runner is not None:
+                self._runner.begin(step)
+                hidden = self._runner.forward(slots, starts, counts, step.token_ids, wanted)
+            else:
+                encoder: Any = self.model.trunk
+                hidden = encoder.forward(step.token_ids, counts.tolist(), [self._second(s) for s in slots.tolist()])
+                hidden = hidden[self._device.bring(torch.from_numpy(wanted))]
+        return Launched(step, self._device.download(hidden.float()), kept)
+
+    def sample(self, launched: Launched) -> Launched:
+        return launched
+
+    def tokens(self, launched: Launched) -> np.ndarray:
+        return np.zeros(int(launched.step.samples.sum()), np.int64)
+
+    def logprobs(self, launched: Launched) -> tuple[list[Any], list[Any]]:
+        return [], []
+
+    def pooled(self, launched: Launched) -> list[np.ndarray | Exception]:
+        """Wait for the rows. For each row that samples what its request gets, fp32, or why it gets nothing."""
+        step, rows, kept = launched
+        parts = np.split(rows.wait(), np.cumsum(kept)[:-1])
+        found: list[np.ndarray | Exception] = []
+        for slot, part, ends in zip(step.slots.tolist(), parts, step.samples.tolist(), strict=True):
+            self._rows[slot].append(part)
+            if ends:
+                found.append(self._finish(self._requests[slot], np.concatenate(self._rows.pop(slot))))
+        return found
+
+    def _finish(self, request: Request, rows: np.ndarray) -> np.ndarray | Exception:
+        assert request.pooling is not None
+        try:
+            return self.model.finish(request.pooling, request.tokens[: request.prompt_len], rows)
+        except Exception as error:  # from the model's own code: the request's trouble alone
+            return error
+
+    def _second(self, slot: int) -> int:
+        pooling = self._requests[slot].pooling
+        assert pooling is not None
+        return pooling.second
+
+
+def _longest(config: EngineConfig, model: PoolingModel, encoder: EncoderModel) -> int:
+    """The longest prompt: what the model allows, and a step holds."""
+    wanted, budget = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
+    limit = encoder.max_position or 4096
+    if wanted and wanted > limit:
+        raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {limit}")
+    longest = wanted or min(limit, model.recipe.max_length or limit)
+    if longest > budget:
+        words = f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}"
+        if wanted:
+            raise InvalidArgumentError(f"{words}: an encoder sees a prompt at once, so it must fit in one step")
+        logger.warning("%s: an encoder's prompt must fit in one step, so max_model_len is cut", words)
+    return min(longest, budget)
