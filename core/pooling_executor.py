@@ -36,8 +36,8 @@ class Launched(NamedTuple):
 
 
 class PoolingExecutor:
-    """See `Executor`. No tokens are chosen: what a row that samples brings is what `pooled` gives. On a CPU, too, layers
-    run one by one, for a whole model's native call ends in logits."""
+    """See `Executor`. No tokens are chosen: what a row that samples brings is what `pooled` gives. Layers run one by
+    one on a CPU too, for a whole model's native call ends in logits."""
 
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         options, cache, scheduler = config.device_config, config.cache_config, config.scheduler_config

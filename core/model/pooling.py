@@ -38,6 +38,7 @@ from ...ipc.messages import Pooling
 from ...ipc.tokenizer_files import checkpoint_folder
 from ...kernels.interface import AttentionSpec, Backend
 from .attention import attention_set
+from .dry_run import UNLIMITED
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .loader import build_model, page, read_config
 from .paged_model import PagedModel
@@ -289,8 +290,10 @@ def _recipe(folder: Path, default: str) -> Recipe:
     for module in _json(folder / "modules.json"):
         kind, place = str(module["type"]).rpartition(".")[2], folder / module["path"]
         if kind == "Transformer":
-            path = place / "sentence_bert_config.json"
-            recipe = recipe._replace(max_length=_json(path).get("max_seq_length") if path.is_file() else None)
+            named = (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length"))
+            found = [_json(place / file).get(name) for file, name in named if (place / file).is_file()]
+            longest = next((int(length) for length in found if length and length < UNLIMITED), None)
+            recipe = recipe._replace(max_length=longest)
         elif kind == "Pooling":
             recipe = recipe._replace(mode=_mode(_json(place / "config.json")))
         elif kind == "Dense":
