@@ -37,7 +37,8 @@ class Outbox:
 
     def _due(self, frontend: int, finished: list[Finished]) -> tuple[list[Finished], list[Pooled]]:
         """The ends that one message may tell, with their vectors; the others wait for the next."""
-        vectors, room, told = self._pooled.get(frontend, {}), MOST_POOLED, []
+        told: list[Pooled] = []
+        vectors, room = self._pooled.get(frontend, {}), MOST_POOLED
         for count, one in enumerate(finished):
             found = vectors.get(one.handle)
             if found is not None and told and len(found.values) > room:
@@ -70,7 +71,7 @@ class Outbox:
                 here = one.only(mine[one.rows])
                 if len(here.rows):
                     logprobs.append(here.message((np.cumsum(mine) - 1)[here.rows].tolist()))
-            ended, pooled = finished.get(frontend, []), []
+            ended, pooled = finished.get(frontend, []), list[Pooled]()
             if frontend in self._pooled:
                 ended, pooled = self._due(frontend, ended)
             outputs[frontend] = Outputs(

@@ -19,6 +19,7 @@ from .gpu import choose_backend, free_bytes, pick_device, prepare_kernels, wait_
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .memory import count_blocks
 from .model.encoder import EncoderModel
+from .model.paged_model import PagedModel
 from .model.pooling import PoolingModel, load_pooling_model
 from .model_runner import ModelRunner
 from .request import Request
@@ -80,7 +81,7 @@ class PoolingExecutor:
             )
         self._device = device_for(trunk.device)
         self.asynchronous = self._device.asynchronous
-        self.accepts_embeddings = self._runner is not None and trunk.accepts_embeddings and not self.model.has_head
+        self.accepts_embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
         self.decisions: dict[str, Any] = {"fusing": getattr(trunk, "decisions", {}), "device_bytes": 0}
         self._requests: dict[int, Request] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come

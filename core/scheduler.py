@@ -549,7 +549,7 @@ class Scheduler:
         scores = [_of_kept(one, keep) for one in logprobs[0]]
         told = [self._tell_prompt(*one) for one in zip(step.scored, logprobs[1], strict=True)]
         if pooled is not None:
-            self._end_pooled(rows, [pooled[i] for i in np.flatnonzero(keep)])
+            self._end_pooled(rows, [pooled[i] for i in np.flatnonzero(keep).tolist()])
             check = handles = owners = tokens = NO_TOKENS
         for i in check:
             request, token = self._running[int(rows[i])], int(tokens[i])

@@ -22,7 +22,7 @@ from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
 from .metrics import Metric
 from .model_files import default_sampling_params
-from .outputs import BeamSearchOutput, BeamSearchSequence, PoolingRequestOutput, RequestOutput, errors_of
+from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
 from .pooling import PoolingMethods, Progress
 from .prompts import Prompt, TokensPrompt, is_token_ids
 from .tokenizer import Tokenizer
@@ -316,8 +316,7 @@ class _Progress:
         if self._bar is None:
             return
         self._prompt_tokens += len(output.prompt_token_ids or ())
-        if not isinstance(output, PoolingRequestOutput):
-            self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self._output_tokens += num_tokens_of(output)
         seconds = max(time.monotonic() - self._started, 1e-6)
         speeds = self._prompt_tokens / seconds, self._output_tokens / seconds
         self._bar.set_postfix_str("input: {:.0f} tokens/s, output: {:.0f} tokens/s".format(*speeds), refresh=False)

@@ -165,6 +165,11 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """Of `LLM.score`; prompt tokens are those of both texts."""
 
 
+def num_tokens_of(output: RequestOutput | PoolingRequestOutput[Any]) -> int:
+    """Tokens that it shows."""
+    return 0 if isinstance(output, PoolingRequestOutput) else sum(len(one.token_ids) for one in output.outputs)
+
+
 def errors_of(output: RequestOutput | PoolingRequestOutput[Any]) -> list[MainspringError]:
     """Why it, or some of its completions, failed."""
     if isinstance(output, PoolingRequestOutput):

@@ -46,16 +46,16 @@ def settled(params: Any, tasks: Sequence[str]) -> PoolingParams | None:
         if tasks and isinstance(params, SamplingParams):
             raise InvalidRequestError(f"the request is to generate tokens, and {can}: use embed, encode or classify")
         return None
-    params = params.clone()
-    params.validate()
+    pooling: PoolingParams = params.clone()
+    pooling.validate()
     if not tasks:
         raise InvalidRequestError(
-            f"the request is to {params.task or 'pool'}, and {can}: load it with runner='pooling'"
+            f"the request is to {pooling.task or 'pool'}, and {can}: load it with runner='pooling'"
         )
-    params.task = params.task or cast(Any, tasks[0])
-    if params.task not in tasks:
-        raise InvalidRequestError(f"the task is {params.task}, and {can}")
-    return params
+    pooling.task = pooling.task or cast(Any, tasks[0])
+    if pooling.task not in tasks:
+        raise InvalidRequestError(f"the task is {pooling.task}, and {can}")
+    return pooling
 
 
 class PoolingMethods:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from .call_forms import AddCall
-from .outputs import PoolingRequestOutput, RequestOutput, errors_of
+from .outputs import RequestOutput, errors_of, num_tokens_of
 from .request_state import RequestState
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RequestStream:
         error = next(iter(errors_of(output)), None)
         if error is not None:
             await self.aclose()
-            if isinstance(output, PoolingRequestOutput) or not any(one.token_ids for one in output.outputs):
+            if not num_tokens_of(output):
                 raise error
             self._ended = error
         elif output.finished:

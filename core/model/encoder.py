@@ -45,7 +45,8 @@ class _Pattern:
 
 
 def _pattern(*, mask_function: MaskFunction, **_: Any) -> _Pattern | None:
-    return None if mask_function is bidirectional_mask_function else _Pattern(mask_function)
+    sees_all: MaskFunction = bidirectional_mask_function
+    return None if mask_function is sees_all else _Pattern(mask_function)
 
 
 def _attend(

@@ -267,7 +267,7 @@ def _activation(config: PreTrainedConfig) -> str:
         return name
     if config.problem_type == "regression":
         return "Identity"
-    several = config.num_labels > 1 and config.problem_type != "multi_label_classification"
+    several = (config.num_labels or 0) > 1 and config.problem_type != "multi_label_classification"
     return "Softmax" if several else "Sigmoid"
 
 
