@@ -17,7 +17,11 @@ _MODULES = {
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",
     "engine.metrics": "StatLoggerBase",
-    "engine.outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput Logprob RequestMetrics RequestOutput",
+    "engine.outputs": (
+        "BeamSearchOutput BeamSearchSequence ClassificationOutput ClassificationRequestOutput CompletionOutput "
+        "EmbeddingOutput EmbeddingRequestOutput Logprob PoolingOutput PoolingRequestOutput RequestMetrics "
+        "RequestOutput ScoringOutput ScoringRequestOutput"
+    ),
     "engine.prompts": "EmbedsPrompt ExplicitEncoderDecoderPrompt TextPrompt TokensPrompt",
     "ipc.adapters": "LoRARequest PromptAdapterRequest",
     "ipc.config": (
@@ -32,6 +36,7 @@ _MODULES = {
     ),
     "ipc.structured": "GuidedDecodingParams StructuredOutputsParams",
     "ipc.params": "BeamSearchParams RequestOutputKind SamplingParams",
+    "ipc.pooling_params": "PoolingParams",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -10,10 +10,18 @@ from .engine.llm_engine import LLMEngine as LLMEngine
 from .engine.metrics import StatLoggerBase as StatLoggerBase
 from .engine.outputs import BeamSearchOutput as BeamSearchOutput
 from .engine.outputs import BeamSearchSequence as BeamSearchSequence
+from .engine.outputs import ClassificationOutput as ClassificationOutput
+from .engine.outputs import ClassificationRequestOutput as ClassificationRequestOutput
 from .engine.outputs import CompletionOutput as CompletionOutput
+from .engine.outputs import EmbeddingOutput as EmbeddingOutput
+from .engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
 from .engine.outputs import Logprob as Logprob
+from .engine.outputs import PoolingOutput as PoolingOutput
+from .engine.outputs import PoolingRequestOutput as PoolingRequestOutput
 from .engine.outputs import RequestMetrics as RequestMetrics
 from .engine.outputs import RequestOutput as RequestOutput
+from .engine.outputs import ScoringOutput as ScoringOutput
+from .engine.outputs import ScoringRequestOutput as ScoringRequestOutput
 from .engine.prompts import EmbedsPrompt as EmbedsPrompt
 from .engine.prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt
 from .engine.prompts import TextPrompt as TextPrompt
@@ -56,6 +64,7 @@ from .ipc.errors import WrongProcessError as WrongProcessError
 from .ipc.params import BeamSearchParams as BeamSearchParams
 from .ipc.params import RequestOutputKind as RequestOutputKind
 from .ipc.params import SamplingParams as SamplingParams
+from .ipc.pooling_params import PoolingParams as PoolingParams
 from .ipc.structured import GuidedDecodingParams as GuidedDecodingParams
 from .ipc.structured import StructuredOutputsParams as StructuredOutputsParams
 

@@ -89,12 +89,12 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     )
     from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
     from .engine_core import EngineCore
-    from .executor import UniprocExecutor
+    from .executor import executor_for
 
     decisions = msgspec.msgpack.decode(launch.decisions)
     core = EngineCore(
         launch.config,
-        functools.partial(UniprocExecutor, decisions=decisions),
+        functools.partial(executor_for, decisions=decisions),
         journal=journal,
         suspects=launch.suspects,
         quarantined=launch.quarantined,

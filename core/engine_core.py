@@ -34,10 +34,11 @@ from ..ipc.structured import MAX_SPEC_BYTES, Kind
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .adapters import Adapters
-from .executor import Executor, UniprocExecutor
+from .executor import Executor, executor_for
 from .kv_cache import KVCacheManager
 from .lifecycle import Lifecycle, part_of
 from .metrics import CoreMeter
+from .pooling_executor import PoolingExecutor
 from .profiler import Profiler
 from .request import Request
 from .scheduler import Scheduler
@@ -82,7 +83,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        make_executor: Callable[[EngineConfig], Executor] = UniprocExecutor,
+        make_executor: Callable[[EngineConfig], Executor] = executor_for,
         journal: Journal | None = None,
         suspects: Mapping[int, int] | None = None,
         quarantined: Mapping[int, str] | None = None,
@@ -96,6 +97,8 @@ class EngineCore:
         model, download_dir = config.model_config, config.load_config.download_dir
         files = digest_of(read_files(model, download_dir)) if model.model else ""
         facts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
+        self._pooling = self.executor if isinstance(self.executor, PoolingExecutor) else None
+        config = self.config
         cache = config.cache_config
         kv = KVCacheManager(
             self.executor.layout.groups,
@@ -113,7 +116,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler_config,
             kv,
-            self.executor.max_model_len,
+            self._most_tokens,
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
@@ -174,6 +177,11 @@ class EngineCore:
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
         )
 
+    @property
+    def _most_tokens(self) -> int:
+        """Of a request, prompt and output; after a prompt that is pooled nothing comes."""
+        return self.executor.max_model_len + (self._pooling is not None)
+
     # ------------------------------------------------------------------ frontends
 
     def connect(
@@ -231,13 +239,13 @@ class EngineCore:
             self._check(message, embeds)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
-            request = Request(
-                message, frontend, arrival, self.executor.max_model_len, embeds, key, connection.salt, processors
-            )
+            request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt, processors)
+            if self._pooling and message.pooling:
+                request.keeps_rows = self._pooling.keeps_rows(message.pooling, request.prompt_len)
             limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
             waits = self.adapters.prepare(request, message, connection.owner)
-            if message.sampling.grammar:
-                waits.append((self._grammars.submit(*message.sampling.grammar), partial(_follow, request)))
+            if request.sampling.grammar:
+                waits.append((self._grammars.submit(*request.sampling.grammar), partial(_follow, request)))
         except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
@@ -414,8 +422,9 @@ class EngineCore:
             step, sampled = self._in_flight.popleft()
             with span("wait"):
                 tokens, logprobs = self.executor.tokens(sampled), self.executor.logprobs(sampled)
+                pooled = self._pooling.pooled(sampled) if self._pooling else None
             with span("update"):
-                outputs = self.scheduler.update(step, tokens, logprobs)
+                outputs = self.scheduler.update(step, tokens, logprobs, pooled)
         elif self._failed:
             (step, why), self._failed = self._failed, None
             logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.num_tokens, why)
@@ -458,6 +467,13 @@ class EngineCore:
         ids, sampling, limit = message.prompt_token_ids, message.sampling, self.executor.max_model_len
         if not ids:
             raise InvalidRequestError("the prompt is empty")
+        if (message.pooling is None) != (self._pooling is None):
+            wanted = "tokens" if message.pooling is None else f"{message.pooling.task:.80}"
+            raise InvalidRequestError(
+                f"the request is for {wanted}, and this model can {', '.join(self.model.tasks) or 'generate'}"
+            )
+        if message.pooling and message.output_token_ids:
+            raise InvalidRequestError("a pooling request has no output tokens")
         num_virtual = 0
         if message.prompt_adapter is not None:
             self.adapters.check_prompt_adapter(message.prompt_adapter)
@@ -465,7 +481,7 @@ class EngineCore:
             if embeds is not None or not self.executor.accepts_embeddings:
                 whose = "a prompt that is embeddings" if embeds is not None else "this model"
                 raise NotSupportedError(f"a prompt adapter can't be used with {whose}")
-        if num_virtual + len(ids) + len(message.output_token_ids) >= limit:
+        if num_virtual + len(ids) + len(message.output_token_ids) >= self._most_tokens:
             virtual = f" and {num_virtual} virtual ones before them" if num_virtual else ""
             raise InvalidRequestError(
                 f"the prompt has {len(ids)} tokens{virtual}; max_model_len is {limit}, output included"
@@ -534,9 +550,13 @@ def _follow(request: Request, grammar: Grammar) -> None:
 
 
 def _filled_in(config: EngineConfig, executor: Executor) -> EngineConfig:
-    """The configuration with what only the core knows."""
+    """The configuration with what only the core knows. Without a cache a prompt is computed at once."""
     replace = msgspec.structs.replace
     facts = executor.facts()
+    if not executor.layout.groups:
+        whole = replace(config.scheduler_config, enable_chunked_prefill=False)
+        nothing = replace(config.cache_config, enable_prefix_caching=False)
+        config = replace(config, scheduler_config=whole, cache_config=nothing)
     return replace(
         config,
         model_config=replace(config.model_config, max_model_len=executor.max_model_len, dtype=facts.dtype),

@@ -90,6 +90,15 @@ class Executor(Protocol):
         """Wait for log probabilities: those of rows that sample, and those of each of the step's prompt parts."""
 
 
+def executor_for(config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> Executor:
+    """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools."""
+    from .model.pooling import wants_pooling
+    from .pooling_executor import PoolingExecutor  # which is made of parts of this file
+
+    kind = PoolingExecutor if wants_pooling(config.model_config, config.load_config) else UniprocExecutor
+    return kind(config, decisions)
+
+
 class UniprocExecutor:
     """The model in this process, on one device."""
 
@@ -150,7 +159,7 @@ class UniprocExecutor:
             decisions,
             lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(kv_dtype, dtype)),
         )
-        self._fingerprint = _fingerprint(model)
+        self._fingerprint = fingerprint(model.model)
         bits = BITS.get(config.model_config.quantization or "")
         if self._loras is None:
             make_whole(model, backend, bits, model.quantized)
@@ -259,13 +268,13 @@ class UniprocExecutor:
         return self._explained
 
     def execute(self, step: Step) -> Launched:
-        with _lack_of_memory():
+        with lack_of_memory():
             if self._drafter is not None:
                 self._drafter.write_guesses(step)
             return self.runner.execute(step)
 
     def sample(self, launched: Launched) -> Sampled:
-        with _lack_of_memory():
+        with lack_of_memory():
             return self.runner.sample(launched)
 
     def tokens(self, sampled: Sampled) -> np.ndarray:
@@ -294,7 +303,7 @@ def _lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend)
 
 
 @contextmanager
-def _lack_of_memory() -> Iterator[None]:
+def lack_of_memory() -> Iterator[None]:
     """Libraries have their own words for it: cuBLAS found no workspace, FlashInfer's is too small for the step."""
     try:
         yield
@@ -304,10 +313,10 @@ def _lack_of_memory() -> Iterator[None]:
         raise
 
 
-def _fingerprint(model: PagedModel) -> str:
+def fingerprint(model: nn.Module) -> str:
     """Tells weights apart, without reading all of them: every parameter's name, shape, and a few of its values."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.model.state_dict().items():
+    for name, parameter in model.state_dict().items():
         values = parameter.flatten()[:: max(1, parameter.numel() // 8)].float()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values.tolist()}".encode())
     return digest.hexdigest()

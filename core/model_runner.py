@@ -122,13 +122,17 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ a step
 
-    def execute(self, step: Step) -> Launched:
-        """Launch the forward of `step`, up to the logits of the rows that sample."""
+    def begin(self, step: Step) -> None:
+        """Take in what is new in `step`: copies of blocks, block tables, and who got a slot."""
         self._host.copy(step.copies, self.pool)
         group, slot, column, block = step.tables
         self.tables[group, slot, column] = block
         for request in step.admitted:
             self._admit(request)
+
+    def execute(self, step: Step) -> Launched:
+        """Launch the forward of `step`, up to the logits of the rows that sample."""
+        self.begin(step)
         slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
         row, back = step.choices()
         last_rows = (np.cumsum(counts) - 1)[row] - back

@@ -40,6 +40,7 @@ class Request:
         "frontend",
         "handle",
         "hold",
+        "keeps_rows",
         "key",
         "lora",
         "lora_name",
@@ -51,6 +52,7 @@ class Request:
         "num_preemptions",
         "num_virtual",
         "pending",
+        "pooling",
         "priority",
         "processors",
         "prompt_len",
@@ -81,7 +83,9 @@ class Request:
         self.frontend = frontend
         self.handle = message.handle
         self.key = key
-        self.sampling: Sampling = message.sampling
+        self.pooling = message.pooling
+        self.keeps_rows = False  # of a prompt that is pooled all hidden states are needed
+        self.sampling: Sampling = Sampling(1) if message.pooling else message.sampling
         self.priority = message.priority
         self.arrival = arrival
         self.admitted_at: float | None = None  # first time
@@ -89,17 +93,17 @@ class Request:
         adapter = message.prompt_adapter
         self.num_virtual = 0 if adapter is None else adapter.num_virtual_tokens  # tokens before the prompt's own
         self.prompt_len = self.num_virtual + len(message.prompt_token_ids)
-        self.max_len = min(self.prompt_len + message.sampling.max_tokens, max_model_len)  # tokens it may come to
+        self.max_len = min(self.prompt_len + self.sampling.max_tokens, max_model_len)  # tokens it may come to
         tokens = [0] * self.num_virtual + message.prompt_token_ids + message.output_token_ids
         self.tokens = np.array(tokens, dtype=np.int32)
-        self.stop_tokens = frozenset(message.sampling.stop_token_ids)
+        self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
         self.processors = processors
         self.follower: Follower | None = None  # of its grammar, once that is compiled
         self.failure: Exception | None = None  # why no token could be chosen for it
         self.complete = False  # its grammar allows no further token
         # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
-        wanted = message.sampling.prompt_logprobs >= 0 and not message.output_token_ids
+        wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
         self.told = self.num_virtual + 1 if wanted else self.prompt_len
         self.pending = 0  # what it waits for before it is queued
         self.lora_name = "" if message.lora is None else message.lora.name
@@ -154,8 +158,10 @@ class Request:
 
     @property
     def most_cached(self) -> int:
-        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits are asked
-        for."""
+        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits or hidden
+        states are asked for."""
+        if self.keeps_rows:
+            return 0
         return min(len(self.tokens), self.told if self.told < self.prompt_len else len(self.tokens)) - 1
 
     def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..ipc.config import SchedulerConfig
 from ..ipc.errors import InvalidArgumentError, wire_name, wire_text
-from ..ipc.messages import Finished, FinishReason, Logprobs, Outputs, Started, Stats
+from ..ipc.messages import Finished, FinishReason, Logprobs, Outputs, Pooled, Started, Stats
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .kv_cache import KVCacheManager
@@ -27,7 +27,7 @@ from .latency import Latest
 from .logprobs import Scores
 from .loras import LoRAs
 from .metrics import CoreMeter
-from .outbox import Outbox
+from .outbox import NO_TOKENS, Outbox
 from .preemption import Preemption
 from .request import Request
 from .speculation import MOST_ROWS, REST, Speculation, may_speculate, standing
@@ -593,10 +593,15 @@ class Scheduler:
     # ------------------------------------------------------------------ a step ends
 
     def update(
-        self, step: Step, sampled: np.ndarray, logprobs: tuple[Sequence[Scores], Sequence[Scores]] = ((), ())
+        self,
+        step: Step,
+        sampled: np.ndarray,
+        logprobs: tuple[Sequence[Scores], Sequence[Scores]] = ((), ()),
+        pooled: Sequence[np.ndarray | Exception] | None = None,
     ) -> dict[int, Outputs]:
         """Take in the tokens `sampled` (int64, one for each row that samples), and `logprobs`, as far as asked for: of
-        these rows, and of each of the step's prompt parts. Returns each frontend's outputs."""
+        these rows, and of each of the step's prompt parts. Of a pooling model what these rows get is `pooled`, and
+        `sampled` means nothing. Returns each frontend's outputs."""
         for slot in step.before:
             if (request := self._running.get(slot)) is None:
                 continue
@@ -613,15 +618,17 @@ class Scheduler:
             keep &= standing(step, row, back, sampled, self._stops(slots[row], sampled))
             self._settle(step, slots, ends, np.bincount(row[keep], minlength=len(slots)))
         rows, at, tokens = slots[row][keep], at[keep], sampled[keep]
-        self._rows.tokens[rows, at] = tokens
-        self._count["generation_tokens"] += len(tokens)
+        if pooled is None:
+            self._rows.tokens[rows, at] = tokens
+            self._count["generation_tokens"] += len(tokens)
         self._publish(slots[alive], ends[alive])
         if step.solo and rows.size:
             suspect = self._running[int(rows[0])]
             if step.positions[0] >= self.suspects.keys.get(suspect.key, 0):
                 self._rows.held_up[rows] = False
                 self.suspects.clear(suspect)
-        self._observe(rows, len(rows) if not step.guessed.any() else len(np.unique(rows)))
+        if pooled is None:
+            self._observe(rows, len(rows) if not step.guessed.any() else len(np.unique(rows)))
         started = [self._started(int(slot)) for slot in rows[self._rows.silent[rows]]]
         stop = self._rows.stop[rows]
         done = (tokens == stop) | (at + 1 >= self._rows.max_len[rows])
@@ -629,6 +636,9 @@ class Scheduler:
         handles, owners = self._rows.handle[rows], self._rows.frontend[rows]
         scores = [_of_kept(one, keep) for one in logprobs[0]]
         told = [self._tell_prompt(*one) for one in zip(step.scored, logprobs[1], strict=True)]
+        if pooled is not None:
+            self._end_pooled(rows, [pooled[i] for i in np.flatnonzero(keep).tolist()])
+            check = handles = owners = tokens = NO_TOKENS
         for i in check:
             request, token = self._running[int(rows[i])], int(tokens[i])
             if token in request.stop_tokens:
@@ -667,6 +677,16 @@ class Scheduler:
         rows.trust[slots] = np.maximum(trust, 1)
         self._count["draft_tokens"] += int(step.guessed[guessing].sum())
         self._count["accepted_tokens"] += int(right.sum())
+
+    def _end_pooled(self, slots: np.ndarray, results: Sequence[np.ndarray | Exception]) -> None:
+        for slot, result in zip(slots.tolist(), results, strict=True):
+            request = self._running[slot]
+            if isinstance(result, Exception):
+                self.fail(request, result)
+                continue
+            vectors = np.ascontiguousarray(result, "<f4")
+            self._outbox.pooled(request.frontend, Pooled(request.handle, list(vectors.shape), vectors.tobytes()))
+            self._finish(request, "stop")
 
     def _tell_prompt(self, part: PromptPart, scores: Scores) -> tuple[int, Logprobs] | None:
         request = part.request

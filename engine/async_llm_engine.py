@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import (
@@ -23,17 +23,18 @@ from ..ipc.config import (
 from ..ipc.errors import (
     EngineDeadError,
     MainspringError,
-    NotSupportedError,
     WrongEventLoopError,
     suggests_names,
 )
 from ..ipc.params import SamplingParams
+from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .output_processor import OutputProcessor, Processed
+from .outputs import PoolingOutput, PoolingRequestOutput
 from .prompts import Prompt
 from .request_state import RequestState
 from .request_stream import RequestStream
@@ -185,13 +186,25 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         await stream._begin()
         return stream
 
-    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Embeddings.
-
-        Raises:
-            NotSupportedError: always, until there are pooling models.
-        """
-        raise NotSupportedError("encode is not supported yet: there are no pooling models; use generate")
+    def encode(
+        self,
+        prompt: Prompt | EngineCoreRequest,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """What a pooling model makes of a prompt, as an async iterator of one output. Arguments and errors as
+        `generate`; `truncate_prompt_tokens` is for parameters that say nothing of it."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if truncate_prompt_tokens is not None and params.truncate_prompt_tokens is None:
+            params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
+        slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
+        call = resolve_add_request(cast(str, request_id), prompt, params, slots, None, {}, "encode")
+        return cast("AsyncIterator[PoolingRequestOutput[PoolingOutput]]", RequestStream(self, call))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End one or several requests: each stream yields one last output with finish reason ``abort``. Unknown ids are
@@ -287,7 +300,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
-        return ("generate",)
+        return tuple(self.engine_core.model.tasks) or ("generate",)
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """As `LLMEngine.start_profile`."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import LoRAConfig
 from ..ipc.errors import InvalidRequestError, NotSupportedError, unknown_argument
-from ..ipc.messages import AddRequest, ModelFacts, Sampling, Tensor
+from ..ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
 from ..ipc.params import SamplingParams
+from ..ipc.pooling_params import PoolingParams
+from .pooling import no_tokens, settled
 from .prompts import Embeds, ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class EngineCoreRequest:
     trace_headers: Mapping[str, str] | None = None  # of the trace that it belongs to
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
+    pooling: PoolingParams | None = None  # in place of tokens, which `params` then ask none of
+    second: int = 0  # where the second of two texts begins
 
 
 class InputProcessor:
@@ -64,7 +68,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Any,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
@@ -78,6 +82,8 @@ class InputProcessor:
         Raises:
             InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
         """
+        pooling = settled(params, self.model.tasks)
+        params = params if pooling is None else no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -88,7 +94,8 @@ class InputProcessor:
         virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
         limit = self.model.max_model_len - virtual
         parsed = parse_prompt(prompt)
-        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, params.truncate_prompt_tokens, limit)
+        keep, pooled = (pooling or params).truncate_prompt_tokens, pooling is not None
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, limit, pooled)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
@@ -98,7 +105,7 @@ class InputProcessor:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
         self._check_choices(params)
         form = params.structured_outputs or params.guided_decoding
-        room = limit - len(token_ids)
+        room = max(1, limit - len(token_ids))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.stream_interval = params.stream_interval or self._stream_interval
@@ -108,7 +115,7 @@ class InputProcessor:
             prompt=prompt_text if prompt_text is not None else parsed.text,
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=frozenset() if params.ignore_eos or pooling else self.eos_token_ids,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt or params.cache_salt or "",
@@ -118,6 +125,8 @@ class InputProcessor:
             trace_headers=trace_headers,
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
+            pooling=pooling,
+            second=parsed.second,
         )
 
     def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
@@ -164,8 +173,10 @@ class InputProcessor:
         return [tokens for tokens in found if tokens]
 
     def _prompt_token_ids(
-        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, limit: int
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, limit: int, pooled: bool
     ) -> list[int]:
+        """Those that are kept: the last ones, or, of a prompt that is `pooled`, the first."""
+        most = None if keep is None else keep if keep > 0 else limit if pooled else limit - 1
         for name in tokenization_kwargs:
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
@@ -175,7 +186,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
                 )
-            if keep is not None:
+            if most is not None:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
@@ -187,12 +198,18 @@ class InputProcessor:
             raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
         else:
             add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
-            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens) if parsed.text else []
+            cut = most if pooled else None
+            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, cut) if parsed.text else []
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        if keep is not None:
-            token_ids = token_ids[-(limit - 1 if keep < 0 else keep) :]
-        if len(token_ids) >= limit:
+        if most is not None:
+            token_ids = token_ids[:most] if pooled else token_ids[-most:]
+        if pooled and len(token_ids) > limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}: raise that, or give "
+                "truncate_prompt_tokens"
+            )
+        if len(token_ids) >= limit + pooled:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}, so with at "
                 f"least one token of output it may have at most {max(0, limit - 1)}"
@@ -255,11 +272,18 @@ def core_message(
         priority=request.priority,
         cache_salt=request.cache_salt,
         prompt_embeds=embeds,
+        pooling=_pooling(request),
         age_s=age_s,
         resumed=beam is not None,
         lora=None if request.lora_request is None else request.lora_request.message,
         prompt_adapter=None if request.prompt_adapter_request is None else request.prompt_adapter_request.message,
     )
+
+
+def _pooling(request: EngineCoreRequest) -> Pooling | None:
+    if (params := request.pooling) is None:
+        return None
+    return Pooling(params.task or "", params.dimensions or 0, params.activate, request.second)
 
 
 def _count(logprobs: int | None) -> int:

@@ -22,19 +22,18 @@ from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
 from .metrics import Metric
 from .model_files import default_sampling_params
-from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
+from .pooling import PoolingMethods, Progress
 from .prompts import Prompt, TokensPrompt, is_token_ids
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Progress = bool | Callable[..., Any]  # False, True, or something like the class `tqdm`
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # before what the core was too busy for is sent again
 PATIENCE_S = 300.0  # without one that ends; then it is given back as it is
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model to call from a script or a notebook. Its core runs in a process of its own; no ``__main__`` guard needed.
 
     Args:
@@ -278,7 +277,7 @@ class LLM:
                         continue
                     room.take(requests[at], -1)
                     now = time.monotonic()
-                    refused = any(isinstance(completion.error, OverloadedError) for completion in output.outputs)
+                    refused = any(isinstance(error, OverloadedError) for error in errors_of(output))
                     if refused and now < deadline and room.allows(requests[at]):
                         unsent.append(requests[at])
                         if now >= not_before:
@@ -354,7 +353,7 @@ class _Progress:
         if self._bar is None:
             return
         self._prompt_tokens += len(output.prompt_token_ids or ())
-        self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self._output_tokens += num_tokens_of(output)
         seconds = max(time.monotonic() - self._started, 1e-6)
         speeds = self._prompt_tokens / seconds, self._output_tokens / seconds
         self._bar.set_postfix_str("input: {:.0f} tokens/s, output: {:.0f} tokens/s".format(*speeds), refresh=False)

@@ -20,6 +20,7 @@ from ..ipc.config import (
 )
 from ..ipc.errors import EngineDeadError, InvalidArgumentError, MainspringError
 from ..ipc.params import SamplingParams
+from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
 from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
@@ -134,7 +135,7 @@ class LLMEngine(Frontend["CoreClient"]):
         self,
         request_id: str,
         prompt: Prompt | EngineCoreRequest | None = None,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -149,7 +150,7 @@ class LLMEngine(Frontend["CoreClient"]):
             request_id: the caller's name for it, unique among the unfinished ones.
             prompt: text, token ids, a `TextPrompt`, `TokensPrompt` or `EmbedsPrompt`, or what
                 `input_processor.process_inputs` gave (its own id then wins).
-            params: never changed.
+            params: never changed. `PoolingParams`: `step` brings one `PoolingRequestOutput`.
             arrival_time: seconds; None: `time.monotonic()` now.
             lora_request: the LoRA adapter to use. It is loaded while others go on, if it is not there yet.
             tokenization_kwargs: ``add_special_tokens`` for a prompt that is text.
@@ -292,7 +293,7 @@ class LLMEngine(Frontend["CoreClient"]):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
-        return ("generate",)
+        return tuple(self.engine_core.model.tasks) or ("generate",)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to record what the core does, step by step, with torch's profiler. The core stands still for a second

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..ipc.messages import AddRequest, Finished, Logprobs, Outputs
 from .beam_search import BeamRequest
 from .input_processor import EngineCoreRequest
 from .outputs import Logprob
+from .pooling_state import PoolingState
 from .request_state import Completion, RequestState
 from .tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ class OutputProcessor:
         return request_id in self._requests
 
     def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
-        make = BeamRequest if request.params.use_beam_search else RequestState
+        make = PoolingState if request.pooling else BeamRequest if request.params.use_beam_search else RequestState
         state = self._requests[request.request_id] = make(request, handles, self._tokenizer, now)
         for completion in state.completions:
             self._completions[completion.handle] = completion
@@ -75,6 +76,9 @@ class OutputProcessor:
                 touched[completion] = None
         for scores in outputs.logprobs:
             self._take_logprobs(scores, outputs.handles)
+        for vectors in outputs.pooled:
+            if (completion := completions.get(vectors.handle)) is not None and completion.request.source.pooling:
+                cast(PoolingState, completion.request).vectors = vectors
         for said in outputs.started:
             completion = completions.get(said.handle)
             if completion is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..ipc.errors import MainspringError
 from ..ipc.messages import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True)
@@ -90,3 +93,85 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     lora_request: Any = None
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a pooling model made of a prompt: float32, a numpy array, for frontends have no torch. ``[width]``, or
+    ``[tokens, width]`` of the tasks for each token; empty if it failed."""
+
+    data: np.ndarray
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Of each label; logits, if no activation was asked for."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+O = TypeVar("O")  # noqa: E741  # of output
+P = TypeVar("P", bound="PoolingRequestOutput[Any]")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[O]):
+    """The one output of a request to a pooling model."""
+
+    request_id: str
+    outputs: O
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finish_reason: FinishReason | None = None  # "stop", "abort" or "error"
+    error: MainspringError | None = None  # behind finish reason "error"
+
+    def with_outputs(self, kind: type[P], outputs: Any) -> P:
+        """The same request's, of another kind."""
+        return kind(**{**vars(self), "outputs": outputs})
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Of `LLM.embed`."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Of `LLM.classify`."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Of `LLM.score`; prompt tokens are those of both texts."""
+
+
+def num_tokens_of(output: RequestOutput | PoolingRequestOutput[Any]) -> int:
+    """Tokens that it shows."""
+    return 0 if isinstance(output, PoolingRequestOutput) else sum(len(one.token_ids) for one in output.outputs)
+
+
+def errors_of(output: RequestOutput | PoolingRequestOutput[Any]) -> list[MainspringError]:
+    """Why it, or some of its completions, failed."""
+    if isinstance(output, PoolingRequestOutput):
+        return [] if output.error is None else [output.error]
+    return [one.error for one in output.outputs if one.error is not None]

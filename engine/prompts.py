@@ -20,10 +20,12 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt`, if given, is only shown in outputs."""
+    """A prompt as token ids; `prompt`, if given, is only shown in outputs. `token_type_ids` are for pooling models that
+    know types: zeros for the first of two texts, ones for the second."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    token_type_ids: NotRequired[list[int]]
     cache_salt: NotRequired[str]
 
 
@@ -59,9 +61,10 @@ class ParsedPrompt(NamedTuple):
     token_ids: list[int] | None = None
     embeds: Embeds | None = None
     cache_salt: str | None = None
+    second: int = 0  # where the second of two texts begins, in `token_ids`; 0: there is none
 
 
-_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids")
 _NEXT = {
     "multi_modal_data": "multi-modal prompts are",
     "multi_modal_uuids": "multi-modal prompts are",
@@ -113,7 +116,8 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             raise InvalidRequestError("a prompt has both prompt_token_ids and prompt_embeds; give one")
         return ParsedPrompt(text=text, embeds=_read_embeds(prompt["prompt_embeds"]), cache_salt=salt)
     if prompt.get("prompt_token_ids") is not None:
-        return ParsedPrompt(text=text, token_ids=_token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
+        token_ids = _token_ids(prompt["prompt_token_ids"])
+        return ParsedPrompt(text, token_ids, cache_salt=salt, second=_second(token_ids, prompt.get("token_type_ids")))
     if text is None:
         raise InvalidRequestError("a prompt dict must have 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
     return ParsedPrompt(text=text, cache_salt=salt)
@@ -127,6 +131,15 @@ def _token_ids(value: Any) -> list[int]:
         if not _is_int(token):
             raise InvalidRequestError(f"prompt_token_ids[{at}] is {token!r:.80}; it must be an int")
     return [int(token) for token in ids]
+
+
+def _second(token_ids: list[int], types: Any) -> int:
+    zeros = len(token_ids) if types is None else list(types).count(0)
+    if types is not None and (list(types) != [0] * zeros + [1] * (len(token_ids) - zeros) or not zeros):
+        raise InvalidRequestError(
+            f"token_type_ids is {types!r:.80}; it must have a 0 or 1 for each token, at least one zero, and zeros first"
+        )
+    return zeros if zeros < len(token_ids) else 0
 
 
 def _is_int(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from .call_forms import AddCall
-from .outputs import RequestOutput
+from .outputs import RequestOutput, errors_of, num_tokens_of
 from .request_state import RequestState
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class RequestStream:
             self._ended = StopAsyncIteration()
             raise state.lost
         output = state.output()
-        error = next((completion.error for completion in output.outputs if completion.error is not None), None)
+        error = next(iter(errors_of(output)), None)
         if error is not None:
             await self.aclose()
-            if not any(completion.token_ids for completion in output.outputs):
+            if not num_tokens_of(output):
                 raise error
             self._ended = error
         elif output.finished:

@@ -36,9 +36,19 @@ class Tokenizer:
         self.special_tokens_map = dict(special_tokens_map)
         self.chat_template = chat_template
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with those special tokens that the model expects around a plain prompt unless told otherwise."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids, with those special tokens that the model expects around a plain prompt unless told otherwise; of a
+        text that has more than `most` with them, the first."""
+        if most is None or not add_special_tokens:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids[:most]
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, most - self.backend.num_special_tokens_to_add(False)))
+        return self.backend.post_process(encoding).ids[:most]
+
+    def encode_pair(self, one: str, two: str) -> tuple[list[int], list[int]]:
+        """Token ids of two texts as the model expects them together, and which of the two each token belongs to."""
+        encoding = self.backend.encode(one, two)
+        return encoding.ids, encoding.type_ids
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids. Bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -137,8 +147,13 @@ class SlowTokenizer(Tokenizer):
         self.special_tokens_map = {name: text for name, text in hf.special_tokens_map.items() if isinstance(text, str)}
         self.chat_template = hf.chat_template
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        cut = {} if most is None else {"truncation": True, "max_length": most}
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, **cut))
+
+    def encode_pair(self, one: str, two: str) -> tuple[list[int], list[int]]:
+        encoding = self.hf(one, two, return_token_type_ids=True)
+        return list(encoding["input_ids"]), list(encoding["token_type_ids"])
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens))

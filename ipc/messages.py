@@ -53,7 +53,10 @@ class Pooling(msgspec.Struct, array_like=True, frozen=True):
 
     task: str
     dimensions: int = 0  # of the vector, the first ones; 0: all
-    activate: bool = True  # normalise an embedding, apply softmax or sigmoid to scores
+    activate: bool | None = (
+        None  # normalise an embedding, apply softmax or sigmoid to scores; none: as the model has it
+    )
+    second: int = 0  # where the second text of a pair begins; 0: there is none
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):

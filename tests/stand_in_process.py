@@ -164,7 +164,7 @@ def make_executor(config: EngineConfig, decisions: Any = None) -> _Executor:
 
 if __name__ == "__main__":
     engine_core, executor = types.ModuleType("engine_core"), types.ModuleType("executor")
-    engine_core.EngineCore, executor.UniprocExecutor = ScriptedCore, make_executor  # type: ignore[attr-defined]
+    engine_core.EngineCore, executor.executor_for = ScriptedCore, make_executor  # type: ignore[attr-defined]
     sys.modules["mainspring.core.engine_core"], sys.modules["mainspring.core.executor"] = engine_core, executor
     from mainspring.core.__main__ import main
 

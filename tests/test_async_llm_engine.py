@@ -645,8 +645,8 @@ def test_calls_that_no_form_has_are_refused_at_once(engine: AsyncLLMEngine) -> N
     for positional in ((object(),), (None, None, object()), ([3], object())):
         with pytest.raises(NotSupportedError):
             engine.generate("x", GREEDY, "a", *positional)
-    with pytest.raises(NotSupportedError, match="encode"):
-        engine.encode("x", None, "a")
+    with pytest.raises(InvalidRequestError, match="request_id is None"):
+        engine.encode("x")
 
 
 def test_add_request_sends_at_once_and_gives_a_stream(engine: AsyncLLMEngine, run: Run) -> None:

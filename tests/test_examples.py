@@ -15,6 +15,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 GUARD = 180.0  # seconds
 SHOWS = {
     "chat": r"> What is the capital of France\?\nParis",
+    "embeddings": r"1\.00 .*capital of France\?\n(.|\n)*first four dimensions: \[(.|\n)*for each token: \(10, 256\)",
     "logprobs": r"' P' \d+%(.|\n)*the whole answer: \d+(.|\n)*Once upon a time there was(.|\n)*without foxes: ",
     "many_frontends": r"program \d: (.|\n)*were served by the core of one daemon",
     "metrics": r"generation_tokens",

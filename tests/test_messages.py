@@ -76,7 +76,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             Tensor(0, "bfloat16", [2, 64]),
             1.5,
             True,
-            Pooling("embed", 8, False),
+            Pooling("embed", 8, False, 2),
             Adapter(1, "a", "/a"),
             Adapter(2, "b", "/b", 4),
         ),
@@ -84,7 +84,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
-        "93a5656d62656408c29401a161a22f61009402a162a22f6204",
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
     6: (

@@ -27,7 +27,7 @@ TOKENS = 8
 UNLIMITED = 1 << 20  # tokens of a sequence where nothing limits them: beyond any window in use
 
 # Arguments of an attention call that change nothing here: the mask already says it, or they steer other kernels.
-_HARMLESS = frozenset({"dropout", "position_ids", "sliding_window", "output_attentions", "use_cache", "cache"})
+HARMLESS = frozenset({"dropout", "position_ids", "sliding_window", "output_attentions", "use_cache", "cache"})
 
 MaskFunction = Callable[..., torch.Tensor]
 
@@ -100,7 +100,7 @@ class _Recorder:
     ) -> tuple[torch.Tensor, None]:
         name = type(module).__name__
         for argument, given in kwargs.items():
-            if given is not None and given is not False and argument not in _HARMLESS:
+            if given is not None and given is not False and argument not in HARMLESS:
                 raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which no kernel here knows")
         if query.shape[2] != TOKENS or key.shape[2] != TOKENS:
             raise UnsupportedModelError(

@@ -174,21 +174,37 @@ def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[Pr
     return cast("type[PreTrainedModel]", known[type(config)])
 
 
-def _random_model(config: PreTrainedConfig, model_config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def build_model(
+    config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device, auto: Any
+) -> PreTrainedModel:
+    """The model that transformers' class `auto` makes of a checkpoint. Errors as `load_model`."""
+    with _quiet(load_config.use_tqdm_on_load):
+        if load_config.load_format == "dummy":
+            return _random_model(config, model_config, device, auto)
+        return _pretrained_model(config, model_config, load_config, device, auto)
+
+
+def _random_model(
+    config: PreTrainedConfig, model_config: ModelConfig, device: torch.device, auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(model_config.seed)
-        model = AutoModelForCausalLM.from_config(
+        model = auto.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
         )
     return cast("PreTrainedModel", model.eval())
 
 
 def _pretrained_model(
-    config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device
+    config: PreTrainedConfig,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device: torch.device,
+    auto: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     def load(name: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(
+        return auto.from_pretrained(
             name,
             config=config,
             dtype=model_config.dtype,
@@ -245,7 +261,7 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
         raise
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
-    missing = sorted(info["missing_keys"])
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))  # of no use without a head
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnsupportedModelError(f"the checkpoint {name!r} lacks the parameter {missing[0]!r}{more}")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class PagedModel:
-    """A causal language model of transformers whose attention runs over a paged KV cache.
+    """A causal language model of transformers whose attention runs over a paged KV cache. Where it has no output layer
+    (see pooling.py), hidden states stand for the logits.
 
     ``layers[i]`` describes attention call ``i`` of a forward pass. ``sources[i]`` is ``i``, or the earlier call whose
     keys and values call ``i`` reads (layers that share them): `bind` is then given that call's cache twice.
@@ -105,7 +106,7 @@ class PagedModel:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
         if self.selects_rows:
             inputs["logits_to_keep"] = logit_rows
-        logits: torch.Tensor = self.model(**inputs).logits[0]
+        logits: torch.Tensor = self.model(**inputs)[0][0]
         return logits if self.selects_rows else logits[logit_rows]
 
     @torch.inference_mode()
@@ -157,5 +158,6 @@ def _describe(spec: AttentionSpec) -> str:
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The ids that end a text: the generation config's, which transformers fills from the config where it is absent."""
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    config = getattr(model, "generation_config", None)
+    ids = None if config is None else config.eos_token_id
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)

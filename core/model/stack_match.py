@@ -284,10 +284,10 @@ class _Matching:
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": self.seen.positions, "use_cache": False}
         stacked = StackedDecoder(self.model, options, self.backend)
         with stand_in(self.model):
-            own = self.model(**inputs).logits[0].float()
+            own = self.model(**inputs)[0][0].float()
             stacked.install()
             try:
-                got = self.model(**inputs).logits[0].float()
+                got = self.model(**inputs)[0][0].float()
             finally:
                 stacked.remove()
         error = float(((got - own).abs().amax(-1) / own.std().clamp_min(1e-12)).median())

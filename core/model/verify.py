@@ -100,7 +100,7 @@ def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.
         return [
             model.model(
                 input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], use_cache=False
-            ).logits[0]
+            )[0][0]
             for ids in sequences
         ]
 
