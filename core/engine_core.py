@@ -208,6 +208,7 @@ class EngineCore:
             self.scheduler.remove_frontend(frontend)
             for call in self._calls.pop(frontend, ()):
                 call.cancel()
+            self.lifecycle.advance()
 
     def set_credit(self, frontend: int, given: bool) -> None:
         """Whether the frontend reads what it is sent; nothing is computed for one that does not."""

@@ -16,6 +16,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from ..ipc.messages import ModelFacts, Pooling
 from ..kernels import host_memory
+from .adapter_files import LoRALimits
 from .device import Tokens, device_for
 from .executor import fingerprint, lack_of_memory
 from .gpu import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
@@ -44,7 +45,7 @@ class PoolingExecutor:
     one on a CPU too, for a whole model's native call ends in logits."""
 
     num_host_blocks = 0
-    lora_limits = None
+    lora_limits: LoRALimits | None = None
 
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         _refuse(config)

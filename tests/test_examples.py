@@ -24,6 +24,7 @@ SHOWS = {
     "priority": r"urgent was number 1\n",
     "profiling": r"execute +\d+\.\d ms\n(.|\n)*the whole trace: ",
     "streaming": r"bear: .* \(abort\)",
+    "training_loop": r"step 0: Lima \| 5\n(.|\n)*step 2: .*\nasleep: False",
     "structured_output": r"its country: (France|Japan|Peru)\n(.|\n)*-> \+\d\d \d{3} \d{4}\n(.|\n)*-> (yes|no)\n",
 }
 

@@ -298,6 +298,17 @@ def test_a_caller_that_leaves_gets_no_answer_and_the_core_sleeps_all_the_same() 
     assert core.phase == "asleep"
 
 
+def test_a_sleep_waits_for_nobody_who_has_left() -> None:
+    core = make_core()
+    core.connect(0)
+    core.connect(1)
+    core.add_request(1, message(0, max_tokens=50))
+    core.step()
+    waiting = call(core, "sleep", 1, "wait", frontend=0)
+    core.disconnect(1)
+    assert waiting.done()
+
+
 def test_users_state_is_told_and_restored() -> None:
     told: list[DesiredState] = []
     core = make_core()
