@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ipc.config import CacheConfig
-from ..ipc.errors import InvalidArgumentError, NotSupportedError, OutOfMemoryError
+from ..ipc.errors import InvalidArgumentError, OutOfMemoryError
 from .block_pool import Key
 from .device import Device
 from .kv_layout import KVLayout
@@ -149,12 +149,3 @@ def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
     if 0 < num_bytes < block_bytes:
         raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one KV block takes {block_bytes}")
     return num_bytes // block_bytes
-
-
-def refuse_weight_offloading(cache: CacheConfig, device: torch.device) -> None:
-    """Raise NotSupportedError where weights can't stay in host memory."""
-    if cache.cpu_offload_gb:
-        raise NotSupportedError(
-            f"cpu_offload_gb is {cache.cpu_offload_gb}, but the model runs on {device.type}, where weights are not "
-            "streamed: leave it at 0"
-        )

@@ -230,6 +230,7 @@ _AT_LEAST = {
     "tensor_parallel_size pipeline_parallel_size data_parallel_size",
 }
 _SO_FAR = {
+    "cpu_offload_gb": 0.0,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,

@@ -20,11 +20,10 @@ from mainspring.core.host_cache import (
     HostCache,
     count_slots,
     offloading_bytes,
-    refuse_weight_offloading,
 )
 from mainspring.core.kv_layout import KVGroup, KVLayout
 from mainspring.ipc.config import CacheConfig
-from mainspring.ipc.errors import InvalidArgumentError, NotSupportedError, OutOfMemoryError
+from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 
 GIB = 2**30
 
@@ -301,5 +300,3 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="is 1000 bytes; one KV block takes 1024"):
         count_slots(1000, 1024, GIB)
     assert count_slots(2050, 1024, GIB) == 2
-    with pytest.raises(NotSupportedError, match=r"cpu_offload_gb is 1.0, but the model runs on cpu"):
-        refuse_weight_offloading(CacheConfig(cpu_offload_gb=1.0), torch.device("cpu"))
