@@ -66,11 +66,11 @@ class HostCache:
 
     def take_copies(self) -> Copies:
         """Those due since the last call, for the step that is being launched."""
+        self._pinned.clear()
         if not (self._saves or self._loads):
             return NO_COPIES
         copies = Copies([(block, slot) for slot, block in self._saves.items()], list(self._loads.items()))
         self._saves, self._loads = {}, {}
-        self._pinned.clear()
         return copies
 
     def reset(self) -> None:
@@ -78,6 +78,7 @@ class HostCache:
         assert not self._loads, "what a request was given is not loaded yet"
         self._slots.clear()
         self._saves.clear()
+        self._pinned.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def check(self) -> None:

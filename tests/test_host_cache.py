@@ -83,8 +83,7 @@ class TwoTiers(RuleBasedStateMachine):
             assert found is None or self.blocks[found] == number, "a block has not what its name says"
             if key(number) in self.host:
                 assert self.slots[self.host.pin(key(number))] == number, "a slot has not what its name says"
-        self.host.take_copies()
-        self.host._pinned.clear()
+        assert self.host.take_copies() is NO_COPIES
 
     @precondition(lambda self: not self.host._loads)
     @rule()
@@ -234,13 +233,13 @@ def run_many_prefixes(seed: int) -> Engine:
 
 
 def test_many_prefixes_in_any_order_give_every_request_its_tokens() -> None:
-    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(60)) > 2000
+    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(25)) > 800
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thousands_of_orders_give_every_request_its_tokens() -> None:
-    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(60, 3000)) > 100_000
+    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(25, 1000)) > 50_000
 
 
 def engine_digest(engine: Engine, prompt: list[int]) -> bytes:
