@@ -22,7 +22,7 @@ from ..kernels.interface import Backend
 from .adapter_files import LoRALimits
 from .draft import Drafter, load_draft
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
-from .host_cache import count_slots, offloading_bytes, refuse_weight_offloading
+from .host_cache import count_slots, offloading_bytes
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
 from .memory import count_blocks, free_host_bytes
@@ -105,7 +105,6 @@ class UniprocExecutor:
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         self._config, cache, scheduler = config, config.cache_config, config.scheduler_config
         self._device = device = pick_device(config.device_config.device)
-        refuse_weight_offloading(cache, device)
         host_bytes = offloading_bytes(cache)
         if decisions is not None:
             wait_for_memory(device, decisions["device_bytes"])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ipc.config import CacheConfig
-from ..ipc.errors import InvalidArgumentError, NotSupportedError, OutOfMemoryError
+from ..ipc.errors import InvalidArgumentError, OutOfMemoryError
 from .block_pool import Key
 from .device import Device
 from .kv_layout import KVLayout
@@ -66,11 +66,11 @@ class HostCache:
 
     def take_copies(self) -> Copies:
         """Those due since the last call, for the step that is being launched."""
+        self._pinned.clear()
         if not (self._saves or self._loads):
             return NO_COPIES
         copies = Copies([(block, slot) for slot, block in self._saves.items()], list(self._loads.items()))
         self._saves, self._loads = {}, {}
-        self._pinned.clear()
         return copies
 
     def reset(self) -> None:
@@ -78,6 +78,7 @@ class HostCache:
         assert not self._loads, "what a request was given is not loaded yet"
         self._slots.clear()
         self._saves.clear()
+        self._pinned.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def check(self) -> None:
@@ -149,12 +150,3 @@ def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
     if 0 < num_bytes < block_bytes:
         raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one KV block takes {block_bytes}")
     return num_bytes // block_bytes
-
-
-def refuse_weight_offloading(cache: CacheConfig, device: torch.device) -> None:
-    """Raise NotSupportedError where weights can't stay in host memory."""
-    if cache.cpu_offload_gb:
-        raise NotSupportedError(
-            f"cpu_offload_gb is {cache.cpu_offload_gb}, but the model runs on {device.type}, where weights are not "
-            "streamed: leave it at 0"
-        )

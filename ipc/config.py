@@ -102,11 +102,12 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     num_gpu_blocks_override: Annotated[int | None, Doc("Number of blocks, whatever memory says.")] = None
     enable_prefix_caching: Annotated[bool, Doc("Keep finished blocks and reuse them for equal prefixes.")] = True
     kv_offloading_size: Annotated[
-        float | None, Doc("GiB of host memory for cached blocks that the pool has no room for; none: none.")
+        float | None,
+        Doc("GiB of host memory for cached blocks that the pool had to forget; none: none."),
     ] = None
     swap_space: Annotated[float | None, Doc("The older name of `kv_offloading_size`.")] = None
     cpu_offload_gb: Annotated[
-        float, Doc("GiB of weights that stay in host memory and are sent to the GPU layer by layer.")
+        float, Doc("GiB of weights that stay in host memory and are sent to the GPU layer by layer; only 0 so far.")
     ] = 0.0
     num_gpu_blocks: Annotated[int | None, Doc("Blocks in the pool.", set_by_core=True)] = None
     num_cpu_blocks: Annotated[int | None, Doc("Blocks in host memory.", set_by_core=True)] = None

@@ -20,11 +20,10 @@ from mainspring.core.host_cache import (
     HostCache,
     count_slots,
     offloading_bytes,
-    refuse_weight_offloading,
 )
 from mainspring.core.kv_layout import KVGroup, KVLayout
 from mainspring.ipc.config import CacheConfig
-from mainspring.ipc.errors import InvalidArgumentError, NotSupportedError, OutOfMemoryError
+from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 
 GIB = 2**30
 
@@ -84,8 +83,7 @@ class TwoTiers(RuleBasedStateMachine):
             assert found is None or self.blocks[found] == number, "a block has not what its name says"
             if key(number) in self.host:
                 assert self.slots[self.host.pin(key(number))] == number, "a slot has not what its name says"
-        self.host.take_copies()
-        self.host._pinned.clear()
+        assert self.host.take_copies() is NO_COPIES
 
     @precondition(lambda self: not self.host._loads)
     @rule()
@@ -235,13 +233,13 @@ def run_many_prefixes(seed: int) -> Engine:
 
 
 def test_many_prefixes_in_any_order_give_every_request_its_tokens() -> None:
-    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(60)) > 2000
+    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(25)) > 800
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thousands_of_orders_give_every_request_its_tokens() -> None:
-    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(60, 3000)) > 100_000
+    assert sum(run_many_prefixes(seed).stats.host_hits for seed in range(25, 1000)) > 50_000
 
 
 def engine_digest(engine: Engine, prompt: list[int]) -> bytes:
@@ -301,5 +299,3 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="is 1000 bytes; one KV block takes 1024"):
         count_slots(1000, 1024, GIB)
     assert count_slots(2050, 1024, GIB) == 2
-    with pytest.raises(NotSupportedError, match=r"cpu_offload_gb is 1.0, but the model runs on cpu"):
-        refuse_weight_offloading(CacheConfig(cpu_offload_gb=1.0), torch.device("cpu"))
