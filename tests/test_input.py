@@ -12,7 +12,7 @@ from mainspring import LoRARequest, PromptAdapterRequest, SamplingParams
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.call_forms import AddCall, resolve_add_request
 from mainspring.engine.input_processor import EngineCoreRequest, InputProcessor, child_seed, core_messages
-from mainspring.engine.prompts import parse_prompt
+from mainspring.engine.prompts import ParsedPrompt, parse_prompt
 from mainspring.engine.tokenizer import load_tokenizer
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError, UnknownArgumentError
 from mainspring.ipc.messages import ModelFacts
@@ -324,5 +324,5 @@ def test_ids_are_str_but_an_int_is_taken_and_the_older_name_of_params_too() -> N
 def test_a_prompt_dict_is_parsed_without_being_changed() -> None:
     prompt = {"prompt_token_ids": [1, 2], "prompt": "x", "cache_salt": "s"}
     parsed = parse_prompt(prompt)
-    assert parsed == (prompt["prompt"], [1, 2], None, "s")
+    assert parsed == ParsedPrompt("x", [1, 2], None, "s")
     assert parsed.token_ids is not prompt["prompt_token_ids"]

@@ -45,7 +45,7 @@ class _Pattern:
 
 
 def _pattern(*, mask_function: MaskFunction, **_: Any) -> _Pattern | None:
-    sees_all: MaskFunction = bidirectional_mask_function
+    sees_all: Any = bidirectional_mask_function
     return None if mask_function is sees_all else _Pattern(mask_function)
 
 
