@@ -140,8 +140,11 @@ class Adapters:
             assert self._limits is not None
             future = self._thread.submit(read_lora, adapter, self._limits)
         self._reading[owner, adapter] = future
-        self._later(future, lambda _: self._reading.pop((owner, adapter), None))
+        self._later(future, partial(self._end_reading, owner, adapter))
         return future
+
+    def _end_reading(self, owner: bytes, adapter: Adapter, _: Future[Any]) -> None:
+        del self._reading[owner, adapter]
 
     def _read_again(self, request: Request) -> None:
         """Its adapter gave way to others while it waited."""
