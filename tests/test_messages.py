@@ -218,7 +218,7 @@ def test_what_earlier_versions_sent_still_reads(kind: int, body: str, missing: d
 
 def test_what_a_core_reports_over_its_pipe_has_these_bytes() -> None:
     assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "94a145a3776879c0c0"
-    assert msgspec.msgpack.encode(DesiredState(True)).hex() == "91c3"
+    assert msgspec.msgpack.encode(DesiredState(True)).hex() == "92c390"
 
 
 def test_in_a_status_unknown_keys_are_passed_over_and_missing_ones_have_defaults() -> None:
