@@ -148,5 +148,5 @@ class AdaptedBackend:
         return shares
 
 
-def _routed(module: nn.Linear, linear: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _routed(module: nn.Linear, linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda input: linear(input, module.weight, module.bias)
