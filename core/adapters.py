@@ -140,8 +140,11 @@ class Adapters:
             assert self._limits is not None
             future = self._thread.submit(read_lora, adapter, self._limits)
         self._reading[owner, adapter] = future
-        self._later(future, lambda _: self._reading.pop((owner, adapter), None))
+        self._later(future, partial(self._end_reading, owner, adapter))
         return future
+
+    def _end_reading(self, owner: bytes, adapter: Adapter, _: Future[Any]) -> None:
+        del self._reading[owner, adapter]
 
     def _read_again(self, request: Request) -> None:
         """Its adapter gave way to others while it waited."""
@@ -187,7 +190,10 @@ class Adapters:
         return bound, self._loras.put(lora)
 
     def _is_pinned(self, digest: bytes) -> bool:
-        return any(one.pinned and not one.gone and one.digest == digest for one in self._bound.values())
+        return digest in self._pinned()[: self._kept - 1]  # frontends that come back may have pinned more together
+
+    def _pinned(self) -> list[bytes]:
+        return list(dict.fromkeys(one.digest for one in self._bound.values() if one.pinned and not one.gone))
 
     def set_gone(self, owner: bytes, gone: bool) -> None:
         """Whether a frontend is away. What it pinned meanwhile may give way."""
@@ -257,7 +263,7 @@ class Adapters:
         loras, bound = self._loras, self._bound.get((owner, number))
         if bound is None or bound.digest not in loras:
             raise InvalidArgumentError(f"lora_int_id {number!r:.80} is not loaded; add_lora loads it")
-        pinned = {one.digest for one in self._bound.values() if one.pinned and not one.gone} | {bound.digest}
+        pinned = {*self._pinned(), bound.digest}
         if len(pinned) >= self._kept:
             raise InvalidArgumentError(
                 f"with lora_int_id {number} {len(pinned)} adapters would be pinned; max_cpu_loras is {self._kept}, and "

@@ -40,7 +40,8 @@ class LoRAs:
         self._kept, self._is_pinned, self._missing = kept, is_pinned, missing
         self._loaded: OrderedDict[bytes, LoRA] = OrderedDict()
         self._free = list(range(places, 0, -1))
-        self._running: dict[bytes, tuple[int, dict[Request, None]]] = {}  # place, and who runs
+        self._running: dict[bytes, tuple[int, int]] = {}  # place, and how many requests run
+        self._names: Counter[str] = Counter()  # of these requests
         self.live: Counter[str] = Counter()  # requests in flight, by their adapter's name
         self._first: tuple[Request, int] | None = None  # who waits for a place, and since which step
 
@@ -49,7 +50,7 @@ class LoRAs:
 
     def names(self) -> tuple[list[str], list[str]]:
         """Of the adapters of requests that run, and of those that wait."""
-        running = Counter(one.lora.adapter.name for _, who in self._running.values() for one in who if one.lora)
+        running = self._names
         return sorted(running), sorted(name for name, count in self.live.items() if count > running[name])
 
     def put(self, lora: LoRA) -> bool:
@@ -101,17 +102,21 @@ class LoRAs:
         assert request.lora is not None
         digest = request.lora.digest
         if digest not in self._running:
-            self._running[digest] = self._free.pop(), {}
-        place, who = self._running[digest]
-        who[request] = None
+            self._running[digest] = self._free.pop(), 0
+            self._first = None  # whoever waits now began to wait for the next one
+        place, count = self._running[digest]
+        self._running[digest] = place, count + 1
+        self._names[request.lora.adapter.name] += 1
         self._loaded.move_to_end(digest)
         request.lora_place, request.lora_weights = place, self._loaded[digest]
 
     def unseat(self, request: Request) -> None:
         assert request.lora is not None
-        place, who = self._running[request.lora.digest]
-        del who[request]
+        digest = request.lora.digest
+        place, count = self._running[digest]
+        self._running[digest] = place, count - 1
+        self._names -= Counter([request.lora.adapter.name])
         request.lora_weights = None
-        if not who:
-            del self._running[request.lora.digest]
+        if count == 1:
+            del self._running[digest]
             self._free.append(place)

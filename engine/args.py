@@ -280,6 +280,9 @@ def _check_ranges(values: dict[str, Any]) -> None:
             raise NotSupportedError(f"{name} is {values[name]!r}; only {only!r} is supported so far")
     check_port("metrics_port", values["metrics_port"])
     check_url("otlp_traces_endpoint", values["otlp_traces_endpoint"])
+    kept, most = values["max_cpu_loras"], values["max_loras"]
+    if kept is not None and kept < most:
+        raise InvalidArgumentError(f"max_cpu_loras is {kept}, less than max_loras, {most}: those must be in memory")
     budget, longest = values["max_num_batched_tokens"], values["max_model_len"]
     if not values["enable_chunked_prefill"] and longest is not None and budget < longest:
         raise InvalidArgumentError(

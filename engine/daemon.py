@@ -64,7 +64,9 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
 
             keys = {"key": options.key, "server_key": load_keypair(options.key).public} if options.key else {}
             tell = partial(_metrics, supervisor, endpoints.address.replace("//*:", "//127.0.0.1:"), keys)
-            stack.callback(serve_metrics(options.http_host, port, partial(tell, config.model_config.shown_name))[1])
+            lora = config.lora_config
+            tell = partial(tell, config.model_config.shown_name, lora.max_loras if lora.enable_lora else 0)
+            stack.callback(serve_metrics(options.http_host, port, tell)[1])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         stack.enter_context(heartbeat(status))
@@ -114,7 +116,9 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
     return Endpoints(address, admin, load_keypair(options.key).secret, allowed)
 
 
-def _metrics(supervisor: Supervisor, address: str, keys: dict[str, Any], model: str | None) -> list[Metric]:
+def _metrics(
+    supervisor: Supervisor, address: str, keys: dict[str, Any], model: str | None, max_loras: int
+) -> list[Metric]:
     """Of the core, as it is now. While none answers, only those that outlive it."""
     ours: dict[str, Any] = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
     try:
@@ -123,7 +127,7 @@ def _metrics(supervisor: Supervisor, address: str, keys: dict[str, Any], model: 
         found = metrics_of(Stats(**ours), Measured(), model, supervisor.restarts)
         return [one for one in found if one.name.removeprefix(PREFIX) in OF_SUPERVISOR]
     stats = msgspec.structs.replace(status.core.stats, malformed_frames=status.core.malformed_frames, **ours)
-    return metrics_of(stats, status.measured, model, supervisor.restarts)
+    return metrics_of(stats, status.measured, model, supervisor.restarts, max_loras)
 
 
 def _absolute(address: str) -> str:

@@ -34,7 +34,7 @@ GAUGES = {
     "kv_cache_usage_perc": "Share of the KV cache's blocks in use, 0 to 1.",
     "frontends_connected": "Frontends of the core.",
     "core_epoch": "Which start of the core this is.",
-    "lora_requests_info": "Adapters in use, in the labels; there are none yet.",
+    "lora_requests_info": "LoRA adapters that run; the labels name them, and those that requests wait for.",
     "engine_sleep_state": "1 for the state that the engine is in.",
 }
 COUNTERS = {
@@ -86,12 +86,15 @@ class Histogram(Metric, frozen=True):
     buckets: dict[str, int]
 
 
-def metrics_of(stats: Stats, measured: Measured, model: str | None, restarts: int | None = None) -> list[Metric]:
+def metrics_of(
+    stats: Stats, measured: Measured, model: str | None, restarts: int | None = None, max_loras: int = 0
+) -> list[Metric]:
     """Every metric, from what a core says and what was counted of requests.
 
     Args:
         model: for the label `model_name`.
         restarts: of the core, where somebody has counted them.
+        max_loras: adapters that may run at once.
     """
     labels = {"model_name": model or "", "engine": "0"}
 
@@ -107,7 +110,13 @@ def metrics_of(stats: Stats, measured: Measured, model: str | None, restarts: in
         gauge("kv_cache_usage_perc", stats.kv_cache_usage),
         gauge("frontends_connected", stats.frontends_connected),
         gauge("core_epoch", stats.epoch),
-        gauge("lora_requests_info", 0, max_lora="0", running_lora_adapters="", waiting_lora_adapters=""),
+        gauge(
+            "lora_requests_info",
+            len(stats.running_loras),
+            max_lora=str(max_loras),
+            running_lora_adapters=",".join(stats.running_loras),
+            waiting_lora_adapters=",".join(stats.waiting_loras),
+        ),
         *(gauge("engine_sleep_state", value, sleep_state=state) for state, value in _SLEEP_STATES.items()),
         counter("prefix_cache_queries", stats.prefix_queries),
         counter("prefix_cache_hits", stats.prefix_hits),
@@ -222,7 +231,8 @@ class StatLoggerManager:
     """
 
     def __init__(self, config: EngineConfig, stat_loggers: StatLoggers | None = None) -> None:
-        self._model = config.model_config.shown_name
+        self._model, lora = config.model_config.shown_name, config.lora_config
+        self._max_loras = lora.max_loras if lora.enable_lora else 0
         if stat_loggers is not None and not isinstance(stat_loggers, Mapping):
             stat_loggers = {str(at): make(config, 0) for at, make in enumerate(stat_loggers)}
         self.stat_loggers: dict[str, StatLoggerBase] = {"logging": LoggingStatLogger(config), **(stat_loggers or {})}
@@ -237,7 +247,7 @@ class StatLoggerManager:
         self._tell("log_engine_initialized")
 
     def metrics(self) -> list[Metric]:
-        return metrics_of(self.stats, self.meter.measured(), self._model)
+        return metrics_of(self.stats, self.meter.measured(), self._model, max_loras=self._max_loras)
 
     def log(self) -> None:
         """Let every logger say what it has to say."""

@@ -17,6 +17,7 @@ SHOWS = {
     "chat": r"> What is the capital of France\?\nParis",
     "embeddings": r"1\.00 .*capital of France\?\n(.|\n)*first four dimensions: \[(.|\n)*for each token: \(10, 256\)",
     "logprobs": r"' P' \d+%(.|\n)*the whole answer: \d+(.|\n)*Once upon a time there was(.|\n)*without foxes: ",
+    "lora": r"adapter none: (.*)\nadapter random: (?!\1).*\nin memory: \{1\}",
     "many_frontends": r"program \d: (.|\n)*were served by the core of one daemon",
     "metrics": r"generation_tokens",
     "offline_batch": r"What is 1 plus 6\? -> ",

@@ -102,8 +102,8 @@ class AdaptedBackend:
         may change, by module path: each that sees every row of a step once, in order, and the output layer."""
         self._device = model.device
         for module in model.model.modules():
-            if is_plain_linear(module):
-                module.forward = _routed(module, self.linear)  # type: ignore[assignment]
+            if isinstance(module, nn.Linear) and is_plain_linear(module):
+                module.forward = _routed(module, self.linear)  # type: ignore[method-assign]
         seen: dict[int, set[int]] = {}
         self._note = lambda key, rows: seen.setdefault(key, set()).add(rows)
         run_rows(model.model, slice(TEXT_ROWS))
@@ -148,5 +148,5 @@ class AdaptedBackend:
         return shares
 
 
-def _routed(module: nn.Linear, linear: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _routed(module: nn.Linear, linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda input: linear(input, module.weight, module.bias)
