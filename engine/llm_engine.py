@@ -17,7 +17,7 @@ from ..ipc.config import (
     SchedulerConfig,
     StructuredOutputsConfig,
 )
-from ..ipc.errors import EngineDeadError, InvalidArgumentError
+from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError, MainspringError, wire_text
 from ..ipc.params import SamplingParams
 from .args import EngineArgs
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
@@ -43,7 +43,13 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     from ..core.engine_core import EngineCore
     from ..ipc.inproc_client import InprocClient
 
-    return InprocClient(EngineCore(config))
+    try:
+        core = EngineCore(config)
+    except MainspringError:
+        raise
+    except Exception as error:  # as from a core in another process
+        raise EngineStartError(wire_text(error)) from error
+    return InprocClient(core)
 
 
 class LLMEngine(Frontend["CoreClient"]):
