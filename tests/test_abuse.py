@@ -279,7 +279,7 @@ def answer(engine: LLMEngine, method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def test_garbage_for_every_call_of_the_core_is_answered_and_nobody_else_notices(methods: list[str]) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
     with short_folder() as folder:
         daemon = Daemon(folder, MAINSPRING_PROFILE_DIR=str(folder))
         try:
