@@ -201,7 +201,7 @@ def typed(info: FieldInfo, value: Any) -> Any:
     """The value as the field's type, or `InvalidArgumentError`."""
     try:
         found = msgspec.convert(value, info.type)
-    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+    except Exception as error:  # also what the value itself raises when it is looked at
         why = f" ({error})" if isinstance(value, dict) else ""
         raise InvalidArgumentError(f"{info.name} is {shown(value)}; it must be {_described(info.type)}{why}") from None
     try:
@@ -256,7 +256,7 @@ def check_least(name: str, value: float | None, least: int) -> None:
 
 def check_url(name: str, url: str | None) -> None:
     if url is not None and not re.match(r"https?://[^/]", url):
-        raise InvalidArgumentError(f"{name} is {url!r}; it must begin with http:// or https:// and name a host")
+        raise InvalidArgumentError(f"{name} is {shown(url)}; it must begin with http:// or https:// and name a host")
 
 
 def check_port(name: str, port: int | None) -> None:
@@ -277,7 +277,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
         check_least("watchdog_timeout", values["watchdog_timeout"], 2)  # an idle core gives a sign once a second
     for name, only in _SO_FAR.items():
         if values[name] != only:
-            raise NotSupportedError(f"{name} is {values[name]!r}; only {only!r} is supported so far")
+            raise NotSupportedError(f"{name} is {shown(values[name])}; only {only!r} is supported so far")
     check_port("metrics_port", values["metrics_port"])
     check_url("otlp_traces_endpoint", values["otlp_traces_endpoint"])
     kept, most = values["max_cpu_loras"], values["max_loras"]
@@ -312,10 +312,14 @@ def _checked_speculation(given: SpeculativeConfig) -> SpeculativeConfig:
 
 def _located(field: str, name: str) -> str:
     """A folder's absolute path, or a hub id as it is."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFoundError(f"{field} is {shown(name)}, which names nothing: {error!s:.80}") from None
+    if is_folder:
         return str(folder.resolve())
-    if folder.exists():
+    if exists:
         raise ModelNotFoundError(f"{field} is {name!r}, which is a file; give the folder that holds the checkpoint")
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{field} is {name!r}, but there is no such folder")

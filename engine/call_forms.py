@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, unknown_argument
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ..ipc.params import is_text
 
 if TYPE_CHECKING:
     from .metrics import StatLoggers
@@ -93,8 +94,8 @@ def resolve_add_request(
     for name in older:
         if name not in (*_OLDER_KEYWORDS, _NEXT):
             raise unknown_argument(method, name, (*AddCall._fields, *_OLDER_KEYWORDS))
-    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)):
-        raise InvalidRequestError(f"request_id is {request_id!r:.80}; it must be a str")
+    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)) or _is_no_id(request_id):
+        raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
     prompt_token_ids = older.get("prompt_token_ids")
     prefix_pos, adapter = older.get("prefix_pos"), older.get("prompt_adapter_request")
 
@@ -114,15 +115,13 @@ def resolve_add_request(
 
     refuse_unsupported(data_parallel_rank=older.get(_NEXT))
     if prefix_pos is not None and type(prefix_pos) is not int:
-        raise InvalidRequestError(f"prefix_pos is {prefix_pos!r:.80}; it must be an int")
-    if arrival_time is not None and not isinstance(arrival_time, (int, float)):
-        raise InvalidRequestError(f"arrival_time is {arrival_time!r:.80}; it must be a number of seconds")
+        raise InvalidRequestError(f"prefix_pos is {shown(prefix_pos)}; it must be an int")
+    if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and abs(arrival_time) < 1e300):
+        raise InvalidRequestError(f"arrival_time is {shown(arrival_time)}; it must be a number of seconds")
     if tokenization is not None and not isinstance(tokenization, Mapping):
-        raise InvalidRequestError(f"tokenization_kwargs is {tokenization!r:.80}; it must be a dict")
-    if trace is not None and not (
-        isinstance(trace, Mapping) and all(isinstance(x, str) for kv in trace.items() for x in kv)
-    ):
-        raise InvalidRequestError(f"trace_headers is {trace!r:.80}; it must be a dict of str to str")
+        raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization)}; it must be a dict")
+    if trace is not None and not (isinstance(trace, Mapping) and all(is_text(x) for kv in trace.items() for x in kv)):
+        raise InvalidRequestError(f"trace_headers is {shown(trace)}; it must be a dict of str to str")
     prompt = _one_prompt(prompt, older.get("inputs"), prompt_token_ids)
     params = older.get("sampling_params") if params is None else params
     call = AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
@@ -176,7 +175,7 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
     """
     for name, value in keywords.items():
         if name in _PARTS and not isinstance(value, (_PARTS[name], NoneType)):
-            raise InvalidArgumentError(f"{name} is {value!r:.80}; it must be a {_PARTS[name].__name__} or None")
+            raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a {_PARTS[name].__name__} or None")
         if name not in (known := (*_ENGINE_KEYWORDS, *_PARTS)):
             raise unknown_argument(owner, name, known)
     ray = [keywords.get("worker_use_ray"), keywords.get("engine_use_ray")]
@@ -219,6 +218,10 @@ def takes_older_forms(construct: Constructor) -> Constructor:
         construct(self, *args, **keywords)
 
     return cast(Constructor, __init__)
+
+
+def _is_no_id(request_id: str | int) -> bool:
+    return not (is_text(request_id) if isinstance(request_id, str) else -(2**63) <= request_id < 2**63)
 
 
 def _one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import LoRAConfig
-from ..ipc.errors import InvalidRequestError, NotSupportedError, unknown_argument
+from ..ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
 from ..ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
-from ..ipc.params import SamplingParams
+from ..ipc.params import SamplingParams, is_text
 from ..ipc.pooling_params import PoolingParams
 from .pooling import no_tokens, settled
 from .prompts import Embeds, ParsedPrompt, parse_prompt
@@ -85,9 +85,9 @@ class InputProcessor:
         pooling = settled(params, self.model.tasks)
         params = params if pooling is None else no_tokens()
         if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params is {params!r:.80}; it must be a SamplingParams")
+            raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise InvalidRequestError(f"priority is {priority!r:.80}; it must be an int of 64 bits")
+            raise InvalidRequestError(f"priority is {shown(priority)}; it must be an int of 64 bits")
         params.validate()
         params = params.clone()
         self.check_adapters(lora_request, prompt_adapter_request)
@@ -196,6 +196,8 @@ class InputProcessor:
             self._check_vocabulary("prompt_token_ids", token_ids)
         elif self.tokenizer is None:
             raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
+        elif not is_text(parsed.text):
+            raise InvalidRequestError(f"the prompt is {shown(parsed.text)}, which holds half a surrogate pair")
         else:
             add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
             cut = most if pooled else None
@@ -220,7 +222,7 @@ class InputProcessor:
         size = self.model.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = next(token for token in token_ids if not 0 <= token < size)
-            raise InvalidRequestError(f"{name} holds {wrong}; token ids of this model go from 0 to {size - 1}")
+            raise InvalidRequestError(f"{name} holds {shown(wrong)}; token ids of this model go from 0 to {size - 1}")
 
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
@@ -253,7 +255,7 @@ def core_message(
         sampling=Sampling(
             max_tokens=max_tokens,
             seed=params.seed if params.width == 1 else child_seed(params.seed, index),
-            temperature=params.temperature,
+            temperature=float(params.temperature),  # an int may be one that no message holds
             top_p=params.top_p,
             top_k=max(params.top_k, 0),
             min_p=params.min_p,
@@ -261,10 +263,10 @@ def core_message(
             stop_token_ids=stops,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
+            repetition_penalty=float(params.repetition_penalty),
             logprobs=_count(logprobs),
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
-            logit_bias=params.logit_bias or {},
+            logit_bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()},
             allowed_token_ids=params.allowed_token_ids or [],
             bad_words=request.bad_words,
             grammar=request.grammar,

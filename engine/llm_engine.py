@@ -18,7 +18,7 @@ from ..ipc.config import (
     SchedulerConfig,
     StructuredOutputsConfig,
 )
-from ..ipc.errors import EngineDeadError, InvalidArgumentError, MainspringError
+from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError, MainspringError, wire_text
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs
@@ -46,7 +46,13 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     from ..core.engine_core import EngineCore
     from ..ipc.inproc_client import InprocClient
 
-    return InprocClient(EngineCore(config))
+    try:
+        core = EngineCore(config)
+    except MainspringError:
+        raise
+    except Exception as error:  # as from a core in another process
+        raise EngineStartError(wire_text(error)) from error
+    return InprocClient(core)
 
 
 class LLMEngine(Frontend["CoreClient"]):

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
-from ..ipc.errors import InvalidRequestError, NotSupportedError, unknown_argument
+from ..ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ..ipc.params import is_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +89,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if is_token_ids(prompt):
         return ParsedPrompt(token_ids=_token_ids(prompt))
     raise InvalidRequestError(
-        f"a prompt is {prompt!r:.80}; it must be a str, a list of token ids, or a dict with 'prompt', "
+        f"a prompt is {shown(prompt)}; it must be a str, a list of token ids, or a dict with 'prompt', "
         "'prompt_token_ids' or 'prompt_embeds'"
     )
 
@@ -108,9 +109,9 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             raise InvalidRequestError(str(unknown_argument("a prompt", key, _KEYS)))
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):
-        raise InvalidRequestError(f"prompt is {text!r:.80}; it must be a str")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise InvalidRequestError(f"cache_salt is {salt!r}; it must be a non-empty str")
+        raise InvalidRequestError(f"prompt is {shown(text)}; it must be a str")
+    if salt is not None and (not is_text(salt) or not salt):
+        raise InvalidRequestError(f"cache_salt is {shown(salt)}; it must be a non-empty str")
     if prompt.get("prompt_embeds") is not None:
         if prompt.get("prompt_token_ids") is not None:
             raise InvalidRequestError("a prompt has both prompt_token_ids and prompt_embeds; give one")
@@ -126,10 +127,10 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 def _token_ids(value: Any) -> list[int]:
     ids: Any = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-        raise InvalidRequestError(f"prompt_token_ids is {value!r:.80}; it must be a list of ints")
+        raise InvalidRequestError(f"prompt_token_ids is {shown(value)}; it must be a list of ints")
     for at, token in enumerate(ids):
         if not _is_int(token):
-            raise InvalidRequestError(f"prompt_token_ids[{at}] is {token!r:.80}; it must be an int")
+            raise InvalidRequestError(f"prompt_token_ids[{at}] is {shown(token)}; it must be an int")
     return [int(token) for token in ids]
 
 

@@ -108,9 +108,9 @@ def from_wire(name: str, text: str) -> MainspringError:
 
 def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
     """The error for a keyword that `owner` does not have, with the nearest one it has."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6) if isinstance(name, str) else ()
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UnknownArgumentError(f"{owner} has no argument {name!r}{hint}")
+    return UnknownArgumentError(f"{owner} has no argument {shown(name)}{hint}")
 
 
 def shown(value: Any) -> str:

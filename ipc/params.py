@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from .errors import InvalidArgumentError, shown, suggests_names
 from .structured import StructuredOutputsParams
@@ -117,12 +117,12 @@ class SamplingParams:
                 f"min_tokens is {shown(self.min_tokens)} but max_tokens is only {self.max_tokens}"
             )
         for text in _listed("stop", self.stop):
-            if not isinstance(text, str) or not text:
+            if not is_text(text) or not text:
                 raise InvalidArgumentError(f"stop holds {shown(text)}; every stop string must be a non-empty str")
         for token in _listed("stop_token_ids", self.stop_token_ids):
             _integer("stop_token_ids", token, 0, None)
         for text in _listed("bad_words", [] if self.bad_words is None else self.bad_words):
-            if not isinstance(text, str) or not text.strip():
+            if not is_text(text) or not text.strip():
                 raise InvalidArgumentError(f"bad_words holds {shown(text)}; every bad word must be a non-empty str")
         if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:
             raise InvalidArgumentError(
@@ -174,7 +174,7 @@ class SamplingParams:
             )
         if self.use_beam_search:
             self._validate_beams()
-        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+        if self.cache_salt is not None and (not is_text(self.cache_salt) or not self.cache_salt):
             raise InvalidArgumentError(f"cache_salt is {shown(self.cache_salt)}; it must be a non-empty str")
 
     def _validate_beams(self) -> None:
@@ -237,6 +237,14 @@ _OPTIONAL: dict[str, tuple[int, int | None]] = {  # limits
     "stream_interval": (1, None),
 }
 _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"]
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Whether it is a str that can be sent: one without half a surrogate pair."""
+    try:
+        return isinstance(value, str) and len(value.encode()) >= 0
+    except UnicodeEncodeError:
+        return False
 
 
 def _by_token(bias: dict[Any, Any]) -> dict[Any, Any]:

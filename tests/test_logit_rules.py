@@ -465,7 +465,7 @@ NAN, INF = math.nan, math.inf
         ("stream_interval", ["1", 1.5, NAN, INF, -1, 0, True]),
         (
             "logit_bias",
-            [[1], "ab", {"5": 1.0}, {1.5: 1.0}, {-1: 1.0}, {True: 1.0}, {1: "a"}, {1: NAN}, {1: INF}, {1: -INF},
+            [[1], "ab", {"-5": 1.0}, {1.5: 1.0}, {-1: 1.0}, {True: 1.0}, {1: "a"}, {1: NAN}, {1: INF}, {1: -INF},
              {1: 1e300}, {1: None}, {1: True}, {None: 1.0}],
         ),
         ("allowed_token_ids", [[], 5, "5", [-1], [1.5], ["5"], [NAN], [None], {5}, [True]]),
