@@ -91,7 +91,7 @@ class UniprocExecutor:
         )
         sizes = graph_sizes(options, device, scheduler.max_num_seqs)
         draft = load_draft(config, model, self.layout)
-        beside = draft.layout.block_bytes if draft else 0
+        beside = 0 if draft is None else draft.layout.block_bytes
         self.num_blocks, self.max_model_len = count_blocks(config, self.layout, model, backend, sizes, beside)
         self.accepts_embeddings = model.accepts_embeddings
         self._runner = ModelRunner(
@@ -103,7 +103,9 @@ class UniprocExecutor:
             self.max_model_len,
             scheduler.max_num_batched_tokens,
         )
-        self._drafter = draft and Drafter(draft, config, self.num_blocks, self.max_model_len, self._runner)
+        self._drafter = (
+            Drafter(draft, config, self.num_blocks, self.max_model_len, self._runner) if draft is not None else None
+        )
         self.asynchronous = self._runner.device.asynchronous
         self._graph_sizes, self._free_at_first = sizes, free
         self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
@@ -112,7 +114,7 @@ class UniprocExecutor:
         if self.asynchronous:
             try:
                 self._runner.warm_up(self._graph_sizes)
-                if self._drafter:
+                if self._drafter is not None:
                     self._drafter.warm_up()
             except torch.OutOfMemoryError as error:
                 raise OutOfMemoryError(
@@ -140,7 +142,7 @@ class UniprocExecutor:
 
     def execute(self, step: Step) -> Launched:
         with _lack_of_memory():
-            if self._drafter:
+            if self._drafter is not None:
                 self._drafter.write_guesses(step)
             return self._runner.execute(step)
 

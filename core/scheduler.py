@@ -617,6 +617,7 @@ class Scheduler:
     def _settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> None:
         """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
         guesses wrong guesses less."""
+        assert self._speculation is not None, "somebody guessed"
         rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
         slots, right = slots[guessing], brought[guessing] - 1
         ends[guessing] += right - step.guessed[guessing]
