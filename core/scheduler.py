@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Scheduler:
         self._last_update: float | None = None  # since when somebody has been running
         self._outbox = Outbox()
         self._next_step = 0
-        self._count = {
+        self._count: dict[str, Any] = {
             "prefix_queries": 0,
             "prefix_hits": 0,
             "num_preemptions": 0,
