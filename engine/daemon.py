@@ -116,7 +116,7 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
 
 def _metrics(supervisor: Supervisor, address: str, keys: dict[str, Any], model: str | None) -> list[Metric]:
     """Of the core, as it is now. While none answers, only those that outlive it."""
-    ours = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
+    ours: dict[str, Any] = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
     try:
         status = ask(address, **keys)
     except MainspringError:
