@@ -32,7 +32,7 @@ class Columns:
         self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being made
         self.looks_back = np.zeros(slots, bool)  # computes nothing while a token of it is in flight
         self.scored = np.zeros(slots, bool)  # rows of its prompt have logits, see `Request.told`
-        self.guessed = np.zeros(slots, np.int64)  # of the tokens granted
+        self.guessed = np.zeros(slots, np.int64)  # of the tokens granted, or in flight; then it waits
         self.trust = np.zeros(slots, np.int64)  # most to guess at once, at least 1
         self.guess_from = np.full(slots, NEVER)  # number of tokens at which it makes guesses, and waits for its tokens
 
@@ -52,7 +52,7 @@ class Columns:
         self.silent[slot] = not request.started
         self.looks_back[slot] = request.looks_back
         self.scored[slot] = request.told < request.prompt_len
-        self.guess_from[slot] = NEVER
+        self.guessed[slot], self.guess_from[slot] = 0, NEVER
 
     def num_known(self, slot: int) -> int:
         """Its tokens without placeholders."""

@@ -90,7 +90,7 @@ class Scheduler:
         self._last_update: float | None = None  # since when somebody has been running
         self._outbox = Outbox()
         self._next_step = 0
-        self._count = {
+        self._count: dict[str, Any] = {
             "prefix_queries": 0,
             "prefix_hits": 0,
             "host_hits": 0,
@@ -248,7 +248,7 @@ class Scheduler:
     def _shared_step(self) -> Step | None:
         """A step for all but suspects."""
         slots, granted = self._order, self._rows.granted
-        granted[:] = self._rows.guessed[:] = 0
+        granted[:] = 0
         need = self._need(slots)
         quotas: dict[int, int] | None = None
         if need.sum() > self._budget or (self.num_waiting and self.fair.num_competing > 1):
@@ -266,7 +266,7 @@ class Scheduler:
 
     def _trial_step(self, suspect: Request) -> Step:
         """A step of a suspect alone; nothing is in flight. Where it finds no room others are preempted."""
-        self._rows.granted[:] = self._rows.guessed[:] = 0
+        self._rows.granted[:] = 0
         self._promised = None
         if suspect.slot < 0:
             if not self._free_slots:
@@ -293,7 +293,9 @@ class Scheduler:
         need[self._rows.held_up[slots]] = 0
         waits = self._rows.looks_back[slots]
         if self._speculation is not None:
-            waits |= self._rows.guess_from[slots] <= self._rows.num_tokens[slots]
+            waits = waits | (self._rows.guessed[slots] > 0)
+            if len(self._order) < MOST_ROWS:
+                waits |= self._rows.guess_from[slots] <= self._rows.num_tokens[slots]
         if waits.any():
             need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
         if self._chunked and (scored := self._rows.scored[slots] & (need > 0)).any():
@@ -346,20 +348,23 @@ class Scheduler:
         free blocks: behind their tokens, for this step alone."""
         rows, slots = self._rows, self._order
         room = min(self._budget, MOST_ROWS) - int(rows.granted.sum())
-        ready = (rows.granted[slots] == 1) & (rows.num_computed[slots] + 1 == rows.num_tokens[slots])
-        ready &= ~rows.silent[slots]
+        if room <= 0:
+            return
+        known = rows.tokens[slots, rows.num_tokens[slots] - 1] != IN_FLIGHT
+        ready = known & ~rows.silent[slots] & (rows.granted[slots] == 1)
+        ready &= rows.num_computed[slots] + 1 == rows.num_tokens[slots]
         able = slots[ready & (rows.guess_from[slots] <= rows.num_tokens[slots])].tolist()
         share = -(-room // max(1, len(able)))
         for slot in able:
-            known = int(rows.num_tokens[slot])
-            count = min(int(rows.trust[slot]), share, room, int(rows.max_len[slot]) - 1 - known)
-            guess = speculation.guess(rows.tokens[slot, :known], count) if count > 0 else ()
-            end = known + len(guess)
+            start = int(rows.num_tokens[slot])
+            count = min(int(rows.trust[slot]), share, room, int(rows.max_len[slot]) - 1 - start)
+            guess = speculation.guess(rows.tokens[slot, :start], count) if count > 0 else ()
+            end = start + len(guess)
             if end > rows.reach[slot] and not self._extend(slot, end):
                 end = int(rows.reach[slot])
-            count = end - known
+            count = end - start
             if count > 0:
-                rows.tokens[slot, known:end] = guess[:count]
+                rows.tokens[slot, start:end] = guess[:count]
                 rows.num_tokens[slot], rows.guessed[slot] = end, count
                 rows.granted[slot] += count
                 room -= count
@@ -668,10 +673,11 @@ class Scheduler:
     def _settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> None:
         """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
         guesses wrong guesses less."""
+        assert self._speculation is not None, "somebody guessed"
         rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
         slots, right = slots[guessing], brought[guessing] - 1
         ends[guessing] += right - step.guessed[guessing]
-        rows.num_computed[slots], rows.num_tokens[slots] = ends[guessing], ends[guessing] + 1
+        rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
         trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
         rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
         rows.trust[slots] = np.maximum(trust, 1)

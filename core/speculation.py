@@ -51,7 +51,8 @@ def look_up(tokens: np.ndarray, count: int, longest: int, shortest: int) -> np.n
         ends, length = more, length + 1
     if not ends.size or length < shortest:
         return tokens[:0]
-    return np.resize(tokens[ends[-1] + 1 :], count)
+    found: np.ndarray = np.resize(tokens[ends[-1] + 1 :], count)
+    return found
 
 
 def leave_room(tokens: np.ndarray, count: int) -> np.ndarray:
@@ -72,4 +73,5 @@ def standing(step: Step, row: np.ndarray, back: np.ndarray, tokens: np.ndarray, 
     guesses = np.append(step.token_ids, -1)[np.cumsum(step.counts)[row] - back]
     last = (back == 0) | (tokens != guesses) | stops
     before = np.cumsum(last) - last
-    return before == before[np.searchsorted(row, row)]
+    found: np.ndarray = before == before[np.searchsorted(row, row)]
+    return found

@@ -45,6 +45,7 @@ prompt_tokens generation_tokens iteration_tokens_total time_to_first_token_secon
 e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prompt_tokens request_generation_tokens request_success lora_requests_info engine_sleep_state
 frontends_connected core_epoch requests_recovered requests_quarantined malformed_frames prefix_cache_host_hits
+spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
 """.split()
 TIMES = [name for name in SURFACE if name.endswith("_seconds")]
 FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -209,7 +209,7 @@ def test_requests_die_with_the_core_and_go_on(model: Path, expected: dict[str, t
 
 
 def test_a_daemon_speculates_for_all() -> None:
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[300, 301])
     with LLM() as own:
         expected = own.generate(REPEATS, greedy, use_tqdm=False)[0].outputs[0].token_ids
     with short_folder() as place:
@@ -258,7 +258,7 @@ def test_a_draft_that_is_the_model_itself_is_always_right(model: Path, temperatu
 
 def test_lookup_is_right_where_text_repeats_itself(model: Path) -> None:
     with make_engine(model, speculative_config=NGRAM) as engine:
-        steps, guessed, right = count_steps(engine, [7, 8] * 20, temperature=0.0, allowed_token_ids=[7])
+        steps, guessed, right = count_steps(engine, [8] * 20 + [7] * 20, temperature=0.0, allowed_token_ids=[7])
         assert guessed == right
         assert steps <= 12
         steps, guessed, right = count_steps(engine, [7, 8] * 20, temperature=1.0)
@@ -291,8 +291,24 @@ def test_guesses_only_fill_small_steps_and_take_nothing_from_others() -> None:
             assert len(step.slots) == engine.stats.num_running, "guesses keep nobody waiting"
         engine.retire()
     engine.check_outputs()
-    assert max(guessed) == MOST_ROWS - 4, "four requests share the room"
+    assert 16 < max(guessed) <= MOST_ROWS - 4, "four requests share the room"
     assert guessed[0] == guessed[1] == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_requests_come_and_go_while_there_is_room_for_guesses_and_while_there_is_none(depth: int) -> None:
+    numbers = random.Random(depth)
+    engine = Engine(
+        max_model_len=80, num_blocks=900, max_num_seqs=64, max_num_batched_tokens=256, depth=depth, guesses=6
+    )
+    for _ in range(12):
+        for _ in range(numbers.choice([1, 30])):
+            engine.add([numbers.randrange(50) for _ in range(4)], numbers.randrange(1, 40), stop=[7])
+        for _ in range(numbers.randrange(12)):
+            engine.step()
+    engine.run()
+    engine.check_outputs()
+    assert engine.stats.draft_tokens > engine.stats.accepted_tokens > 50
 
 
 def test_tokens_that_come_together_share_the_time_between_them(model: Path) -> None:
@@ -373,7 +389,7 @@ def test_a_draft_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> No
         (model, windowed, NotSupportedError, "none without a window"),
     ):
         with pytest.raises(error, match=words):
-            make_engine(target, speculative_config={"model": str(guesser)})
+            make_engine(target, speculative_config={"model": str(guesser)}, skip_tokenizer_init=True)
 
 
 def test_the_drafts_cache_counts_in_memory(model: Path) -> None:
