@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -823,7 +823,7 @@ class Scheduler:
     # ------------------------------------------------------------------ numbers
 
     def stats(self) -> Stats:
-        pool, counts = self.kv.pool, cast("dict[str, Any]", self._count)
+        pool = self.kv.pool
         running, waiting = ([], []) if self.loras is None else self.loras.names()
         return Stats(
             num_running=len(self._running),
@@ -838,7 +838,7 @@ class Scheduler:
             sleep_level=self.sleep_level,
             running_loras=running,
             waiting_loras=waiting,
-            **counts,
+            **self._count,
         )
 
 

@@ -26,7 +26,7 @@ from .call_forms import refuse_unsupported, resolve_add_request, takes_older_for
 from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
-from .outputs import RequestOutput
+from .outputs import PoolingRequestOutput, RequestOutput
 from .prompts import Prompt
 from .tokenizer import Tokenizer
 from .weights import plain, weight_messages
@@ -230,7 +230,7 @@ class LLMEngine(Frontend["CoreClient"]):
 
     def _validated(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs if self.DO_VALIDATE_OUTPUT else ():
-            if not isinstance(output, RequestOutput):
+            if not isinstance(output, RequestOutput | PoolingRequestOutput):
                 raise TypeError(f"step gives {type(output).__name__}, {output!r:.80}; it must be a RequestOutput")
         return outputs
 

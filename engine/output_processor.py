@@ -55,8 +55,9 @@ class OutputProcessor:
     def forget(self, error: Exception, now: float) -> list[RequestState]:
         """Drop all requests, for nothing more will come of them; those that were in flight."""
         dropped = list(self._requests.values())
-        for state in dropped if self.tracer is not None else ():
-            self.tracer.ended(state, now, error)
+        if self.tracer is not None:
+            for state in dropped:
+                self.tracer.ended(state, now, error)
         self._requests, self._completions = {}, {}
         return dropped
 

@@ -136,7 +136,7 @@ class _Exporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        self._sender.shutdown()
+        self._sender.shutdown()  # type: ignore[no-untyped-call]
 
 
 class _Quiet(logging.Filter):
