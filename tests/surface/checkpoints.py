@@ -1,0 +1,58 @@
+"""Small checkpoints that rows need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tiny
+from mainspring.demo import MODEL_PATH
+
+from .harness import Place
+
+
+def no_decoder(at: Place) -> str:
+    """The embedded model's tokenizer without its decoder: tokens are joined by spaces."""
+
+    def make(folder: Path) -> str:
+        shutil.copytree(MODEL_PATH, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        _edit(folder / "tokenizer.json", decoder=None)
+        return str(folder)
+
+    return at.once("no-decoder", make)
+
+
+def embedded(at: Place, name: str, **generation: Any) -> str:
+    """The embedded model with another generation config."""
+
+    def make(folder: Path) -> str:
+        shutil.copytree(MODEL_PATH, folder, dirs_exist_ok=True)
+        _edit(folder / "generation_config.json", **generation)
+        return str(folder)
+
+    return at.once(name, make)
+
+
+def random_llama(at: Place) -> str:
+    """A tiny model with a tokenizer of its own."""
+    return at.once("llama", lambda folder: str(tiny.make("llama", folder, tokenizer=True)))
+
+
+def hub(at: Place) -> str:
+    """A hub cache with one model, `us/model`, of two revisions: `main` is the embedded model, `other` a tiny one."""
+
+    def make(folder: Path) -> str:
+        repository = folder / "models--us--model"
+        (repository / "refs").mkdir(parents=True)
+        for name, commit, source in (("main", "a" * 40, str(MODEL_PATH)), ("other", "b" * 40, random_llama(at))):
+            shutil.copytree(source, repository / "snapshots" / commit)
+            (repository / "refs" / name).write_text(commit)
+        return str(folder)
+
+    return at.once("hub", make)
+
+
+def _edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
