@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -240,7 +239,9 @@ async def profile(at: Place) -> None:
             pass
 
 
-@row("AsyncLLMEngine.__init__", modes=(OWN,), why=STARTS, says="An engine and its core, in the newest or an older form.")
+@row(
+    "AsyncLLMEngine.__init__", modes=(OWN,), why=STARTS, says="An engine and its core, in the newest or an older form."
+)
 async def constructor(at: Place) -> None:
     config = AsyncEngineArgs(**BASE).create_engine_config()
     for arguments in ((config,), (False, False, config, None, True)):

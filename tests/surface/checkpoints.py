@@ -56,3 +56,60 @@ def hub(at: Place) -> str:
 
 def _edit(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+CODE = """
+from transformers import LlamaForCausalLM
+
+class OwnForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def own_code(at: Place) -> str:
+    """A tiny model that comes with its code."""
+
+    def make(folder: Path) -> str:
+        tiny.make("llama", folder)
+        (folder / "modeling_own.py").write_text(CODE)
+        _edit(
+            folder / "config.json",
+            architectures=["OwnForCausalLM"],
+            auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+        )
+        return str(folder)
+
+    return at.once("own-code", make)
+
+
+def adapter(at: Place, number: int) -> str:
+    """A LoRA adapter of rank 4 for the embedded model, strong enough to be seen."""
+
+    def make(folder: Path) -> str:
+        import peft
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            model = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+            shape = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            peft.get_peft_model(model, shape).save_pretrained(str(folder))
+        return str(folder)
+
+    return at.once(f"adapter-{number}", make)
+
+
+def classifier(at: Place) -> str:
+    """A tiny model that tells three classes apart."""
+
+    def make(folder: Path) -> str:
+        from transformers import AutoConfig, LlamaForSequenceClassification
+
+        LlamaForSequenceClassification(
+            AutoConfig.from_pretrained(random_llama(at), num_labels=3, pad_token_id=2)
+        ).save_pretrained(folder)
+        tiny.make_tokenizer(folder)
+        return str(folder)
+
+    return at.once("classifier", make)

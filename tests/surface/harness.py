@@ -10,14 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
-import importlib
 import inspect
 import json
-import os
 import re
 import signal
-import sys
 import textwrap
 import time
 import urllib.request
@@ -54,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def of(self) -> str:
-        return self.name.split()[0]
+        return self.name.split()[0].rstrip(",")
 
 
 class Result(NamedTuple):
@@ -289,7 +285,8 @@ class Place:
         return self._files[name]
 
     def _arguments(self, args: dict[str, Any]) -> dict[str, Any]:
-        return {**BASE, **{name: value for name, value in args.items() if name != self.default}}
+        given = {**BASE, **{name: value for name, value in args.items() if name != self.default}}
+        return {name: value for name, value in given.items() if value is not None}
 
     def daemon(self, **args: Any) -> Daemon:
         """A running daemon with these engine arguments."""
@@ -429,7 +426,7 @@ class Place:
             daemon.end()
 
 
-RESTORES = ("resume_generation",)
+RESTORES = ("wake_up", "resume_generation")
 
 
 async def _settle_async(engine: AsyncLLMEngine, left: list[str]) -> None:

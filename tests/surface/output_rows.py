@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from mainspring import BeamSearchParams, RequestFailedError, SamplingParams
+from mainspring import BeamSearchParams, SamplingParams
 
 from .harness import CONNECTED, NOT_INSIDE, OWN, Place, row
 

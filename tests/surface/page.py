@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import mainspring
 from mainspring import EngineArgs
 from mainspring.engine import metrics
 from mainspring.engine.args import FIELDS
 
-from . import harness
 from .harness import MODES, NEXT, ROWS, Result, Row, existing, owners
 from .reasons import ELSEWHERE, SAYS, WITHOUT_EFFECT
 from .written import WRITTEN
@@ -94,10 +91,11 @@ def text(results: Iterable[Result]) -> str:
             passed.setdefault(result.row, []).append(result.mode)
     there, parts, notes = existing(), [HEAD], {}
     names = list(dict.fromkeys([*there, *WRITTEN, *(one.name for one in ROWS.values())]))
+    apart = {*WITHOUT_EFFECT, *ELSEWHERE, *(one.of for one in NEXT.values())} - ROWS.keys()
     for owner in dict.fromkeys(["LLMEngine", "AsyncLLMEngine", "LLM", *(name.split(".")[0] for name in names)]):
         rows = []
         for name in sorted((one for one in names if one.split(".")[0] == owner), key=lambda one: one.split()[0]):
-            if name in WITHOUT_EFFECT or name in ELSEWHERE or name in NEXT:
+            if name in apart:
                 continue
             one, modes = ROWS.get(name), passed.get(name, [])
             shown = ", ".join(mode for mode in MODES if mode in modes) or "none"
@@ -112,7 +110,14 @@ def text(results: Iterable[Result]) -> str:
     parts += ["Why not in every mode:", "", *(f"{number}. {why}" for why, number in notes.items()), ""]
     parts += ["## Accepted, without effect", "", "| row | why |", "| --- | --- |"]
     parts += [*(f"| `{name}` | {why} |" for name, why in WITHOUT_EFFECT.items()), ""]
-    parts += ["## Tested elsewhere", "", "What needs a GPU, a network or a crash.", "", "| row | where |", "| --- | --- |"]
+    parts += [
+        "## Tested elsewhere",
+        "",
+        "What needs a GPU, a network or a crash.",
+        "",
+        "| row | where |",
+        "| --- | --- |",
+    ]
     parts += [*(f"| `{name}` | {why} |" for name, why in ELSEWHERE.items()), ""]
     parts += ["## To come", "", "Accepted by signature; using it raises `NotSupportedError`, which names it.", ""]
     parts += ["| what | tested |", "| --- | --- |"]
@@ -156,5 +161,3 @@ def _comment(kind: type, member: str) -> str:
 def _sentence(doc: str | None) -> str:
     paragraph = " ".join((doc or "").split("\n\n")[0].split())
     return (re.split(r"(?<=[a-z\])`]\.)\s", paragraph)[0]).replace("|", "\\|")
-
-
