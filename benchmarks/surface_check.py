@@ -15,17 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # rows that need a hub bring its cache
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
-from surface import harness, page
-from surface.harness import MODES, Place, Result, check
+from surface import harness, page  # noqa: E402  # it is in tests/
+from surface.harness import MODES, Place, Result, check  # noqa: E402
 
 
-def run_mode(mode: str, only: str, take_away: bool) -> list[Result]:
+def run_mode(mode: str, only: list[str], take_away: bool) -> list[Result]:
     """All rows of one mode, in this process."""
     found = []
     with tempfile.TemporaryDirectory(prefix="ms-") as folder:
@@ -34,7 +35,8 @@ def run_mode(mode: str, only: str, take_away: bool) -> list[Result]:
         try:
             for table in (harness.ROWS, harness.NEXT):
                 for one in table.values():
-                    if only in one.name and mode in one.modes and (table is harness.NEXT or page.exists(one)):
+                    asked = not only or any(text in one.name for text in only)
+                    if asked and mode in one.modes and (table is harness.NEXT or page.exists(one)):
                         found.append(check(one, place, take_away and table is harness.ROWS))
                         print(".F"[bool(found[-1].wrong)], end="", file=sys.stderr, flush=True)
         finally:
@@ -45,7 +47,7 @@ def run_mode(mode: str, only: str, take_away: bool) -> list[Result]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page would change")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose names hold this")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="rows whose names hold this")
     parser.add_argument("--mode", choices=MODES, action="append", help="only this mode")
     parser.add_argument("--keep", action="store_true", help="do not take members away")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in a child: where results go
@@ -77,17 +79,23 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def run_all(modes: list[str], only: str, keep: bool) -> list[Result]:
+def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
     """Each mode in a process of its own, side by side."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         children = {}
         for mode in modes:
             into = Path(folder) / mode
-            command = [sys.executable, "-P", __file__, f"--mode={mode}", f"--only={only}", f"--into={into}"]
+            command = [
+                sys.executable,
+                "-P",
+                __file__,
+                f"--mode={mode}",
+                *(f"--only={one}" for one in only),
+                f"--into={into}",
+            ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-            log = Path(folder, f"{mode}.log").open("w")
-            children[mode] = subprocess.Popen([*command, *(["--keep"] if keep else [])], env=environment, stdout=log)
+            children[mode] = subprocess.Popen([*command, *(["--keep"] if keep else [])], env=environment)
         for mode, child in children.items():
             if child.wait() != 0:
                 raise SystemExit(f"{mode}: the checker itself failed")

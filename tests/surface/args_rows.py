@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from mainspring import (
     EngineArgs,
     EngineDeadError,
@@ -194,22 +196,14 @@ def seed(at: Place, engine: LLMEngine) -> None:
 @arg("max_model_len", 64, "first")
 def max_model_len(at: Place, engine: LLMEngine) -> None:
     assert engine.get_model_config().max_model_len == 64
-    try:
+    with pytest.raises(InvalidRequestError, match="64"):
         at.run([5] * 65, engine)
-    except InvalidRequestError as error:
-        assert "64" in str(error)
-    else:
-        raise AssertionError("a longer prompt is taken")
 
 
 @arg("max_logprobs", 3, "first")
 def max_logprobs(at: Place, engine: LLMEngine) -> None:
-    try:
+    with pytest.raises((InvalidRequestError, InvalidArgumentError), match="max_logprobs"):
         at.run(engine=engine, logprobs=5)
-    except (InvalidRequestError, InvalidArgumentError) as error:
-        assert "max_logprobs" in str(error)
-    else:
-        raise AssertionError("5 are given")
 
 
 @arg("generation_config", "none", "second")
@@ -256,9 +250,7 @@ def block_size(at: Place, engine: LLMEngine) -> None:
 
 @arg("kv_cache_memory_bytes", 4 << 20, num_gpu_blocks_override=None)
 def kv_cache_memory_bytes(at: Place, engine: LLMEngine) -> None:
-    assert engine.get_cache_config().num_gpu_blocks == 128, (
-        "4 layers, 2 heads of 64, 16 tokens, 2 bytes, keys and values"
-    )
+    assert engine.get_cache_config().num_gpu_blocks == 128, "of 4 layers, 2 heads of 64, 16 tokens"
 
 
 @arg("num_gpu_blocks_override", 123, "first")
@@ -392,7 +384,8 @@ def device(at: Place) -> None:
     try:
         engine = at.fresh(device=wrong)
     except MainspringError as error:
-        assert "device is 'cuda'" in str(error)
+        if "device is 'cuda'" not in str(error):
+            raise
         return
     explained = engine.engine_core.call("explain_model")
     assert wrong in explained[0], "on a machine with a GPU: it is not used"
@@ -400,12 +393,8 @@ def device(at: Place) -> None:
 
 @arg("disable_log_stats", True, "second")
 def disable_log_stats(at: Place, engine: LLMEngine) -> None:
-    try:
+    with pytest.raises(InvalidArgumentError, match="disable_log_stats"):
         engine.get_metrics()
-    except InvalidArgumentError as error:
-        assert "disable_log_stats" in str(error)
-    else:
-        raise AssertionError("there are statistics")
 
 
 @row("EngineArgs.metrics_port")
@@ -429,12 +418,8 @@ NO_ENGINE = {"modes": (IN,), "why": "no core takes part"}
 @row("EngineArgs.structured_outputs_config", **NO_ENGINE)
 def structured_outputs_config(at: Place) -> None:
     assert EngineArgs(structured_outputs_config={"backend": "guidance"}).create_engine_config()
-    try:
+    with pytest.raises(InvalidArgumentError, match="structured_outputs_config"):
         EngineArgs(structured_outputs_config={"backend": "another"}).create_engine_config()
-    except InvalidArgumentError as error:
-        assert "structured_outputs_config" in str(error)
-    else:
-        raise AssertionError("any backend is taken")
 
 
 @row("EngineArgs.add_cli_args", "EngineArgs.from_cli_args", **NO_ENGINE)
@@ -447,9 +432,5 @@ def cli_args(at: Place) -> None:
 @row("EngineArgs.create_engine_config", **NO_ENGINE)
 def create_engine_config(at: Place) -> None:
     assert EngineArgs(block_size=32).create_engine_config().cache_config.block_size == 32
-    try:
+    with pytest.raises(InvalidArgumentError, match="max_num_seqs is 0"):
         EngineArgs(max_num_seqs=0).create_engine_config()
-    except InvalidArgumentError as error:
-        assert "max_num_seqs is 0" in str(error)
-    else:
-        raise AssertionError("0 is taken")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -233,15 +234,11 @@ async def profile(at: Place) -> None:
         assert "traceEvents" in path.read_text()
         path.unlink()
     finally:
-        try:
+        with contextlib.suppress(InvalidArgumentError):
             Path(await engine.engine_core.call("stop_profile")).unlink()
-        except InvalidArgumentError:
-            pass
 
 
-@row(
-    "AsyncLLMEngine.__init__", modes=(OWN,), why=STARTS, says="An engine and its core, in the newest or an older form."
-)
+@row("AsyncLLMEngine.__init__", modes=(OWN,), why=STARTS, says="An engine and its core; older forms work too.")
 async def constructor(at: Place) -> None:
     config = AsyncEngineArgs(**BASE).create_engine_config()
     for arguments in ((config,), (False, False, config, None, True)):

@@ -113,3 +113,21 @@ def classifier(at: Place) -> str:
         return str(folder)
 
     return at.once("classifier", make)
+
+
+def prompt_adapter(at: Place, number: int, tokens: int) -> str:
+    """Virtual tokens for the embedded model."""
+
+    def make(folder: Path) -> str:
+        import peft
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            model = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+            shape = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=tokens)
+            peft.get_peft_model(model, shape).save_pretrained(str(folder))
+        return str(folder)
+
+    return at.once(f"prompt-adapter-{number}", make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -72,7 +73,7 @@ def older_forms(at: Place) -> None:
         engine.add_request("o1", None, GREEDY, ids, 12.5),
         engine.add_request("o2", "Once upon a time", GREEDY, 12.5, None, {}, None, 0),
         engine.add_request("o3", inputs={"prompt_token_ids": ids}, params=GREEDY),
-        engine.add_request(4, prompt="Once upon a time", sampling_params=GREEDY, prompt_token_ids=ids),  # type: ignore
+        engine.add_request(4, prompt="Once upon a time", sampling_params=GREEDY, prompt_token_ids=ids),  # type: ignore[arg-type]
         engine.add_request("o5", None, GREEDY, ids, None, None, 3),
     ]
     assert added == ["o1", "o2", "o3", "4", "o5"]
@@ -273,10 +274,8 @@ def profile(at: Place) -> None:
         assert "surface" in path.name
         path.unlink()
     finally:
-        try:
+        with contextlib.suppress(InvalidArgumentError):
             Path(engine.engine_core.call("stop_profile")).unlink()
-        except InvalidArgumentError:
-            pass
 
 
 @row("LLMEngine.__init__", modes=(IN, OWN), why=STARTS, says="`LLMEngine(vllm_config, …)`: an engine and its core.")
@@ -321,7 +320,7 @@ def connect(at: Place) -> None:
     raise AssertionError("a plain connection may change the engine for everyone")
 
 
-@row("LLMEngine.shutdown", "LLMEngine.__exit__")
+@row("LLMEngine.shutdown", "LLMEngine.__exit__", says="Lets go of the core; one of its own ends. Twice is once.")
 def shutdown(at: Place) -> None:
     before = processes(None)  # type: ignore[arg-type]
     engine = at.fresh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,8 @@ def profile(at: Place) -> None:
         assert "traceEvents" in path.read_text()
         path.unlink()
     finally:
-        try:
+        with contextlib.suppress(InvalidArgumentError):
             Path(at.llm().llm_engine.engine_core.call("stop_profile")).unlink()
-        except InvalidArgumentError:
-            pass
 
 
 @row("LLM.__init__", says="A model to call: `LLM(model, …)`, or `LLM(connect=ADDRESS)`.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import mainspring
 from mainspring import SamplingParams
 from mainspring.ipc import errors
@@ -132,12 +134,9 @@ def configs(at: Place) -> None:
 
 
 def raised(kind: Any, act: Any) -> None:
-    try:
+    with pytest.raises(kind) as found:
         act()
-    except kind as error:
-        assert str(error)
-    else:
-        raise AssertionError("nothing is raised")
+    assert str(found.value)
 
 
 @name("DuplicateRequestError")

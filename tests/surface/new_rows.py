@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -456,7 +456,7 @@ def kv_offloading(at: Place) -> None:
 
 
 class Collector(BaseHTTPRequestHandler):
-    bodies: list[bytes] = []
+    bodies: ClassVar[list[bytes]] = []
 
     def do_POST(self) -> None:
         self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
@@ -478,3 +478,52 @@ def otlp_traces_endpoint(at: Place) -> None:
     engine.shutdown()
     server.shutdown()
     assert any(b"traced" in body and bytes.fromhex("ab" * 16) in body for body in Collector.bodies)
+
+
+@row("LLMEngine.dp_group", says="None: there is no data parallelism yet.", modes=(IN,), why="it is None everywhere")
+def dp_group(at: Place) -> None:
+    assert "dp_group" in dir(at.engine())
+    assert isinstance(at.engine().has_unfinished_requests_dp(False), bool)
+
+
+@row("EngineArgs.cpu_offload_gb")
+def cpu_offload_gb(at: Place) -> None:
+    """On a CPU weights are in host memory anyway: the nearest honest thing is to refuse it, or to say so."""
+    import torch
+
+    if torch.cuda.is_available():
+        assert at.text(engine=at.fresh(cpu_offload_gb=0.001)).startswith(RABBIT)
+    else:
+        assert "cpu_offload_gb" in refused(lambda: at.fresh(cpu_offload_gb=0.001), Exception)
+
+
+PROMPT_ADAPTERS = {"enable_prompt_adapter": True, "max_prompt_adapters": 2, "max_prompt_adapter_token": 8}
+
+
+def prompt_adapter(at: Place, number: int = 1, tokens: int = 4) -> Any:
+    path = checkpoints.prompt_adapter(at, number, tokens)
+    return mainspring.PromptAdapterRequest(f"p{number}", number, path, tokens)  # type: ignore[attr-defined]
+
+
+@row("EngineArgs.enable_prompt_adapter", "mainspring.PromptAdapterRequest", says="Virtual tokens before the prompt.")
+def enable_prompt_adapter(at: Place) -> None:
+    engine = at.engine(**PROMPT_ADAPTERS)
+    name = engine.add_request(at.id(), STORY, GREEDY, prompt_adapter_request=prompt_adapter(at))
+    assert at.outputs(engine, name)[-1].outputs[0].text != at.text(engine=engine)
+
+
+@row("EngineArgs.max_prompt_adapter_token")
+def max_prompt_adapter_token(at: Place) -> None:
+    engine, long = at.engine(**PROMPT_ADAPTERS), prompt_adapter(at, 9, 12)
+    engine.add_request(at.id(), STORY, GREEDY, prompt_adapter_request=prompt_adapter(at))
+    assert at.outputs(engine)[-1].outputs[0].finish_reason == "length"
+    try:
+        engine.add_request(at.id(), STORY, GREEDY, prompt_adapter_request=long)
+        assert at.outputs(engine)[-1].outputs[0].finish_reason == "error"
+    except mainspring.MainspringError as error:
+        assert "max_prompt_adapter_token" in str(error)  # noqa: PT017  # it may be said in either way
+
+
+@row("EngineArgs.max_prompt_adapters")
+def max_prompt_adapters(at: Place) -> None:
+    assert at.engine(**PROMPT_ADAPTERS).vllm_config.lora_config.max_prompt_adapters == 2

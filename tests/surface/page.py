@@ -113,7 +113,7 @@ def text(results: Iterable[Result]) -> str:
     parts += [
         "## Tested elsewhere",
         "",
-        "What needs a GPU, a network or a crash.",
+        "What needs a GPU, a crash, or a machine that is gone.",
         "",
         "| row | where |",
         "| --- | --- |",

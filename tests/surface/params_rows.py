@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from mainspring import (
     BeamSearchParams,
     GuidedDecodingParams,
@@ -280,12 +282,8 @@ def clone(at: Place) -> None:
 def validate(at: Place) -> None:
     params = SamplingParams()
     params.top_p = 3.0
-    try:
+    with pytest.raises(InvalidArgumentError, match="top_p is 3"):
         params.validate()
-    except InvalidArgumentError as error:
-        assert "top_p is 3.0" in str(error)
-    else:
-        raise AssertionError("3.0 is taken")
 
 
 @row("SamplingParams.width")
@@ -325,12 +323,8 @@ def beam_length_penalty(at: Place) -> None:
 
 @row("BeamSearchParams.temperature")
 def beam_temperature(at: Place) -> None:
-    try:
+    with pytest.raises(InvalidArgumentError, match="temperature"):
         _search(at, temperature=0.5)
-    except InvalidArgumentError as error:
-        assert "temperature" in str(error)
-    else:
-        raise AssertionError("a temperature is accepted")
 
 
 @row("BeamSearchParams.include_stop_str_in_output", says="As in `SamplingParams`.")
@@ -419,12 +413,8 @@ def whitespace_pattern(at: Place) -> None:
 def form_validate(at: Place) -> None:
     params = StructuredOutputsParams(choice=["a"])
     params.regex = "b"
-    try:
+    with pytest.raises(InvalidArgumentError, match="exactly one"):
         params.validate()
-    except InvalidArgumentError as error:
-        assert "exactly one" in str(error)
-    else:
-        raise AssertionError("two forms are taken")
 
 
 @row("StructuredOutputsParams.spec")
