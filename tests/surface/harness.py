@@ -11,6 +11,7 @@ import ast
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -144,6 +145,7 @@ def members(kind: type) -> dict[str, Any]:
     return found
 
 
+@functools.lru_cache
 def instance_attributes(kind: type) -> list[str]:
     """What is assigned to `self` anywhere in the class, but for private names."""
     found = []

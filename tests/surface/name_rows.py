@@ -229,13 +229,7 @@ def not_permitted(at: Place) -> None:
     raised(mainspring.NotPermittedError, engine.reset_prefix_cache)
 
 
-@name("UnsupportedModelError")
-def unsupported(at: Place) -> None:
-    overrides = {"architectures": ["NoSuchModel"], "model_type": "no_such_type"}
-    raised(mainspring.UnsupportedModelError, lambda: at.fresh(hf_overrides=overrides))
-
-
-OTHERS = "AddressInUseError EngineStartError OutOfMemoryError ProtocolError RequestFailedError"
+OTHERS = "AddressInUseError EngineStartError OutOfMemoryError ProtocolError RequestFailedError UnsupportedModelError"
 
 
 @name(*OTHERS.split())
