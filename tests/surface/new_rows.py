@@ -527,3 +527,20 @@ def max_prompt_adapter_token(at: Place) -> None:
 @row("EngineArgs.max_prompt_adapters")
 def max_prompt_adapters(at: Place) -> None:
     assert at.engine(**PROMPT_ADAPTERS).vllm_config.lora_config.max_prompt_adapters == 2
+
+
+@row("EmbeddingRequestOutput.request_id", "EmbeddingRequestOutput.outputs", "EmbeddingRequestOutput.prompt_token_ids",
+     "EmbeddingRequestOutput.finished", modes=(OWN, CONNECTED), why="only `LLM.embed` gives it",
+     says="As `RequestOutput`'s; `outputs.embedding` is the vector.")  # fmt: skip
+def embedding_output(at: Place) -> None:
+    (found,) = at.seen(at.llm(**POOLING).embed(STORY, use_tqdm=False))
+    assert found.request_id.isdigit()
+    assert (found.finished, len(found.outputs.embedding)) == (True, 256)
+    assert found.prompt_token_ids == at.llm(**POOLING).get_tokenizer().encode(STORY)
+
+
+@row("mainspring.DecodingConfig", "mainspring.StructuredOutputsConfig", modes=(IN,), why="a name is just a name")
+def structured_outputs_config_names(at: Place) -> None:
+    found = at.engine().vllm_config.structured_outputs_config
+    assert isinstance(found, mainspring.StructuredOutputsConfig)  # type: ignore[attr-defined]
+    assert isinstance(found, mainspring.DecodingConfig)  # type: ignore[attr-defined]
