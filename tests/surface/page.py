@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import mainspring
 from mainspring import EngineArgs
