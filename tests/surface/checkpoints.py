@@ -1,0 +1,133 @@
+"""Small checkpoints that rows need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tiny
+from mainspring.demo import MODEL_PATH
+
+from .harness import Place
+
+
+def no_decoder(at: Place) -> str:
+    """The embedded model's tokenizer without its decoder: tokens are joined by spaces."""
+
+    def make(folder: Path) -> str:
+        shutil.copytree(MODEL_PATH, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        _edit(folder / "tokenizer.json", decoder=None)
+        return str(folder)
+
+    return at.once("no-decoder", make)
+
+
+def embedded(at: Place, name: str, **generation: Any) -> str:
+    """The embedded model with another generation config."""
+
+    def make(folder: Path) -> str:
+        shutil.copytree(MODEL_PATH, folder, dirs_exist_ok=True)
+        _edit(folder / "generation_config.json", **generation)
+        return str(folder)
+
+    return at.once(name, make)
+
+
+def random_llama(at: Place) -> str:
+    """A tiny model with a tokenizer of its own."""
+    return at.once("llama", lambda folder: str(tiny.make("llama", folder, tokenizer=True)))
+
+
+def hub(at: Place) -> str:
+    """A hub cache with one model, `us/model`, of two revisions: `main` is the embedded model, `other` a tiny one."""
+
+    def make(folder: Path) -> str:
+        repository = folder / "models--us--model"
+        (repository / "refs").mkdir(parents=True)
+        for name, commit, source in (("main", "a" * 40, str(MODEL_PATH)), ("other", "b" * 40, random_llama(at))):
+            shutil.copytree(source, repository / "snapshots" / commit)
+            (repository / "refs" / name).write_text(commit)
+        return str(folder)
+
+    return at.once("hub", make)
+
+
+def _edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+CODE = """
+from transformers import LlamaForCausalLM
+
+class OwnForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def own_code(at: Place) -> str:
+    """A tiny model that comes with its code."""
+
+    def make(folder: Path) -> str:
+        tiny.make("llama", folder)
+        (folder / "modeling_own.py").write_text(CODE)
+        _edit(
+            folder / "config.json",
+            architectures=["OwnForCausalLM"],
+            auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+        )
+        return str(folder)
+
+    return at.once("own-code", make)
+
+
+def adapter(at: Place, number: int) -> str:
+    """A LoRA adapter of rank 4 for the embedded model, strong enough to be seen."""
+
+    def make(folder: Path) -> str:
+        import peft
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            model = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+            shape = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            peft.get_peft_model(model, shape).save_pretrained(str(folder))
+        return str(folder)
+
+    return at.once(f"adapter-{number}", make)
+
+
+def classifier(at: Place) -> str:
+    """A tiny model that tells three classes apart."""
+
+    def make(folder: Path) -> str:
+        from transformers import AutoConfig, LlamaForSequenceClassification
+
+        LlamaForSequenceClassification(
+            AutoConfig.from_pretrained(random_llama(at), num_labels=3, pad_token_id=2)
+        ).save_pretrained(folder)
+        tiny.make_tokenizer(folder)
+        return str(folder)
+
+    return at.once("classifier", make)
+
+
+def prompt_adapter(at: Place, number: int, tokens: int) -> str:
+    """Virtual tokens for the embedded model."""
+
+    def make(folder: Path) -> str:
+        import peft
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            model = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+            shape = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=tokens)
+            peft.get_peft_model(model, shape).save_pretrained(str(folder))
+        return str(folder)
+
+    return at.once(f"prompt-adapter-{number}", make)

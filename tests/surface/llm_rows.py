@@ -1,0 +1,120 @@
+"""Rows of `LLM`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from mainspring import LLM, BeamSearchParams, InvalidArgumentError, LLMEngine, SamplingParams
+
+from .engine_rows import RABBIT
+from .harness import BASE, OWN, Place, row
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@row("LLM.generate")
+def generate(at: Place) -> None:
+    shown: list[Any] = []
+
+    class Bar:
+        def __init__(self, **told: Any) -> None:
+            shown.append(told["total"])
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: shown.append(name)
+
+    short = SamplingParams(temperature=0.0, max_tokens=3)
+    found = at.llm().generate(["Once upon a time", [5, 6, 7]], [GREEDY, short], use_tqdm=Bar)
+    assert found[0].outputs[0].text.startswith(RABBIT)
+    assert [len(one.outputs[0].token_ids) for one in found] == [8, 3]
+    assert (shown[0], shown.count("update")) == (2, 2)
+    assert len(at.llm().generate("Once upon a time", GREEDY, False, None, [3])) == 1
+
+
+@row("LLM.chat")
+def chat(at: Place) -> None:
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    assert at.llm().chat(ask, GREEDY, use_tqdm=False)[0].outputs[0].text.strip().startswith("Paris")
+    assert len(at.llm().chat([ask, ask], GREEDY, use_tqdm=False)) == 2
+
+
+@row("LLM.beam_search")
+def beam_search(at: Place) -> None:
+    (found,) = at.llm().beam_search("Tell me a long story.", BeamSearchParams(beam_width=3, max_tokens=10))
+    assert len(found.sequences) == 3
+    assert all(one.text.startswith("Tell me a long story.") for one in found.sequences)
+    scores = [one.cum_logprob for one in found.sequences]
+    assert scores[0] == max(scores)
+
+
+@row("LLM.get_tokenizer")
+def tokenizer(at: Place) -> None:
+    one = at.llm().get_tokenizer()
+    assert one.decode(one.encode("Once upon"), skip_special_tokens=True).strip() == "Once upon"
+
+
+@row("LLM.get_default_sampling_params")
+def default_sampling_params(at: Place) -> None:
+    assert at.llm().get_default_sampling_params().temperature == 0.0, "do_sample is False in the checkpoint"
+
+
+@row("LLM.get_metrics")
+def get_metrics(at: Place) -> None:
+    at.llm().generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert at.metric("generation_tokens", at.llm()) >= 8
+
+
+@row("LLM.llm_engine", says="The engine below.")
+def llm_engine(at: Place) -> None:
+    assert isinstance(at.llm().llm_engine, LLMEngine)
+    assert at.text(engine=at.llm().llm_engine).startswith(RABBIT)
+
+
+@row("LLM.reset_prefix_cache")
+def reset_prefix_cache(at: Place) -> None:
+    def cached() -> int:
+        return at.llm().generate("Once upon a time " * 12, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    cached()
+    assert cached() > 0
+    assert at.llm().reset_prefix_cache() is True
+    assert cached() == 0
+
+
+@row("LLM.start_profile", "LLM.stop_profile", says="A Chrome trace of what the core does.")
+def profile(at: Place) -> None:
+    try:
+        at.llm().start_profile("surface")
+        at.llm().generate("Once upon a time", GREEDY, use_tqdm=False)
+        path = Path(at.llm().stop_profile())
+        assert "traceEvents" in path.read_text()
+        path.unlink()
+    finally:
+        with contextlib.suppress(InvalidArgumentError):
+            Path(at.llm().llm_engine.engine_core.call("stop_profile")).unlink()
+
+
+@row("LLM.__init__", says="A model to call: `LLM(model, …)`, or `LLM(connect=ADDRESS)`.")
+def constructor(at: Place) -> None:
+    made = LLM(**BASE, max_model_len=64) if at.mode == OWN else LLM(connect=at.address(max_model_len=64))
+    at._fresh.append(made)
+    assert made.llm_engine.get_model_config().max_model_len == 64
+    assert made.generate("Once upon a time", GREEDY, use_tqdm=False)[0].outputs[0].text.startswith(RABBIT)
+
+
+@row("LLM.shutdown", "LLM.__exit__", says="Ends the core.")
+def shutdown(at: Place) -> None:
+    made = at.fresh(LLM)
+    made.shutdown()
+    assert made.llm_engine.engine_core.error is not None
+    with at.fresh(LLM) as other:
+        assert other.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert other.llm_engine.engine_core.error is not None
+
+
+@row("LLM.__enter__", says="`with` an `LLM`: it is shut down at the end of the block.")
+def context(at: Place) -> None:
+    with at.fresh(LLM) as made:
+        assert isinstance(made, LLM)

@@ -1,0 +1,20 @@
+"""Rows without a test of their own, and why; and what fields mean that nothing else says."""
+
+WITHOUT_EFFECT = {
+    "SamplingParams.extra_args": "it is for extensions; there are none",
+    "StructuredOutputsParams.disable_fallback": "there is one implementation, and nothing to fall back to",
+    "StructuredOutputsParams.backend": "as `disable_fallback`; a field of the older `GuidedDecodingParams`",
+}
+_GPU = "needs an NVIDIA GPU: `make gpu-check`"
+ELSEWHERE = {
+    "EngineArgs.gpu_memory_utilization": _GPU,
+    "EngineArgs.enforce_eager": _GPU,
+    "EngineArgs.cudagraph_capture_sizes": _GPU,
+    "EngineArgs.deterministic": f"on a CPU tokens never depend on other requests; {_GPU}",
+    "EngineArgs.kernels_dir": "kernels for a GPU: tests/test_prebuilt.py",
+    "EngineArgs.restart_window": "takes crashes and time: tests/test_supervisor.py",
+    "EngineArgs.watchdog_timeout": "takes a core that hangs: tests/test_supervisor.py",
+    "EngineArgs.frontend_timeout": "takes a machine that is gone: tests/test_server.py",
+    "EngineArgs.slow_frontend_timeout": "takes a frontend that does not read: tests/test_server.py",
+}
+SAYS: dict[str, str] = {}
