@@ -22,7 +22,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz soak flashinfer-newest gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -94,6 +94,9 @@ fuzz: $(DEV) ## a million bad frames beside streams; WRITE=--write as above
 
 soak: $(DEV) ## half an hour of mixed load and a crash a minute; WRITE=--write as above
 	$(BIN)/python benchmarks/soak.py --minutes 30 $(WRITE)
+
+surface-check: $(DEV) ## the test of every public member in each mode, and that it can fail; writes docs/surface.md
+	$(BIN)/python -P benchmarks/surface_check.py
 
 gpu-kernels: $(DEV) ## compile CUDA kernels with nvcc, which takes no GPU, and look into them (a few minutes)
 	$(BIN)/pytest -m gpu_kernels tests/test_gpu_kernels.py $(PYTEST_ARGS)

@@ -143,7 +143,7 @@ class Lifecycle:
             InvalidArgumentError: no such level or mode.
         """
         if type(level) is not int or not 0 <= level <= 2:
-            raise InvalidArgumentError(f"level is {level!r}; it must be 0, 1 or 2")
+            raise InvalidArgumentError(f"level is {level!r:.80}; it must be 0, 1 or 2")
         _check_mode(mode)
         if self._update is not None:
             raise InvalidRequestError(f"weights of version {self._update.version!r} are coming in: sleep later")
@@ -188,9 +188,11 @@ class Lifecycle:
         Raises:
             InvalidArgumentError: there is no such tag.
         """
+        if tags is not None and not isinstance(tags, list | tuple):
+            raise InvalidArgumentError(f"tags is {tags!r:.80}; it must be a list")
         for tag in tags or ():
             if tag not in TAGS:
-                raise InvalidArgumentError(f"tags has {tag!r}; tags are {', '.join(TAGS)}")
+                raise InvalidArgumentError(f"tags has {tag!r:.80}; tags are {', '.join(TAGS)}")
         falling, self._falling = self._falling, []
         _answer(falling, InvalidRequestError("the core was woken before it slept"))
         before = set(self.state.asleep)
@@ -287,7 +289,7 @@ class Lifecycle:
 
 def _check_mode(mode: str) -> None:
     if mode not in get_args(PauseMode):
-        raise InvalidArgumentError(f"mode is {mode!r}; it must be one of {', '.join(get_args(PauseMode))}")
+        raise InvalidArgumentError(f"mode is {mode!r:.80}; it must be one of {', '.join(get_args(PauseMode))}")
 
 
 def _answer(calls: Sequence[Future[None]], error: Exception | None = None) -> None:

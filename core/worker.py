@@ -24,6 +24,8 @@ class Worker:
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         """``func(model)``, with the module of transformers; what it changes of the parameters is kept. Cached prefixes
         are not forgotten: `reset_prefix_cache` does that."""
+        if not callable(func):
+            raise InvalidRequestError(f"func is {func!r:.80}; it must be a function")
         return self.executor.apply_model(func)
 
     def run(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -32,9 +34,11 @@ class Worker:
         Raises:
             InvalidRequestError: there is no such method; whatever it raises.
         """
-        if not isinstance(method, str):
+        if callable(method):
             return method(self, *args, **kwargs)
-        found = None if method.startswith("_") else getattr(self, method, None)
+        if not isinstance(args, list | tuple) or not isinstance(kwargs, dict) or not all(map(str.isidentifier, kwargs)):
+            raise InvalidRequestError("args must be a list, and kwargs a dict of names")
+        found = None if not isinstance(method, str) or method.startswith("_") else getattr(self, method, None)
         if not callable(found):
             known = [name for name in dir(self) if not name.startswith("_") and callable(getattr(self, name))]
             raise InvalidRequestError(f"the worker has no method {method!r:.80}; it has {', '.join(known)}")
