@@ -36,7 +36,11 @@ class Worker:
         """
         if callable(method):
             return method(self, *args, **kwargs)
-        if not isinstance(args, list | tuple) or not isinstance(kwargs, dict) or not all(map(str.isidentifier, kwargs)):
+        if (
+            not isinstance(args, list | tuple)
+            or not isinstance(kwargs, dict)
+            or not all(isinstance(name, str) for name in kwargs)
+        ):
             raise InvalidRequestError("args must be a list, and kwargs a dict of names")
         found = None if not isinstance(method, str) or method.startswith("_") else getattr(self, method, None)
         if not callable(found):

@@ -354,11 +354,13 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """As `LLMEngine.sleep`."""
         self._enter()
         await self.engine_core.call("sleep", level, mode)
+        self._heard(await self.engine_core.call("stats"))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `LLMEngine.wake_up`."""
         self._enter()
-        await self.engine_core.call("wake_up", None if tags is None else list(tags))
+        await self.engine_core.call("wake_up", tags)
+        self._heard(await self.engine_core.call("stats"))
 
     async def is_sleeping(self) -> bool:
         """As `LLMEngine.is_sleeping`."""

@@ -26,7 +26,7 @@ from ..ipc.errors import (
     WrongProcessError,
     unknown_argument,
 )
-from ..ipc.messages import Adapter, AddRequest
+from ..ipc.messages import Adapter, AddRequest, Stats
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
 from .call_forms import AddCall
@@ -273,6 +273,11 @@ class Frontend(Generic[C]):
                 "this engine keeps no statistics: disable_log_stats is True, or log_stats False; make one without that"
             )
         return self.logger_manager
+
+    def _heard(self, stats: Any) -> None:
+        """Of the core, without an output."""
+        if self.logger_manager is not None:
+            self.logger_manager.stats = msgspec.convert(stats, Stats)
 
     def _core_here(self, what: str) -> InprocClient:
         """The client of a core in this process.

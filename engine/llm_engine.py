@@ -399,6 +399,7 @@ class LLMEngine(Frontend["CoreClient"]):
         """
         self._check_process()
         self.engine_core.call("sleep", level, mode)
+        self._heard(self.engine_core.call("stats"))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End `sleep`.
@@ -412,7 +413,8 @@ class LLMEngine(Frontend["CoreClient"]):
             NotPermittedError: this connection may not change the engine for everyone.
         """
         self._check_process()
-        self.engine_core.call("wake_up", None if tags is None else list(tags))
+        self.engine_core.call("wake_up", tags)
+        self._heard(self.engine_core.call("stats"))
 
     def is_sleeping(self) -> bool:
         """Whether any part of the core sleeps."""

@@ -54,7 +54,7 @@ COUNTERS = {
 }
 OF_SUPERVISOR = {"core_epoch", "core_restarts", "requests_quarantined"}  # they outlive a core
 HELP = {**GAUGES, **COUNTERS, **{name: text for name, (text, _) in DISTRIBUTIONS.items()}}
-_SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -117,7 +117,10 @@ def metrics_of(
             running_lora_adapters=",".join(stats.running_loras),
             waiting_lora_adapters=",".join(stats.waiting_loras),
         ),
-        *(gauge("engine_sleep_state", value, sleep_state=state) for state, value in _SLEEP_STATES.items()),
+        *(
+            gauge("engine_sleep_state", int(stats.sleep_level == level), sleep_state=state)
+            for level, state in enumerate(_SLEEP_STATES)
+        ),
         counter("prefix_cache_queries", stats.prefix_queries),
         counter("prefix_cache_hits", stats.prefix_hits),
         counter("prefix_cache_host_hits", stats.host_hits),

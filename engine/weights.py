@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..ipc.codec import MAX_FRAMES, Array, encode_value
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError
 from .prompts import read_array
 
+if TYPE_CHECKING:
+    from ..ipc.codec import Array  # brings numpy, which importing the package is not to
+
 MAX_BYTES = 16 << 20  # of the arrays in one message, but for a single row that is larger
-MAX_ARRAYS = MAX_FRAMES - 2
+MAX_ARRAYS = 14  # in one message: two of its 16 frames are others
 
 
 def weight_messages(weights: Iterable[tuple[str, Any]], version: str) -> Iterator[tuple[list[Any], list[Array]]]:
@@ -43,6 +45,8 @@ def plain(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[A
     Raises:
         InvalidRequestError: one can't travel.
     """
+    from ..ipc.codec import encode_value
+
     found = list(args), dict(kwargs or {})
     try:
         encode_value(found)
@@ -52,6 +56,8 @@ def plain(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[A
 
 
 def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array]]:
+    from ..ipc.codec import Array
+
     for pair in weights:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidArgumentError(f"weights gives {pair!r:.80}; it must give pairs of a name and an array")

@@ -82,6 +82,8 @@ def test_kept_requests_go_on_after_sleep_as_if_it_had_not_been(
     engine.sleep(level, mode="keep")
     assert engine.is_sleeping()
     assert engine.engine_core.call("stats")[18] == level
+    states = {m.labels["sleep_state"]: m.value for m in engine.get_metrics() if "sleep_state" in m.labels}
+    assert [name for name, value in states.items() if value] == [["awake", "weights_offloaded", "discard_all"][level]]
     engine.wake_up()
     assert not engine.is_sleeping()
     assert tokens(finish(engine, seen)) == undisturbed
