@@ -145,7 +145,7 @@ class ServeLoop:
                     before = journal.phase
                     journal.set_phase(Phase.CALLING)
                     handle(core, server, event)
-                    journal.set_phase(before)
+                    journal.set_phase(before if self._drain_until is None else Phase.DRAINING)
                 else:
                     handle(core, server, event)
             if core.has_work:

@@ -91,11 +91,11 @@ class Adapters:
         """
         waits: list[Wait] = []
         if (lora := message.lora) is not None:
+            _check_lora(lora)
             known = self._loras and self._find(owner, lora)
             if known:
                 request.use_lora(LoRAName(known.digest, lora))
             else:
-                LoRARequest(lora.name, lora.number, lora.path)
                 waits.append((self._read(owner, lora), partial(self._give_lora, request, owner, lora)))
         if (prompt := message.prompt_adapter) is not None:
             if (found := self._prompt_adapters.get((owner, prompt))) is not None:
@@ -218,7 +218,7 @@ class Adapters:
                 del self._adding[key]
                 raise error
             return None
-        LoRARequest(adapter.name, adapter.number, adapter.path)
+        _check_lora(adapter)
         bound = self._find(owner, adapter)
         if bound is not None and bound.digest in loras:
             if not bound.held:
@@ -288,3 +288,9 @@ class Adapters:
                 bound.held, bound.pinned = True, pinned
             except Exception as error:
                 logger.warning("the LoRA adapter %r of an earlier core is gone: %s", adapter.path, error)
+
+
+def _check_lora(adapter: Adapter) -> None:
+    LoRARequest(adapter.name, adapter.number, adapter.path)
+    if adapter.num_virtual_tokens:
+        raise InvalidRequestError(f"a LoRA adapter has {adapter.num_virtual_tokens} virtual tokens; it must have none")

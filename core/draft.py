@@ -16,7 +16,6 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, NotSupportedError
 from ..kernels.interface import Backend
 from .gpu import choose_backend, prepare_kernels
-from .host_cache import NO_COPIES
 from .kv_cache import TableUpdate
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .model.loader import load_model
@@ -140,5 +139,5 @@ class Drafter:
             )
 
     def _choose(self, step: Step) -> np.ndarray:
-        launched = self.runner.execute(step._replace(copies=NO_COPIES))
+        launched = self.runner.execute(step)
         return self.runner.sample(launched).tokens.wait() if step.samples.any() else np.zeros(0, np.int64)

@@ -309,7 +309,7 @@ class EngineCore:
             raise InvalidArgumentError(f"{method} was called wrongly: {error}") from None
         answer = function(*given)
         if isinstance(answer, Future) and not answer.done():
-            self._calls[frontend].append(answer)
+            self._calls[frontend] = [*(call for call in self._calls[frontend] if not call.done()), answer]
             return answer
         try:
             return encode_value(answer.result() if isinstance(answer, Future) else answer)
@@ -320,8 +320,8 @@ class EngineCore:
 
     def restore(self, state: DesiredState) -> None:
         """Be as users have set the core before to be."""
+        self.adapters.restore(state.adapters)  # while there are weights to compare with
         self.lifecycle.restore(state)
-        self.adapters.restore(state.adapters)
 
     def _tell_state(self) -> None:
         self.on_state(msgspec.structs.replace(self.lifecycle.state, adapters=self.adapters.held()))

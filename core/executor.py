@@ -198,6 +198,8 @@ class UniprocExecutor:
                 host_memory.give_back(runner.pool)
                 runner.model.unbind()
             self._runner = self._drafter = None
+        if self._loras is not None:
+            self._loras.forget()
         models = [self._model, *([self._draft.model] if self._draft else [])]
         if level == 2 and not self._dropped:
             self._dropped, self._on_host = True, []
@@ -228,8 +230,12 @@ class UniprocExecutor:
                 tensor.data = held.to(self._device)
             self._on_host = []
         if kv_cache and self._runner is None:
-            self._make_runners()
-            self.warm_up()
+            try:
+                self._make_runners()
+                self.warm_up()
+            except BaseException:
+                self._runner = self._drafter = None
+                raise
 
     def warm_up(self) -> None:
         if self.asynchronous:
@@ -268,6 +274,7 @@ class UniprocExecutor:
 
     def execute(self, step: Step) -> Launched:
         with lack_of_memory():
+            self.runner.copy(step)
             if self._drafter is not None:
                 self._drafter.write_guesses(step)
             return self.runner.execute(step)

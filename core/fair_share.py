@@ -133,7 +133,7 @@ class FairShare:
 
     def push(self, request: Request) -> None:
         """Let a request wait: a new one, or one that was preempted."""
-        if self._aside is not None and request.admitted_at is None:
+        if self._aside is not None and not request.has_begun:
             self._aside[request] = None
         else:
             self._frontends[request.frontend].push(self.rank(request), request)

@@ -40,6 +40,7 @@ class _Update(NamedTuple):
     frontend: int
     version: str
     parts: int  # messages so far
+    dirty: bool = False  # some parameters were replaced by an update before it
 
 
 class Lifecycle:
@@ -171,11 +172,16 @@ class Lifecycle:
             self._fall_asleep()
 
     def _fall_asleep(self) -> None:
-        level = self._scheduler.sleep_level
-        if level:
-            self._scheduler.reset_prefix_cache(True)
-            self._executor.sleep(level)
-        falling, self._falling = self._falling, []
+        level, (falling, self._falling) = self._scheduler.sleep_level, (self._falling, [])
+        try:
+            if level:
+                self._scheduler.reset_prefix_cache(True)
+                self._executor.sleep(level)
+        except Exception as error:  # the host may lack the memory
+            self._executor.wake(True, True)
+            self._scheduler.sleep_level = 0
+            self._set(asleep=[], sleep_level=0)
+            return _answer(falling, error)
         self._set(asleep=list(TAGS if level else TAGS[:1]), sleep_level=level)
         _answer(falling)
 
@@ -200,8 +206,12 @@ class Lifecycle:
         if before > {"scheduling"} and left <= {"scheduling"}:
             left = set()
         level = self._scheduler.sleep_level if left or before else 0
-        if level == 2 and "weights" in before - left:
+        if level == 2 and "weights" in before - left and self.state.weights_version is not None:
             self._lost = self.state.weights_version  # the checkpoint has others
+            try:
+                self.check()
+            except WeightsLostError as error:
+                self._scheduler.fail_all(error)
         if level:
             self._wake_executor(left)
         self._scheduler.sleep_level = level if left else 0
@@ -227,12 +237,15 @@ class Lifecycle:
                 some were replaced, no request is served until a complete update.
         """
         if number == 0 and (self._update is None or self._update.frontend == frontend):
+            if self._falling:
+                raise InvalidRequestError("the core is about to sleep: send weights when it is awake")
             self._executor.set_parameters(())  # raises while they sleep
-            self._update = _Update(frontend, version, 0)
+            before = self._update
+            self._update = _Update(frontend, version, 0, before is not None and (before.parts > 0 or before.dirty))
             self._settle()
         if self._update is not None and self._update.frontend != frontend:
             raise InvalidRequestError(f"another frontend is sending weights of version {self._update.version!r}")
-        if self._update != (frontend, version, number):
+        if self._update is None or self._update[:3] != (frontend, version, number):
             if self._update is not None:
                 self._lose_update("its sender gave up")
             raise InvalidRequestError(f"message {number} of version {version!r} follows nothing: begin again")
@@ -242,7 +255,7 @@ class Lifecycle:
                 sample = values.flatten()[:: max(1, values.numel() // 8)].float().tolist()
                 self._fingerprint.update(f"{name} {start} {tuple(values.shape)} {sample}".encode())
         except (KeyError, ValueError) as error:
-            if number:
+            if number or self._update.dirty:
                 self._lose_update(str(error.args[0]))
             else:  # nothing was replaced
                 self._update = None

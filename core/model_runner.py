@@ -122,9 +122,12 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, step: Step) -> None:
-        """Take in what is new in `step`: copies of blocks, block tables, and who got a slot."""
+    def copy(self, step: Step) -> None:
+        """Launch the step's copies between pool and host memory, before anything that may find no memory."""
         self._host.copy(step.copies, self.pool)
+
+    def begin(self, step: Step) -> None:
+        """Take in what is new in `step`: block tables, and who got a slot."""
         group, slot, column, block = step.tables
         self.tables[group, slot, column] = block
         for request in step.admitted:
@@ -287,7 +290,10 @@ class ModelRunner:
         entries = (a.tolist() for a in (step.slots, step.starts, step.counts, firsts))
         for slot, start, count, first in zip(*entries, strict=True):
             embeds = self._embeds.get(slot)
-            if embeds is None or start >= len(embeds):
+            if embeds is None:
+                continue
+            if start >= len(embeds):
+                del self._embeds[slot]
                 continue
             rows = self.model.embed(ids) if rows is None else rows
             part = embeds[start : start + count]

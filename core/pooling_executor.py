@@ -56,17 +56,11 @@ class PoolingExecutor:
             wait_for_memory(device, decisions["device_bytes"])
         self._free_at_first = free_bytes(device)
         backend = choose_backend(options, device)
-        self.model: PoolingModel = load_pooling_model(
-            config.model_config,
-            config.load_config,
-            device,
-            backend,
-            None if decisions is None else decisions["fusing"],
-            lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
-        )
+        self._backend, self._dropped = backend, False
+        self._device = device_for(device)
+        self.model = self._load(None if decisions is None else decisions["fusing"])
         trunk, replace = self.model.trunk, msgspec.structs.replace
         self._fingerprint = fingerprint(self.model.model)
-        self._backend, self._dropped = backend, False
         self._runner: ModelRunner | None = None
         if isinstance(trunk, EncoderModel):
             self.layout = KVLayout(cache.block_size, trunk.dtype, 0, (), (), (), (), ())
@@ -81,12 +75,22 @@ class PoolingExecutor:
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
             self.num_blocks, self.max_model_len = count_blocks(config, self.layout, trunk, backend)
             self._make_runner(trunk)
-        self._device = device_for(trunk.device)
         self.asynchronous = self._device.asynchronous
         self.accepts_embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
         self.decisions: dict[str, Any] = {"fusing": getattr(trunk, "decisions", {}), "device_bytes": 0}
         self._requests: dict[int, Request] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come
+
+    def _load(self, decisions: Mapping[str, Any] | None) -> PoolingModel:
+        config, kv_dtype = self._config, self._config.cache_config.kv_cache_dtype
+        return load_pooling_model(
+            config.model_config,
+            config.load_config,
+            self._device.torch,
+            self._backend,
+            decisions,
+            lambda specs, dtype: prepare_kernels(self._backend, specs, dtype, cache_dtype(kv_dtype, dtype)),
+        )
 
     def _make_runner(self, trunk: PagedModel) -> None:
         scheduler = self._config.scheduler_config
@@ -115,7 +119,7 @@ class PoolingExecutor:
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            PoolingExecutor.__init__(self, self._config, {**self.decisions, "device_bytes": 0})
+            self.model, self._dropped = self._load(self.decisions["fusing"]), False
         trunk = self.model.trunk
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
             self._make_runner(trunk)

@@ -139,6 +139,11 @@ class Request:
         self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=b"virtual").digest()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has run, under this core or one before."""
+        return self.admitted_at is not None or self.started
+
+    @property
     def is_penalised(self) -> bool:
         sampling = self.sampling
         return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)

@@ -186,7 +186,7 @@ class Scheduler:
     @property
     def has_begun(self) -> bool:
         """Whether anybody is here who has run."""
-        return any(request.admitted_at is not None for f in self.fair for request in f.requests.values())
+        return any(request.has_begun for f in self.fair for request in f.requests.values())
 
     def resume(self) -> None:
         self.paused, self._stalled = None, False
@@ -239,7 +239,7 @@ class Scheduler:
         return None if self._in_flight else self._trial_step(suspect)
 
     def _may_run(self, request: Request) -> bool:
-        may = self.fair.of(request.frontend).credit and (self.paused is None or request.admitted_at is not None)
+        may = self.fair.of(request.frontend).credit and (self.paused is None or request.has_begun)
         return may and self._has_lora(request, ask=True)
 
     def _has_lora(self, request: Request, ask: bool) -> bool:

@@ -20,6 +20,7 @@ from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
+    EngineDeadError,
     InvalidArgumentError,
     InvalidRequestError,
     NotSupportedError,
@@ -342,6 +343,8 @@ class Frontend(Generic[C]):
 
     def shutdown(self) -> None:
         """Let go of the core; one of its own ends. Twice is once."""
+        if self.output_processor.tracer is not None and os.getpid() == self._pid:
+            self.output_processor.forget(EngineDeadError("the engine was shut down"), time.monotonic())
         self._stop_serving()
         self._finalizer()
         self._stop_tracing()

@@ -64,8 +64,8 @@ def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array
         name, value = pair
         values, dtype = read_array(name, value)
         if not values.ndim or not len(values):
-            yield name, 0, Array(values, dtype)
+            yield name, 0, Array(values.copy(), dtype)  # whoever gives it may fill it anew
             continue
         rows = max(1, MAX_BYTES // max(1, values[:1].nbytes))
         for start in range(0, len(values), rows):
-            yield name, start, Array(values[start : start + rows], dtype)
+            yield name, start, Array(values[start : start + rows].copy(), dtype)

@@ -31,6 +31,7 @@ from .errors import (
     MainspringError,
     OverloadedError,
     ProtocolError,
+    RequestFailedError,
     WrongProcessError,
     from_wire,
 )
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for somebody to listen at an address
 RECONNECT_SECONDS = 60.0  # the same, for one that was connected
 LOAD_SECONDS = 1800.0  # for a core that listens to be ready
+MOST_DEATHS = 2  # of cores, during which a utility call was unanswered: it is not sent to another
+ONCE = frozenset({"collective_rpc"})  # may do anything, so it is not sent again
 CLOSE_MS = 100  # for the last frames to leave
 LOST_POLL_SECONDS = 0.1  # how often to look, while the connection is lost
 
@@ -112,6 +115,18 @@ class _Entry:
         self.aborted = False
 
 
+class _Call:
+    """A utility call that is not answered."""
+
+    __slots__ = ("arrays", "call", "first_epoch", "sent")
+
+    def __init__(self, call: UtilityCall, arrays: Sequence[np.ndarray]) -> None:
+        self.call = call
+        self.arrays = arrays
+        self.first_epoch = 0  # of the core that it was sent to first
+        self.sent = False
+
+
 class Connection:
     """Not thread-safe; its owner sees to that.
 
@@ -149,7 +164,7 @@ class Connection:
         self.dropped_frames = 0
         self.reconnections = 0
         self._ledger: dict[int, _Entry] = {}
-        self._calls: dict[int, tuple[UtilityCall, Sequence[np.ndarray]]] = {}
+        self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._ready: Ready | None = None  # of the core we are connected to
         self._last_ready: Ready | None = None
@@ -245,15 +260,29 @@ class Connection:
 
     def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
         """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
-        has answered leaves it to the next one."""
+        has answered leaves it to the next one, within bounds."""
         self._check()
         self._next_call += 1
         tensors = [Tensor(i, array.dtype, list(array.values.shape)) for i, array in enumerate(arrays)]
         call = UtilityCall(self._next_call, method, codec.encode_value(list(args)), tensors)
-        self._calls[self._next_call] = call, [array.values for array in arrays]
+        self._calls[self._next_call] = asked = _Call(call, [array.values for array in arrays])
         if self._ready is not None:
-            self._send(*self._calls[self._next_call])
+            self._send_call(asked)
         return self._next_call
+
+    def _send_call(self, asked: _Call) -> None:
+        """To this core; unless it may be what two cores died of, or must not be done twice."""
+        assert self._ready is not None
+        asked.first_epoch = asked.first_epoch or self._ready.epoch
+        deaths, call = self._ready.epoch - asked.first_epoch, asked.call
+        if deaths < MOST_DEATHS and not (asked.sent and call.method in ONCE):
+            asked.sent = True
+            self._send(call, asked.arrays)
+            return
+        why = f"the core died {deaths} times" if deaths >= MOST_DEATHS else "the connection was lost"
+        text = f"{why} before it answered {call.method!r:.80}; it may have been done"
+        self.results[call.call_id] = UtilityResult(call.call_id, error=RequestFailedError.__name__, error_text=text)
+        del self._calls[call.call_id]
 
     def end_call(self, call_id: int) -> None:
         """Nobody waits for this call any more; an answer that still comes is dropped."""
@@ -405,7 +434,7 @@ class Connection:
         self._trouble = ""
         if before is None or again:
             return
-        if ready.model.fingerprint != before.model.fingerprint:
+        if ready.model.fingerprint != before.model.fingerprint and ready.instance_id != before.instance_id:
             self._dead = EngineDeadError(
                 f"the core at {self._core.address} came back with another model: start the engine anew"
             )
@@ -414,8 +443,8 @@ class Connection:
         logger.info("connected to epoch %d; %d requests go on", ready.epoch, len(self._ledger))
         for entry in self._ledger.values():
             self._send_entry(entry)
-        for call, arrays in self._calls.values():
-            self._send(call, arrays)
+        for asked in list(self._calls.values()):
+            self._send_call(asked)
 
     def _end_aborted(self) -> None:
         """What was aborted is not sent again; its end is told here."""

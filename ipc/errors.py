@@ -98,8 +98,9 @@ def wire_name(error: BaseException) -> str:
 
 
 def wire_text(error: BaseException) -> str:
-    """The sentence an error travels with; a foreign error keeps its type's name in front."""
-    return str(error) if isinstance(error, MainspringError) else f"{type(error).__name__}: {error}"
+    """The sentence an error travels with, whatever it quotes; a foreign error keeps its type's name in front."""
+    text = str(error) if isinstance(error, MainspringError) else f"{type(error).__name__}: {error}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def from_wire(name: str, text: str) -> MainspringError:

@@ -101,6 +101,7 @@ class _Peer:
         self.backlog: deque[list[Any]] = deque()  # sends that found the pipe full
         self.backlog_bytes = 0
         self.slow_since: float | None = None
+        self.capabilities: list[str] = []
 
 
 class CoreServer:
@@ -362,8 +363,8 @@ class CoreServer:
             session=hello.session or os.urandom(SESSION_BYTES),
         )
         self._hand_in(Event(number, greeted, admin=admin))
-        capabilities = [*ready.capabilities, *(["admin"] if admin else [])]
-        ready = msgspec.structs.replace(ready, capabilities=capabilities)
+        peer.capabilities = [*ready.capabilities, *(["admin"] if admin else [])]
+        ready = msgspec.structs.replace(ready, capabilities=peer.capabilities)
         self._send(peer, codec.encode(ready, self._instance_id, self._epoch))  # it may be gone since it said Hello
 
     # ------------------------------------------------------------------ who may come in
@@ -429,6 +430,8 @@ class CoreServer:
                 if message is None:
                     self._numbers.discard(number)
                 elif (to := self._peers.get(number)) is not None:
+                    if isinstance(message, Ready):
+                        message = msgspec.structs.replace(message, capabilities=to.capabilities)
                     self._send(to, codec.encode(message, self._instance_id, self._epoch, tensors))
 
     def _send(self, peer: _Peer, frames: list[Any]) -> None:

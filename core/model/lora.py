@@ -127,6 +127,12 @@ class AdaptedBackend:
         if lora is not None and (held is None or held.digest != lora.digest):
             self._loras[place] = lora.to(self._device)
 
+    def forget(self) -> None:
+        """Nobody runs, and no adapter takes memory of the device."""
+        self._loras = [None] * len(self._loras)
+        self._place_of[:] = 0
+        self._of_tokens = self._of_logits = []
+
     def begin(self, slots: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> bool:
         """Say what the next forward pass computes, as in `Rows`. Whether any of it has an adapter."""
         places = self._place_of[slots]
