@@ -95,6 +95,8 @@ class ScriptedCore(StandInCore):
         elif not self._draining:
             super().add_request(frontend, request, tensors)
 
+    phase = ""
+
     def restore(self, state: DesiredState) -> None:
         if state.paused:
             self.paused.set()

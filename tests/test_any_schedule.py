@@ -232,6 +232,7 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     any_schedule_gives_every_request_its_tokens()
     assert seen.pop("waited_for_a_prefix") > max_examples / 100, "few waited"
+    assert seen.pop("host_hits") > 0, "nothing came back from host memory"
     assert min(seen.values()) > 20, seen
 
 

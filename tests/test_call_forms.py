@@ -289,22 +289,22 @@ def test_an_abort_takes_an_id_or_any_iterable(engine: LLMEngine, given: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("positional", "keywords", "running"),
+    ("positional", "keywords", "asked"),
     [
-        ((), {}, False),
-        ((True,), {}, True),
-        ((True, True), {}, True),
-        ((), {"reset_running_requests": True, "reset_connector": False}, True),
-        ((Device.GPU,), {}, False),
-        ((Device.CPU,), {}, False),
-        ((None,), {}, False),
+        ((), {}, (False,)),
+        ((True,), {}, (True,)),
+        ((True, True), {}, (True,)),
+        ((), {"reset_running_requests": True, "reset_connector": False}, (True,)),
+        ((Device.GPU,), {}, (False, "gpu")),
+        ((Device.CPU,), {}, (False, "cpu")),
+        ((None,), {}, (False,)),
     ],
 )
 def test_reset_prefix_cache_takes_both_forms(
-    engine: LLMEngine, positional: tuple[Any, ...], keywords: dict[str, Any], running: bool
+    engine: LLMEngine, positional: tuple[Any, ...], keywords: dict[str, Any], asked: tuple[Any, ...]
 ) -> None:
     assert engine.reset_prefix_cache(*positional, **keywords) is True
-    assert engine.engine_core.calls == [("reset_prefix_cache", running)]  # type: ignore[attr-defined]
+    assert engine.engine_core.calls == [("reset_prefix_cache", *asked)]  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------ constructors

@@ -477,7 +477,7 @@ def test_a_connected_engine_gets_its_tokenizer_from_the_core(
     daemon.restart(files_digest=digest_of(files))
     asked = []
 
-    def call(method: str, args: object, frontend: int = 0) -> object:
+    def call(method: str, args: object, *more: object) -> object:
         asked.append(method)
         return encode_value(files)
 

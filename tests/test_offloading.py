@@ -144,7 +144,7 @@ def test_with_a_core_of_its_own_that_dies_streams_go_on_and_the_host_is_filled_a
                 ended = -100
         assert supervisor.restarts == 1
         assert [tokens[i] for i in range(len(reqs))] == wanted
-        assert engine.engine_core.call("stats")["host_hits"] > 0
+        assert engine.engine_core.call("stats")[19] > 0  # host_hits
         assert engine.reset_prefix_cache(Device.CPU) is True
 
 
