@@ -205,11 +205,11 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
         raise InvalidArgumentError(f"{named} is given beside a vllm_config, which holds one: give one of them")
     if EngineConfig not in parts and ModelConfig not in parts:
         raise InvalidArgumentError("there is no vllm_config; give EngineArgs(...).create_engine_config()")
-    log_stats, stat_loggers = keywords.get("log_stats", True), keywords.get("stat_loggers")
+    log_stats, stat_loggers = keywords.get("log_stats"), keywords.get("stat_loggers")
     flags, registries = 0, 0
     for value in args:
         if isinstance(value, bool):
-            log_stats = log_stats if flags else value
+            log_stats = log_stats if flags else _either("log_stats", value, log_stats)
             flags += 1
         elif isinstance(value, (Mapping, list, tuple)):
             stat_loggers = _either("stat_loggers", value, stat_loggers)
@@ -223,7 +223,7 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
         raise InvalidArgumentError(f"{owner} got {flags} flags by position; it takes {', '.join(_FLAGS)}")
     refuse_unsupported(**{name: keywords.get(name) for name in _NONE_ONLY})
     whole = parts.pop(EngineConfig, None) or EngineConfig(**{_NAMES[kind]: part for kind, part in parts.items()})
-    return EngineCall(whole, log_stats, stat_loggers)
+    return EngineCall(whole, True if log_stats is None else log_stats, stat_loggers)
 
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
