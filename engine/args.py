@@ -5,6 +5,7 @@ Defaults and docs stand once, in ipc/config.py; a line here gives a field its ty
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -120,20 +121,7 @@ class EngineArgs:
             NotSupportedError: a value asks for a feature that does not exist yet.
             ModelNotFoundError: `model` or `tokenizer` names a folder that is not there.
         """
-        values = {name: typed(info, getattr(self, name)) for name, info in FIELDS.items()}
-        _check_ranges(values)
-        if values["speculative_config"] is not None:
-            values["speculative_config"] = _checked_speculation(values["speculative_config"])
-        values["model"] = _located("model", values["model"] or str(MODEL_PATH))
-        if values["tokenizer"] is not None:
-            values["tokenizer"] = _located("tokenizer", values["tokenizer"])
-        sections: dict[str, dict[str, Any]] = {}
-        for name, info in FIELDS.items():
-            if info.section:
-                sections.setdefault(info.section, {})[name] = values[name]
-            else:
-                sections[name] = values[name]
-        return msgspec.convert(sections, EngineConfig)
+        return _with_values(EngineConfig(), {name: getattr(self, name) for name in FIELDS})
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -144,7 +132,42 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Arguments from parsed flags; what was not given keeps its default."""
-        return cls(**{name: getattr(args, name) for name in FIELDS if hasattr(args, name)})
+        return cls(**{one.name: getattr(args, one.name) for one in dataclasses.fields(cls) if hasattr(args, one.name)})
+
+
+def checked(given: EngineConfig) -> EngineConfig:
+    """A configuration that may have been made by hand, as `EngineArgs.create_engine_config` would have made it.
+
+    Raises: as that.
+    """
+    for name, kind in config.SECTIONS.items():
+        part = getattr(given, name)
+        if not isinstance(part, kind) and not (part is None and name == "speculative_config"):
+            raise InvalidArgumentError(f"{name} is {shown(part)}; it must be a {kind.__name__}")
+    owners = {name: getattr(given, info.section) if info.section else given for name, info in FIELDS.items()}
+    return _with_values(given, {name: getattr(owner, name) for name, owner in owners.items()})
+
+
+def _with_values(base: EngineConfig, given: dict[str, Any]) -> EngineConfig:
+    """`base` with these values of all that users set, once they are checked."""
+    values = {name: typed(info, given[name]) for name, info in FIELDS.items()}
+    _check_ranges(values)
+    if values["speculative_config"] is not None:
+        values["speculative_config"] = _checked_speculation(values["speculative_config"])
+    values["model"] = _located("model", values["model"] or str(MODEL_PATH))
+    if values["tokenizer"] is not None:
+        values["tokenizer"] = _located("tokenizer", values["tokenizer"])
+    sections: dict[str, Any] = {}
+    for name, info in FIELDS.items():
+        if info.section:
+            sections.setdefault(info.section, {})[name] = values[name]
+        else:
+            sections[name] = values[name]
+    parts = {
+        name: msgspec.structs.replace(getattr(base, name), **of) if isinstance(of, dict) else of
+        for name, of in sections.items()
+    }
+    return msgspec.structs.replace(base, **parts)
 
 
 def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> None:

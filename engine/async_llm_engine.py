@@ -14,6 +14,7 @@ from ..ipc.adapters import LoRARequest
 from ..ipc.config import (
     CacheConfig,
     EngineConfig,
+    FieldInfo,
     LoRAConfig,
     ModelConfig,
     ParallelConfig,
@@ -22,13 +23,15 @@ from ..ipc.config import (
 )
 from ..ipc.errors import (
     EngineDeadError,
+    InvalidRequestError,
     MainspringError,
     WrongEventLoopError,
+    shown,
     suggests_names,
 )
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
-from .args import EngineArgs
+from .args import FIELDS, EngineArgs, add_flags, checked
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
@@ -42,6 +45,8 @@ from .tokenizer import Tokenizer
 from .weights import plain, weight_messages
 
 if TYPE_CHECKING:
+    import argparse
+
     from ..ipc.async_client import AsyncClient
     from ..ipc.connection import Connection
 
@@ -57,6 +62,14 @@ class AsyncEngineArgs(EngineArgs):
 
     enable_log_requests: bool = False
     disable_log_requests: bool = False
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """As `EngineArgs.add_cli_args`, and a flag for each of the two."""
+        own = ("enable_log_requests", "Log each request."), ("disable_log_requests", "Log none; the older name, wins.")
+        more = (FieldInfo("", name, bool, False, doc, False) for name, doc in own)
+        add_flags(parser, (*FIELDS.values(), *more))
+        return parser
 
 
 class AsyncLLMEngine(Frontend["AsyncClient"]):
@@ -75,7 +88,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     Raises:
         MainspringError: the model is not found, not supported, or the core did not start.
         WrongEventLoopError: (all coroutines) the engine belongs to another loop.
-        WrongProcessError: (all methods) the engine belongs to another process.
+        WrongProcessError: (all methods but those that only show the configuration) it belongs to another process.
     """
 
     def __init__(
@@ -89,6 +102,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         from ..ipc.async_client import AsyncClient
 
         config, log_stats, stat_loggers = resolve_engine(type(self).__name__, args, kwargs)
+        config = checked(config)
         files, told = ModelFiles.of(config), config.observability_config
         more = log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint
         self._open(AsyncClient.launch(config), files, *more)
@@ -200,6 +214,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """What a pooling model makes of a prompt, as an async iterator of one output. Arguments and errors as
         `generate`; `truncate_prompt_tokens` is for parameters that say nothing of it."""
         params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(f"pooling_params is {shown(params)}; it must be a PoolingParams")
         if truncate_prompt_tokens is not None and params.truncate_prompt_tokens is None:
             params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
@@ -378,7 +394,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self._enter()
         if callable(method):
             self._core_here("collective_rpc")
-        return list(await self.engine_core.call("collective_rpc", method, *plain(args, kwargs), timeout=timeout))
+        given = plain(args, kwargs, timeout)
+        return list(await self.engine_core.call("collective_rpc", method, *given, timeout=timeout))
 
     async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """As `LLMEngine.apply_model`; the core of this engine is always in another process.

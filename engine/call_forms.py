@@ -51,6 +51,7 @@ _ENGINE_KEYWORDS = (
     *("log_stats", "usage_context", "stat_loggers", "aggregate_engine_logging", "mm_registry", "input_registry"),
     *("use_cached_outputs", "worker_use_ray", "engine_use_ray", *_NONE_ONLY),
 )
+_FLAGS = ("log_stats", "aggregate_engine_logging", "use_cached_outputs")
 _PARTS: dict[str, type[Section]] = {
     "vllm_config": EngineConfig,
     **SECTIONS,
@@ -103,13 +104,12 @@ def resolve_add_request(
     oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
     headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
     if oldest or type(seventh) is int:
-        if fourth is not None:
-            prompt_token_ids = fourth
+        prompt_token_ids = _either("prompt_token_ids", fourth, prompt_token_ids)
         arrival_time, lora, tokenization, trace = fifth, sixth, None, None
-        prefix_pos = seventh
+        prefix_pos = _either("prefix_pos", seventh, prefix_pos)
     elif headers or isinstance(seventh, PromptAdapterRequest):
         arrival_time, lora, tokenization, trace = fourth, fifth, None, sixth
-        adapter = adapter if seventh is None else seventh
+        adapter = _either("prompt_adapter_request", seventh, adapter)
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
@@ -118,11 +118,9 @@ def resolve_add_request(
         raise InvalidRequestError(f"prefix_pos is {shown(prefix_pos)}; it must be an int")
     if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and abs(arrival_time) < 1e300):
         raise InvalidRequestError(f"arrival_time is {shown(arrival_time)}; it must be a number of seconds")
-    if tokenization is not None and not isinstance(tokenization, Mapping):
-        raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization)}; it must be a dict")
     if trace is not None and not (isinstance(trace, Mapping) and all(is_text(x) for kv in trace.items() for x in kv)):
         raise InvalidRequestError(f"trace_headers is {shown(trace)}; it must be a dict of str to str")
-    prompt = _one_prompt(prompt, older.get("inputs"), prompt_token_ids)
+    prompt = one_prompt(prompt, older.get("inputs"), prompt_token_ids)
     params = older.get("sampling_params") if params is None else params
     call = AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
     return call._replace(trace_headers=trace, lora_request=lora, prompt_adapter_request=adapter)
@@ -139,21 +137,34 @@ def resolve_generate(
 ) -> AddCall:
     """The same for `generate`: `positional` are the arguments past the third, `slots` those of `add_request`, by
     keyword.
+
+    Raises: as that, and
+        InvalidArgumentError: too many arguments, or one both by position and by keyword.
     """
     arrival_time, lora, tokenization, trace, priority = slots
     if len(positional) > 4:
         raise InvalidArgumentError(f"generate got {3 + len(positional)} arguments by position; it takes at most 7")
     fourth, fifth, sixth, seventh = (*positional, None, None, None, None)[:4]
     if isinstance(fourth, (list, tuple)):
-        older = {**older, "prompt_token_ids": fourth, "prefix_pos": sixth}
-        lora = fifth
-    elif positional:
-        lora, trace = fourth, fifth
-        if sixth is not None and type(sixth) is not int:
-            older = {**older, "prompt_adapter_request": sixth}
-        priority = next((value for value in (sixth, seventh) if type(value) is int), priority)
+        by_position = {"prompt_token_ids": fourth, "prefix_pos": sixth, _NEXT: seventh}
+        lora = _either("lora_request", fifth, lora)
+    else:
+        newer = type(sixth) is int
+        rank, adapter = (seventh, None) if newer else (None, sixth)
+        by_position = {"prompt_adapter_request": adapter, _NEXT: rank}
+        lora, trace = _either("lora_request", fourth, lora), _either("trace_headers", fifth, trace)
+        if (given := sixth if newer else seventh) is not None:
+            priority = _either("priority", given, None if type(priority) is int and not priority else priority)
+    older = {**older, **{name: _either(name, value, older.get(name)) for name, value in by_position.items()}}
     slots = (arrival_time, lora, tokenization, trace, priority)
     return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
+
+
+def _either(name: str, positional: Any, keyword: Any) -> Any:
+    """The one that is given."""
+    if positional is not None and keyword is not None:
+        raise InvalidArgumentError(f"{name} is given by position and by keyword: give it once")
+    return keyword if positional is None else positional
 
 
 class EngineCall(NamedTuple):
@@ -171,7 +182,7 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
     Raises:
         UnknownArgumentError: a keyword that no form has.
         NotSupportedError: Ray, or another argument whose feature does not exist yet.
-        InvalidArgumentError: there is no configuration, or something else in the place of a part.
+        InvalidArgumentError: there is no configuration, a part of it twice, or something else in the place of a part.
     """
     for name, value in keywords.items():
         if name in _PARTS and not isinstance(value, (_PARTS[name], NoneType)):
@@ -183,21 +194,36 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
         ray, args = [*ray, *args[:2]], args[2:]
     if any(ray):
         raise NotSupportedError("worker_use_ray and engine_use_ray are not supported yet; leave them False")
-    parts: dict[type, Any] = {type(part): part for part in (*args, *keywords.values()) if isinstance(part, Section)}
+    parts: dict[type, Any] = {}
+    for part in (*args, *keywords.values()):
+        if isinstance(part, Section):
+            if type(part) in parts:
+                raise InvalidArgumentError(f"{shown(part)} is given beside another {type(part).__name__}; give one")
+            parts[type(part)] = part
+    if EngineConfig in parts and len(parts) > 1:
+        named = ", ".join(_NAMES[kind] for kind in parts if kind in _NAMES)
+        raise InvalidArgumentError(f"{named} is given beside a vllm_config, which holds one: give one of them")
     if EngineConfig not in parts and ModelConfig not in parts:
         raise InvalidArgumentError("there is no vllm_config; give EngineArgs(...).create_engine_config()")
-    log_stats, stat_loggers, flags = keywords.get("log_stats", True), keywords.get("stat_loggers"), 0
+    log_stats, stat_loggers = keywords.get("log_stats"), keywords.get("stat_loggers")
+    flags, registries = 0, 0
     for value in args:
         if isinstance(value, bool):
-            log_stats = log_stats if flags else value
+            log_stats = log_stats if flags else _either("log_stats", value, log_stats)
             flags += 1
         elif isinstance(value, (Mapping, list, tuple)):
-            stat_loggers = value
+            stat_loggers = _either("stat_loggers", value, stat_loggers)
         elif not isinstance(value, (Section, str)) and not flags:  # a str: the usage context, which has no effect
             refuse_unsupported(**{"executor_class" if isinstance(value, type) else "placement_group": value})
+        elif not isinstance(value, (Section, str, NoneType)):
+            registries += 1  # of inputs: without effect
+            if registries > 1 or isinstance(value, (int, float, type)):
+                raise InvalidArgumentError(f"{owner} got {shown(value)} by position, where it has no such argument")
+    if flags > len(_FLAGS):
+        raise InvalidArgumentError(f"{owner} got {flags} flags by position; it takes {', '.join(_FLAGS)}")
     refuse_unsupported(**{name: keywords.get(name) for name in _NONE_ONLY})
     whole = parts.pop(EngineConfig, None) or EngineConfig(**{_NAMES[kind]: part for kind, part in parts.items()})
-    return EngineCall(whole, log_stats, stat_loggers)
+    return EngineCall(whole, True if log_stats is None else log_stats, stat_loggers)
 
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -224,7 +250,7 @@ def _is_no_id(request_id: str | int) -> bool:
     return not (is_text(request_id) if isinstance(request_id, str) else -(2**63) <= request_id < 2**63)
 
 
-def _one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
+def one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
     prompt = inputs if prompt is None else prompt
     if prompt_token_ids is None:
         if prompt is None:

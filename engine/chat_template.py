@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from ..ipc.errors import InvalidRequestError
+from ..ipc.errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
     import jinja2
@@ -65,7 +65,7 @@ def _checked(conversation: Sequence[Message]) -> list[dict[str, Any]]:
         raise InvalidRequestError("the conversation is empty; give at least one message")
     for message in conversation:
         if not isinstance(message, Mapping) or "role" not in message:
-            raise InvalidRequestError(f"a message is {message!r}; it must be a dict with 'role' and 'content'")
+            raise InvalidRequestError(f"a message is {shown(message)}; it must be a dict with 'role' and 'content'")
     # a None (as some APIs return) would be printed as "None"; templates expect the key to be missing
     return [{key: value for key, value in _plain(message).items() if value is not None} for message in conversation]
 

@@ -264,11 +264,13 @@ class Frontend(Generic[C]):
         return lora_request.message
 
     def _tokenizer(self) -> Tokenizer:
+        self._check_process()
         if self.tokenizer is None:
             raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
         return self.tokenizer
 
     def _statistics(self) -> StatLoggerManager:
+        self._check_process()
         if self.logger_manager is None:
             raise InvalidArgumentError(
                 "this engine keeps no statistics: disable_log_stats is True, or log_stats False; make one without that"

@@ -86,14 +86,23 @@ class InputProcessor:
         params = params if pooling is None else no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
-        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {shown(priority)}; it must be an int of 64 bits")
+        if tokenization_kwargs is not None and not isinstance(tokenization_kwargs, Mapping):
+            raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization_kwargs)}; it must be a dict")
         params.validate()
         params = params.clone()
         self.check_adapters(lora_request, prompt_adapter_request)
         virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
         limit = self.model.max_model_len - virtual
+        if virtual and limit < 1 + (pooling is None):
+            raise InvalidRequestError(
+                f"the prompt adapter has {virtual} virtual tokens; max_model_len is {self.model.max_model_len}, which "
+                "leaves none for a prompt"
+            )
         parsed = parse_prompt(prompt)
+        if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
+            raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
         keep, pooled = (pooling or params).truncate_prompt_tokens, pooling is not None
         token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, limit, pooled)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -144,7 +153,7 @@ class InputProcessor:
             if value is not None and not enabled:
                 raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
             if value is not None and not isinstance(value, kind):
-                raise InvalidRequestError(f"{name} is {value!r:.80}; it must be a {kind.__name__}")
+                raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
 
     def _check_choices(self, params: SamplingParams) -> None:
         most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
@@ -180,6 +189,8 @@ class InputProcessor:
         for name in tokenization_kwargs:
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
+            if not isinstance(special := tokenization_kwargs[name], bool):
+                raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
         if parsed.embeds is not None:
             tokens, hidden = parsed.embeds.array.shape
             if hidden != self.model.hidden_size:
@@ -206,15 +217,14 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
         if most is not None:
             token_ids = token_ids[:most] if pooled else token_ids[-most:]
+        virtual = self.model.max_model_len - limit
+        beside = f", of which the prompt adapter's virtual tokens take {virtual}" if virtual else ""
+        longest = f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}{beside}"
         if pooled and len(token_ids) > limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}: raise that, or give "
-                "truncate_prompt_tokens"
-            )
+            raise InvalidRequestError(f"{longest}: raise that, or give truncate_prompt_tokens")
         if len(token_ids) >= limit + pooled:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}, so with at "
-                f"least one token of output it may have at most {max(0, limit - 1)}"
+                f"{longest}, so with at least one token of output it may have at most {max(0, limit - 1)}"
             )
         return token_ids
 
@@ -237,12 +247,12 @@ def core_message(
 ) -> AddRequest:
     """What the core is to compute: completion `index`, or the token that follows a `beam`, of a request that it let in
     `age_s` seconds ago."""
-    params, embeds = request.params, None
+    params, embeds = request.params, None  # their values may be of subclasses, which no message holds
     if request.embeds is not None:
         embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
     assert params.max_tokens is not None
     assert params.seed is not None
-    stops = sorted(request.eos_token_ids.union(params.stop_token_ids or ()))
+    stops = sorted(int(token) for token in request.eos_token_ids.union(params.stop_token_ids or ()))
     logprobs, prompt_logprobs, max_tokens = params.logprobs, params.prompt_logprobs, params.max_tokens
     if params.use_beam_search:
         logprobs, max_tokens, stops = 2 * params.width, 1, []
@@ -253,26 +263,26 @@ def core_message(
         request_id=request.request_id,
         prompt_token_ids=[*request.prompt_token_ids, *beam] if beam else request.prompt_token_ids,
         sampling=Sampling(
-            max_tokens=max_tokens,
-            seed=params.seed if params.width == 1 else child_seed(params.seed, index),
+            max_tokens=int(max_tokens),
+            seed=int(params.seed) if params.width == 1 else child_seed(params.seed, index),
             temperature=float(params.temperature),  # an int may be one that no message holds
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0),
-            min_p=params.min_p,
-            min_tokens=params.min_tokens,
+            top_p=float(params.top_p),
+            top_k=int(max(params.top_k, 0)),
+            min_p=float(params.min_p),
+            min_tokens=int(params.min_tokens),
             stop_token_ids=stops,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
             repetition_penalty=float(params.repetition_penalty),
             logprobs=_count(logprobs),
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
-            logit_bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()},
-            allowed_token_ids=params.allowed_token_ids or [],
+            logit_bias={int(token): float(bias) for token, bias in (params.logit_bias or {}).items()},
+            allowed_token_ids=[int(token) for token in params.allowed_token_ids or ()],
             bad_words=request.bad_words,
-            grammar=request.grammar,
+            grammar=[str.__str__(text) for text in request.grammar],
         ),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
+        priority=int(request.priority),
+        cache_salt=str.__str__(request.cache_salt),
         prompt_embeds=embeds,
         pooling=_pooling(request),
         age_s=age_s,
@@ -285,15 +295,15 @@ def core_message(
 def _pooling(request: EngineCoreRequest) -> Pooling | None:
     if (params := request.pooling) is None:
         return None
-    return Pooling(params.task or "", params.dimensions or 0, params.activate, request.second)
+    return Pooling(str.__str__(params.task or ""), int(params.dimensions or 0), params.activate, request.second)
 
 
 def _count(logprobs: int | None) -> int:
     """As the core takes it: -1 for none, more than any vocabulary has for all."""
-    return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else min(logprobs, ALL_TOKENS)
+    return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else int(min(logprobs, ALL_TOKENS))
 
 
 def child_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of several: the first 8 bytes of BLAKE2b over both as signed 64-bit big-endian."""
-    digest = blake2b(seed.to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
+    digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
     return int.from_bytes(digest.digest(), "big", signed=True)

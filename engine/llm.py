@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError
-from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
+from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, is_text
 from .args import FIELDS, EngineArgs
+from .call_forms import one_prompt
 from .chat_template import Message
 from .frontend import CONNECT_OPTIONS, Device, PauseMode, UsageContext
 from .input_processor import EngineCoreRequest
@@ -24,7 +25,7 @@ from .metrics import Metric
 from .model_files import default_sampling_params
 from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
 from .pooling import PoolingMethods, Progress
-from .prompts import Prompt, TokensPrompt, is_token_ids
+from .prompts import Prompt, TokensPrompt, listed_prompts
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,13 @@ class LLM(PoolingMethods):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -73,6 +75,7 @@ class LLM(PoolingMethods):
             use_tqdm: show a progress bar; a callable is used in place of `tqdm.tqdm`.
             lora_request: the LoRA adapter of all prompts, or one or None for each.
             priority: one each, lower first, under `scheduling_policy="priority"`.
+            prompt_token_ids: the older form of prompts of token ids: one list or several.
             prompt_adapter_request: virtual tokens before each prompt.
             tokenization_kwargs: ``add_special_tokens`` (default True) for prompts that are text.
 
@@ -84,8 +87,13 @@ class LLM(PoolingMethods):
             EngineDeadError: the core is gone.
             KeyboardInterrupt: the batch was aborted, and the engine goes on.
         """
-        several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
-        listed: list[Any] = list(prompts) if several else [prompts]
+        listed = listed_prompts(prompts)
+        if prompt_token_ids is not None:
+            ids = listed_prompts(prompt_token_ids)
+            texts = [None] * len(ids) if prompts is None else listed
+            if len(texts) != len(ids):
+                raise InvalidArgumentError(f"prompt_token_ids has {len(ids)} entries for {len(texts)} prompts")
+            listed = [one_prompt(text, None, tokens) for text, tokens in zip(texts, ids, strict=True)]
         params = self._one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = self._one_each("priority", 0 if priority is None else priority, len(listed))
         loras = self._one_each("lora_request", lora_request, len(listed))
@@ -134,6 +142,8 @@ class LLM(PoolingMethods):
         Returns, raises: as `generate`.
         """
         tokenizer = self.get_tokenizer()
+        if not isinstance(messages, (list, tuple)):
+            raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
         prompts = []
@@ -147,8 +157,10 @@ class LLM(PoolingMethods):
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )
-            token_ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
-            prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=cast(str, text)))
+            if not is_text(text):
+                raise InvalidRequestError(f"the conversation makes {shown(text)}, which holds half a surrogate pair")
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def beam_search(
@@ -211,6 +223,56 @@ class LLM(PoolingMethods):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `LLMEngine.wake_up`."""
         self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """As `LLMEngine.is_sleeping`."""
+        return self.llm_engine.is_sleeping()
+
+    def pause_generation(
+        self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        """As `LLMEngine.pause_generation`."""
+        self.llm_engine.pause_generation(mode, wait_for_inflight_requests, clear_cache)
+
+    def resume_generation(self) -> None:
+        """As `LLMEngine.resume_generation`."""
+        self.llm_engine.resume_generation()
+
+    def is_paused(self) -> bool:
+        """As `LLMEngine.is_paused`."""
+        return self.llm_engine.is_paused()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`."""
+        return self.llm_engine.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.remove_lora`."""
+        return self.llm_engine.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """As `LLMEngine.list_loras`."""
+        return self.llm_engine.list_loras()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.pin_lora`."""
+        return self.llm_engine.pin_lora(lora_id)
+
+    def reset_mm_cache(self) -> None:
+        """As `LLMEngine.reset_mm_cache`."""
+        self.llm_engine.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """As `LLMEngine.reset_encoder_cache`."""
+        self.llm_engine.reset_encoder_cache()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """As `LLMEngine.get_supported_tasks`."""
+        return self.llm_engine.get_supported_tasks()
+
+    def do_log_stats(self) -> None:
+        """As `LLMEngine.do_log_stats`."""
+        self.llm_engine.do_log_stats()
 
     def collective_rpc(
         self,

@@ -18,10 +18,10 @@ from ..ipc.config import (
     SchedulerConfig,
     StructuredOutputsConfig,
 )
-from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError, MainspringError, wire_text
+from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError, MainspringError, shown, wire_text
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
-from .args import EngineArgs
+from .args import EngineArgs, checked
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
 from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
@@ -61,7 +61,7 @@ class LLMEngine(Frontend["CoreClient"]):
     The configuration may also come part by part, by position or keyword: see call_forms.py.
 
     Methods may be called from several threads; `step` in several threads shares the outputs out among them. In a forked
-    child every method raises `WrongProcessError`.
+    child every method raises `WrongProcessError`, but those that only show the configuration.
 
     Args:
         vllm_config: from `EngineArgs.create_engine_config`.
@@ -91,6 +91,7 @@ class LLMEngine(Frontend["CoreClient"]):
         multiprocess_mode: bool = True,
     ) -> None:
         refuse_unsupported(executor_class=executor_class)
+        vllm_config = checked(vllm_config)
         files, told = ModelFiles.of(vllm_config), vllm_config.observability_config
         client = make_client(vllm_config, multiprocess_mode)
         self._open(client, files, log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint)
@@ -231,7 +232,7 @@ class LLMEngine(Frontend["CoreClient"]):
     def _validated(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs if self.DO_VALIDATE_OUTPUT else ():
             if not isinstance(output, RequestOutput | PoolingRequestOutput):
-                raise TypeError(f"step gives {type(output).__name__}, {output!r:.80}; it must be a RequestOutput")
+                raise TypeError(f"step gives {type(output).__name__}, {shown(output)}; it must be a RequestOutput")
         return outputs
 
     def _end_requests(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -252,6 +253,7 @@ class LLMEngine(Frontend["CoreClient"]):
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose last output `step` has not given yet."""
+        self._check_process()
         with self._lock:
             return len(self.output_processor) + len(self._ready)
 
@@ -262,7 +264,7 @@ class LLMEngine(Frontend["CoreClient"]):
             InvalidArgumentError: another number.
         """
         if isinstance(virtual_engine, bool) or virtual_engine != 0:
-            raise InvalidArgumentError(f"virtual_engine is {virtual_engine!r:.80}; there is only 0")
+            raise InvalidArgumentError(f"virtual_engine is {shown(virtual_engine)}; there is only 0")
         return self.has_unfinished_requests()
 
     def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
@@ -445,9 +447,10 @@ class LLMEngine(Frontend["CoreClient"]):
             NotPermittedError: this connection may not change the engine for everyone.
         """
         self._check_process()
+        given = plain(args, kwargs, timeout)
         if self.engine_core.in_process or callable(method):
-            return self._core_here("collective_rpc").collective_rpc(method, args, kwargs or {})
-        return list(self.engine_core.call("collective_rpc", method, *plain(args, kwargs), timeout=timeout))
+            return self._core_here("collective_rpc").collective_rpc(method, *given)
+        return list(self.engine_core.call("collective_rpc", method, *given, timeout=timeout))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """``func(model)`` with the module of transformers, in the core; what it changes of the parameters is kept.
@@ -526,6 +529,7 @@ class LLMEngine(Frontend["CoreClient"]):
         Raises:
             InvalidArgumentError: there are none, because of `disable_log_stats`.
         """
+        self._check_process()
         with self._lock:
             return self._statistics().metrics()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidArgumentError
+from ..ipc.errors import InvalidArgumentError, shown
 from ..ipc.messages import Measured, Outputs, Stats
 from ..ipc.metrics import DISTRIBUTIONS, FINISH_REASONS, Ended, Meter
 
@@ -241,7 +241,7 @@ class StatLoggerManager:
         self.stat_loggers: dict[str, StatLoggerBase] = {"logging": LoggingStatLogger(config), **(stat_loggers or {})}
         for name, one in self.stat_loggers.items():
             if not isinstance(one, StatLoggerBase):
-                raise InvalidArgumentError(f"stat_loggers: {name!r} is {one!r:.80}; it must be a StatLoggerBase")
+                raise InvalidArgumentError(f"stat_loggers: {name!r} is {shown(one)}; it must be a StatLoggerBase")
         self.meter = Meter()
         self.stats = Stats()
         self._iteration = IterationStats(time.monotonic())

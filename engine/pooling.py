@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, RequestFailedError, shown
 from ..ipc.params import RequestOutputKind, SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .outputs import (
@@ -19,7 +19,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import Prompt, TokensPrompt, is_token_ids
+from .prompts import Prompt, TokensPrompt, listed_prompts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,10 +93,10 @@ class PoolingMethods:
         params = []
         for one in given:
             if not isinstance(one, PoolingParams):
-                raise InvalidArgumentError(f"pooling_params is {one!r:.80}; it must be a PoolingParams")
+                raise InvalidArgumentError(f"pooling_params is {shown(one)}; it must be a PoolingParams")
             if None not in (one.task, pooling_task) and one.task != pooling_task:
                 raise InvalidArgumentError(
-                    f"pooling_task is {pooling_task!r}, and the task of pooling_params {one.task!r}"
+                    f"pooling_task is {shown(pooling_task)}, and the task of pooling_params {one.task!r}"
                 )
             keep = one.truncate_prompt_tokens or truncate_prompt_tokens
             task = cast(Any, one.task or pooling_task)
@@ -114,26 +114,30 @@ class PoolingMethods:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt. Arguments and errors as `encode`; that of a request that failed is raised."""
-        found = self._asked("embed", prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs, truncate_prompt_tokens)
+        found = self._asked("embed", prompts, *more)
         return [one.with_outputs(EmbeddingRequestOutput, EmbeddingOutput(one.outputs.data.tolist())) for one in found]
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each label for each prompt. Arguments and errors as `embed`."""
-        found = self._asked("classify", prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs, truncate_prompt_tokens)
+        found = self._asked("classify", prompts, *more)
         make = ClassificationRequestOutput
         return [one.with_outputs(make, ClassificationOutput(one.outputs.data.tolist())) for one in found]
 
@@ -143,6 +147,7 @@ class PoolingMethods:
         text_2: Prompt | Sequence[Prompt],
         /,
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
@@ -158,7 +163,7 @@ class PoolingMethods:
 
         Raises: as `embed`.
         """
-        firsts, seconds = _listed(text_1), _listed(text_2)
+        firsts, seconds = listed_prompts(text_1), listed_prompts(text_2)
         if len(firsts) not in (1, len(seconds)) or not seconds:
             raise InvalidArgumentError(
                 f"text_1 has {len(firsts)} entries and text_2 {len(seconds)}: give one and one, one and many, or as "
@@ -167,10 +172,13 @@ class PoolingMethods:
         tasks = self.llm_engine.get_supported_tasks()
         if "score" not in tasks:
             raise InvalidRequestError(f"the task is score, and this model can {', '.join(tasks)}")
-        more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs)
+        more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs, truncate_prompt_tokens)
         make = ScoringRequestOutput
         if "classify" in tasks:
-            if pooling_params is not None and pooling_params.truncate_prompt_tokens is not None:
+            if (
+                truncate_prompt_tokens is not None
+                or getattr(pooling_params, "truncate_prompt_tokens", None) is not None
+            ):
                 raise NotSupportedError("truncate_prompt_tokens is not supported for pairs yet; leave it out")
             pairs = [
                 self._pair(one, two) for one, two in zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
@@ -187,14 +195,22 @@ class PoolingMethods:
         return scored
 
     def _asked(
-        self, task: str, prompts: Any, use_tqdm: Progress, params: Any, lora: None, kwargs: Any
+        self, task: str, prompts: Any, use_tqdm: Progress, params: Any, lora: None, kwargs: Any, keep: int | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         found = self.encode(
-            prompts, params, use_tqdm=use_tqdm, lora_request=lora, pooling_task=task, tokenization_kwargs=kwargs
+            prompts,
+            params,
+            truncate_prompt_tokens=keep,
+            use_tqdm=use_tqdm,
+            lora_request=lora,
+            pooling_task=task,
+            tokenization_kwargs=kwargs,
         )
         for at, one in enumerate(found):
             if one.error is not None:
                 raise type(one.error)(f"prompt {at}: {one.error}")
+            if one.finish_reason != "stop":
+                raise RequestFailedError(f"prompt {at}: it was ended ({one.finish_reason}) before its data came")
         return found
 
     def _pair(self, one: Any, two: Any) -> TokensPrompt:
@@ -202,11 +218,6 @@ class PoolingMethods:
             raise InvalidRequestError("a cross-encoder scores pairs of text; one of a pair is something else")
         token_ids, types = self.get_tokenizer().encode_pair(one, two)
         return TokensPrompt(prompt_token_ids=token_ids, token_type_ids=types)
-
-
-def _listed(prompts: Any) -> list[Any]:
-    several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
-    return list(prompts) if several else [prompts]
 
 
 def _cosine(one: np.ndarray, two: np.ndarray) -> float:

@@ -101,6 +101,12 @@ def is_token_ids(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)) and all(map(_is_int, prompt[:1]))
 
 
+def listed_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of them."""
+    several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
+    return list(prompts) if several else [prompts]
+
+
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key in prompt:
         if key in _NEXT and prompt[key] is not None:
@@ -112,6 +118,8 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         raise InvalidRequestError(f"prompt is {shown(text)}; it must be a str")
     if salt is not None and (not is_text(salt) or not salt):
         raise InvalidRequestError(f"cache_salt is {shown(salt)}; it must be a non-empty str")
+    if prompt.get("token_type_ids") is not None and prompt.get("prompt_token_ids") is None:
+        raise InvalidRequestError("token_type_ids are given without prompt_token_ids; give both")
     if prompt.get("prompt_embeds") is not None:
         if prompt.get("prompt_token_ids") is not None:
             raise InvalidRequestError("a prompt has both prompt_token_ids and prompt_embeds; give one")
@@ -134,17 +142,22 @@ def _token_ids(value: Any) -> list[int]:
     return [int(token) for token in ids]
 
 
-def _second(token_ids: list[int], types: Any) -> int:
-    zeros = len(token_ids) if types is None else list(types).count(0)
-    if types is not None and (list(types) != [0] * zeros + [1] * (len(token_ids) - zeros) or not zeros):
+def _second(token_ids: list[int], given: Any) -> int:
+    if given is None:
+        return 0
+    types = given.tolist() if hasattr(given, "tolist") else given
+    zeros = types.count(0) if isinstance(types, (list, tuple)) and all(map(_is_int, types)) else 0
+    if not zeros or list(types) != [0] * zeros + [1] * (len(token_ids) - zeros):
         raise InvalidRequestError(
-            f"token_type_ids is {types!r:.80}; it must have a 0 or 1 for each token, at least one zero, and zeros first"
+            f"token_type_ids is {shown(given)}; it must be a list of a 0 or 1 for each token, zeros first, at least one"
         )
     return zeros if zeros < len(token_ids) else 0
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    return type(value) is int or (
+        hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
+    )
 
 
 def _read_embeds(value: Any) -> Embeds:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError
+from ..ipc.errors import InvalidArgumentError, shown
 from .prompts import read_array
 
 if TYPE_CHECKING:
     from ..ipc.codec import Array  # brings numpy, which importing the package is not to
 
 MAX_BYTES = 16 << 20  # of the arrays in one message, but for a single row that is larger
+MAX_SECONDS = 1_000_000  # to wait for an answer
 MAX_ARRAYS = 14  # in one message: two of its 16 frames are others
 
 
@@ -39,20 +40,21 @@ def weight_messages(weights: Iterable[tuple[str, Any]], version: str) -> Iterato
     yield message(last=True)
 
 
-def plain(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for a core in another process.
+def plain(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments for a method of the core's worker.
 
     Raises:
-        InvalidRequestError: one can't travel.
+        InvalidArgumentError: they are no list and dict, or the timeout is no number.
     """
-    from ..ipc.codec import encode_value
-
-    found = list(args), dict(kwargs or {})
-    try:
-        encode_value(found)
-    except TypeError as error:
-        raise InvalidRequestError(f"args or kwargs hold what can't go to another process: {error}") from None
-    return found
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(f"args is {shown(args)}; it must be a list or tuple")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise InvalidArgumentError(f"kwargs is {shown(kwargs)}; it must be a dict with names as keys")
+    if timeout is not None and not (type(timeout) in (int, float) and 0 <= timeout <= MAX_SECONDS):
+        raise InvalidArgumentError(f"timeout is {shown(timeout)}; it must be a number of seconds, 0 to {MAX_SECONDS}")
+    return list(args), dict(kwargs or {})
 
 
 def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array]]:
@@ -60,7 +62,7 @@ def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array
 
     for pair in weights:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise InvalidArgumentError(f"weights gives {pair!r:.80}; it must give pairs of a name and an array")
+            raise InvalidArgumentError(f"weights gives {shown(pair)}; it must give pairs of a name and an array")
         name, value = pair
         values, dtype = read_array(name, value)
         if not values.ndim or not len(values):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import InitVar, dataclass
 
-from .errors import InvalidArgumentError, suggests_names
+from .errors import InvalidArgumentError, NotSupportedError, shown, suggests_names
 from .messages import Adapter
+from .params import is_text
 
 MAX_NAME, MAX_PATH = 256, 4096  # characters
 
@@ -19,21 +21,32 @@ class LoRARequest:
         lora_name: for outputs and metrics.
         lora_int_id: from 1 on; one for each adapter.
         lora_path: folder with ``adapter_config.json`` and ``adapter_model.safetensors``, on the core's machine.
+        lora_local_path: its older name.
+        base_model_name: only None.
 
     Raises:
         InvalidArgumentError: a value is out of range.
+        NotSupportedError: `base_model_name` is given.
     """
 
     lora_name: str
     lora_int_id: int
-    lora_path: str
+    lora_path: str = ""
+    lora_local_path: InitVar[str | None] = None
+    base_model_name: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lora_local_path: str | None, base_model_name: str | None) -> None:
+        if base_model_name is not None:
+            raise NotSupportedError("base_model_name is not supported yet; leave it out")
+        if lora_local_path is not None:
+            if self.lora_path != "":
+                raise InvalidArgumentError("lora_local_path is the older name of lora_path: give one of them")
+            object.__setattr__(self, "lora_path", lora_local_path)
         _check("lora", self.lora_name, self.lora_int_id, self.lora_path, "lora_path")
 
     @property
     def message(self) -> Adapter:
-        return Adapter(self.lora_int_id, self.lora_name, str(self.lora_path))
+        return Adapter(self.lora_int_id, _exact(self.lora_name), _exact(os.fspath(self.lora_path)))
 
 
 @suggests_names
@@ -63,18 +76,24 @@ class PromptAdapterRequest:
 
     @property
     def message(self) -> Adapter:
-        tokens, where = self.prompt_adapter_num_virtual_tokens, str(self.prompt_adapter_local_path)
-        return Adapter(self.prompt_adapter_id, self.prompt_adapter_name, where, tokens)
+        tokens, where = self.prompt_adapter_num_virtual_tokens, _exact(os.fspath(self.prompt_adapter_local_path))
+        return Adapter(self.prompt_adapter_id, _exact(self.prompt_adapter_name), where, tokens)
 
 
 def _check(kind: str, name: object, number: object, path: object, path_field: str) -> None:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise InvalidArgumentError(f"{kind}_name is {name!r:.80}; it must be a str of 1 to {MAX_NAME} characters")
+    if not is_text(name) or not 0 < len(name) <= MAX_NAME:
+        raise InvalidArgumentError(f"{kind}_name is {shown(name)}; it must be a str of 1 to {MAX_NAME} characters")
     _check_int("lora_int_id" if kind == "lora" else f"{kind}_id", number, 2**63 - 1)
-    if not 0 < len(str(path)) <= MAX_PATH:
-        raise InvalidArgumentError(f"{path_field} is {path!r:.80}; it must be a path of 1 to {MAX_PATH} characters")
+    where = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not is_text(where) or not 0 < len(where) <= MAX_PATH:
+        raise InvalidArgumentError(f"{path_field} is {shown(path)}; it must be a path of 1 to {MAX_PATH} characters")
 
 
 def _check_int(name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise InvalidArgumentError(f"{name} is {value!r:.80}; it must be an int from 1 to {most}")
+        raise InvalidArgumentError(f"{name} is {shown(value)}; it must be an int from 1 to {most}")
+
+
+def _exact(text: str) -> str:
+    """A str of a subclass as a plain one, which alone a message holds."""
+    return str.__str__(text)

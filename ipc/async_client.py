@@ -62,10 +62,13 @@ class AsyncClient(ConnectedClient):
         self._calls[call_id] = loop.create_future()
         try:
             self._take_in()
-            return result_of(await asyncio.wait_for(self._calls[call_id], timeout))
+            answer = await asyncio.wait_for(self._calls[call_id], timeout)
+        except TimeoutError:
+            raise TimeoutError(f"the core did not answer {method!r} within {timeout} s") from None
         finally:
             del self._calls[call_id]
             self._connection.end_call(call_id)
+        return result_of(answer)
 
     def close(self) -> None:
         self._watch_only(())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from .errors import ProtocolError
+from .errors import InvalidRequestError, ProtocolError
 from .messages import KIND_OF, KINDS, PROTOCOL_VERSION, Tensor
 
 MAX_BODY_BYTES = 256 << 20
@@ -99,6 +99,20 @@ def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
 def encode_value(value: Any) -> msgspec.Raw:
     """A utility call's arguments or result, of plain msgpack types or wire structs."""
     return msgspec.Raw(_encoder.encode(value))
+
+
+def encode_arguments(owner: str, values: Any) -> msgspec.Raw:
+    """`encode_value` of what a user gave.
+
+    Raises:
+        InvalidRequestError: no message can hold it. `owner` is whose arguments they are.
+    """
+    try:
+        return encode_value(values)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the arguments of {owner} hold what can't go to another process: {error!s:.200}"
+        ) from None
 
 
 def decode_value(raw: msgspec.Raw, kind: Any = Any) -> Any:

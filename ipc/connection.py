@@ -243,7 +243,7 @@ class Connection:
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
         entry = _Entry(request, tensors)
-        codec.encode_value(request.request_id + request.cache_salt)  # text that no message can hold is refused here
+        codec.encode_arguments("add_request", request)  # all that the ledger holds can be sent again
         self._ledger[request.handle] = entry
         if self._ready is not None:
             self._send_entry(entry)
@@ -262,9 +262,10 @@ class Connection:
         """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
         has answered leaves it to the next one, within bounds."""
         self._check()
+        given = codec.encode_arguments(method, list(args))
         self._next_call += 1
         tensors = [Tensor(i, array.dtype, list(array.values.shape)) for i, array in enumerate(arrays)]
-        call = UtilityCall(self._next_call, method, codec.encode_value(list(args)), tensors)
+        call = UtilityCall(self._next_call, method, given, tensors)
         self._calls[self._next_call] = asked = _Call(call, [array.values for array in arrays])
         if self._ready is not None:
             self._send_call(asked)

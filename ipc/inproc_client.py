@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from .codec import Array, decode_value, encode_value
+from .codec import Array, decode_value, encode_arguments
 from .config import EngineConfig
 from .errors import EngineDeadError, WrongProcessError
 from .messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
@@ -102,7 +102,7 @@ class InprocClient:
     def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
         self._check()
         with self._lock:
-            answer = self.core.call(method, encode_value(list(args)), 0, [array.values for array in arrays])
+            answer = self.core.call(method, encode_arguments(method, list(args)), 0, [a.values for a in arrays])
             if not isinstance(answer, Future):
                 return decode_value(answer)
             while not answer.done():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from .errors import InvalidArgumentError, suggests_names
+from .errors import InvalidArgumentError, shown, suggests_names
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
+MOST = 2**31 - 1  # dimensions or tokens
 
 
 @suggests_names
@@ -49,16 +50,18 @@ class PoolingParams:
         for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise InvalidArgumentError(f"{name} is {value!r}; it must be an int")
-            if value is not None and (value < least or value == 0):
+                raise InvalidArgumentError(f"{name} is {shown(value)}; it must be an int")
+            if value is not None and (not least <= value <= MOST or value == 0):
                 instead = ", or -1 for as many as fit" if least < 0 else ""
-                raise InvalidArgumentError(f"{name} is {value}; it must be at least 1{instead}")
+                limit = f"at most {MOST}" if value > MOST else f"at least 1{instead}"
+                raise InvalidArgumentError(f"{name} is {shown(value)}; it must be {limit}")
         for name in ("use_activation", "normalize"):
-            if getattr(self, name) not in (None, True, False):
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+            if (flag := getattr(self, name)) is not None and not isinstance(flag, bool):
+                raise InvalidArgumentError(f"{name} is {shown(flag)}; it must be True or False")
         if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
             raise InvalidArgumentError(
                 f"normalize is {self.normalize} and use_activation is {self.use_activation}; give one of them"
             )
-        if self.task is not None and self.task not in get_args(PoolingTask):
-            raise InvalidArgumentError(f"task is {self.task!r}; it must be one of {', '.join(get_args(PoolingTask))}")
+        tasks, task = get_args(PoolingTask), self.task
+        if task is not None and not (isinstance(task, str) and task in tasks):
+            raise InvalidArgumentError(f"task is {shown(task)}; it must be one of {', '.join(tasks)}")

@@ -282,7 +282,6 @@ _NO = None
         # what never did
         ((_NO, _NO, _NO, _NO, 0), {"priorty": 1}, UnknownArgumentError("did you mean 'priority'")),
         (("soon", _NO, _NO, _NO, 0), {}, InvalidRequestError("arrival_time is 'soon'")),
-        ((_NO, _NO, "kwargs", _NO, 0), {}, InvalidRequestError("tokenization_kwargs")),
     ],
 )  # fmt: skip
 def test_call_forms_of_all_generations(slots: Any, older: dict[str, Any], expected: AddCall | Exception) -> None:
