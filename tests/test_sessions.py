@@ -452,6 +452,7 @@ def test_a_core_that_loads_is_waited_for_past_reconnect_timeout(daemon: StandInO
 def test_a_core_with_another_model_is_not_gone_on_with(client: SyncClient, owner: StandInOwner) -> None:
     client.add_request(request(0, max_tokens=LONG))
     owner.kill()
+    owner.instance_id = b"somebody"
     owner.restart(fingerprint="another")
     with pytest.raises(EngineDeadError, match="came back with another model"):
         read_on(client)
