@@ -178,6 +178,8 @@ class Lifecycle:
                 self._scheduler.reset_prefix_cache(True)
                 self._executor.sleep(level)
         except Exception as error:  # the host may lack the memory
+            if level == 2:  # some may be dropped
+                self._lose_sent()
             self._executor.wake(True, True)
             self._scheduler.sleep_level = 0
             self._set(asleep=[], sleep_level=0)
@@ -206,16 +208,21 @@ class Lifecycle:
         if before > {"scheduling"} and left <= {"scheduling"}:
             left = set()
         level = self._scheduler.sleep_level if left or before else 0
-        if level == 2 and "weights" in before - left and self.state.weights_version is not None:
-            self._lost = self.state.weights_version  # the checkpoint has others
-            try:
-                self.check()
-            except WeightsLostError as error:
-                self._scheduler.fail_all(error)
+        if level == 2 and "weights" in before - left:
+            self._lose_sent()
         if level:
             self._wake_executor(left)
         self._scheduler.sleep_level = level if left else 0
         self._set(asleep=[tag for tag in TAGS if tag in left], sleep_level=self._scheduler.sleep_level)
+
+    def _lose_sent(self) -> None:
+        """The checkpoint is read again, which has other weights than users have sent, if they have."""
+        if self.state.weights_version is not None:
+            self._lost = self.state.weights_version
+            try:
+                self.check()
+            except WeightsLostError as error:
+                self._scheduler.fail_all(error)
 
     def _wake_executor(self, asleep: set[str]) -> None:
         weights = "weights" not in asleep
