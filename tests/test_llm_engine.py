@@ -356,15 +356,15 @@ def test_signatures_begin_as_vllms_do() -> None:
     ]  # fmt: skip
 
 
-def test_a_frontend_needs_neither_torch_nor_transformers_and_imports_fast() -> None:
+def test_importing_a_frontend_brings_nothing_that_is_heavy() -> None:
+    heavy = "numpy zmq jinja2 tokenizers prometheus_client opentelemetry safetensors tqdm".split()
     code = (
-        "import sys, time; sys.modules['torch'] = sys.modules['transformers'] = None; began = time.process_time()\n"
-        "from mainspring import LLM, LLMEngine, EngineArgs, SamplingParams\n"
-        "print(time.process_time() - began); print([m for m in ('numpy', 'zmq', 'jinja2') if m in sys.modules])"
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from mainspring import LLM, LLMEngine, AsyncLLMEngine, EngineArgs, SamplingParams\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    assert min(float(run.stdout.split()[0]) for run in runs) < 0.15
-    assert runs[0].stdout.split("\n")[1] == "[]", "they are imported when an engine is made"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", "they are imported when an engine is made"
 
 
 def test_every_public_name_is_there_and_listed() -> None:

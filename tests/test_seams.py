@@ -27,7 +27,7 @@ from mainspring.core.step import Step
 from mainspring.engine.weights import weight_messages
 from mainspring.ipc import codec
 from mainspring.ipc.codec import encode_value
-from mainspring.ipc.connection import Connection
+from mainspring.ipc.connection import MOST_DEATHS, Connection
 from mainspring.ipc.errors import InvalidRequestError, RequestFailedError
 from mainspring.ipc.messages import Adapter, AddRequest, Ready, Sampling, UtilityCall
 from mainspring.ipc.sync_client import SyncClient
@@ -130,7 +130,7 @@ def test_what_is_no_lora_adapter_is_refused_whatever_its_number_stands_for(model
             assert found[901 + i][0] is not None
             assert words in found[901 + i][1]
         for one in wrong:
-            with pytest.raises(Exception, match=r"virtual tokens|was called with 1000047 bytes"):
+            with pytest.raises(Exception, match=r"virtual tokens|was called with \d+ bytes"):
                 engine.engine_core.call("add_lora", one)
         assert engine.engine_core.call("add_lora", Adapter(1, "a", where)) is True
 
@@ -433,15 +433,15 @@ def calls(owner: StandInOwner, method: str) -> int:
     return sum(isinstance(one.message, UtilityCall) and one.message.method == method for one in owner.events)
 
 
-def test_no_third_core_is_asked_what_two_have_died_of(client: SyncClient, owner: StandInOwner) -> None:
+def test_no_further_core_is_asked_what_several_have_died_of(client: SyncClient, owner: StandInOwner) -> None:
     with ThreadPoolExecutor() as pool:
         owner.busy = True
         asked = pool.submit(client.call, "echo", 1, timeout=PROMPTLY)
         assert eventually(lambda: client._connection._calls)
-        next_core(client, owner)
-        assert not asked.done()
-        next_core(client, owner)
-        with pytest.raises(RequestFailedError, match="the core died 2 times before it answered 'echo'"):
+        for _ in range(MOST_DEATHS):
+            assert not asked.done()
+            next_core(client, owner)
+        with pytest.raises(RequestFailedError, match=f"the core died {MOST_DEATHS} times before it answered 'echo'"):
             asked.result(PROMPTLY)
         owner.busy = False
     assert client.call("echo", 2, timeout=PROMPTLY) == [2]
