@@ -62,8 +62,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for somebody to listen at an address
 RECONNECT_SECONDS = 60.0  # the same, for one that was connected
 LOAD_SECONDS = 1800.0  # for a core that listens to be ready
-MOST_DEATHS = 5  # of cores, during which a utility call was unanswered: it is not sent to another
-ONCE = frozenset({"collective_rpc"})  # may do anything, so it is not sent again
+ONCE = frozenset({"collective_rpc"})  # may do anything, and end a core: it is not sent again
 CLOSE_MS = 100  # for the last frames to leave
 LOST_POLL_SECONDS = 0.1  # how often to look, while the connection is lost
 
@@ -118,12 +117,11 @@ class _Entry:
 class _Call:
     """A utility call that is not answered."""
 
-    __slots__ = ("arrays", "call", "first_epoch", "sent")
+    __slots__ = ("arrays", "call", "sent")
 
     def __init__(self, call: UtilityCall, arrays: Sequence[np.ndarray]) -> None:
         self.call = call
         self.arrays = arrays
-        self.first_epoch = 0  # of the core that it was sent to first
         self.sent = False
 
 
@@ -260,7 +258,7 @@ class Connection:
 
     def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
         """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
-        has answered leaves it to the next one, within bounds."""
+        has answered leaves it to the next one, unless it is one of `ONCE`."""
         self._check()
         given = codec.encode_arguments(method, list(args))
         self._next_call += 1
@@ -272,16 +270,13 @@ class Connection:
         return self._next_call
 
     def _send_call(self, asked: _Call) -> None:
-        """To this core; unless it may be what two cores died of, or must not be done twice."""
-        assert self._ready is not None
-        asked.first_epoch = asked.first_epoch or self._ready.epoch
-        deaths, call = self._ready.epoch - asked.first_epoch, asked.call
-        if deaths < MOST_DEATHS and not (asked.sent and call.method in ONCE):
+        """To this core; unless another was asked, and it must not be done twice."""
+        call = asked.call
+        if not (asked.sent and call.method in ONCE):
             asked.sent = True
             self._send(call, asked.arrays)
             return
-        why = f"the core died {deaths} times" if deaths >= MOST_DEATHS else "the connection was lost"
-        text = f"{why} before it answered {call.method!r:.80}; it may have been done"
+        text = f"the connection was lost before {call.method!r} was answered; it may have been done"
         self.results[call.call_id] = UtilityResult(call.call_id, error=RequestFailedError.__name__, error_text=text)
         del self._calls[call.call_id]
 

@@ -27,7 +27,7 @@ from mainspring.core.step import Step
 from mainspring.engine.weights import weight_messages
 from mainspring.ipc import codec
 from mainspring.ipc.codec import encode_value
-from mainspring.ipc.connection import MOST_DEATHS, Connection
+from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import InvalidRequestError, RequestFailedError
 from mainspring.ipc.messages import Adapter, AddRequest, Ready, Sampling, UtilityCall
 from mainspring.ipc.sync_client import SyncClient
@@ -431,21 +431,6 @@ def next_core(client: SyncClient, owner: StandInOwner) -> None:
 
 def calls(owner: StandInOwner, method: str) -> int:
     return sum(isinstance(one.message, UtilityCall) and one.message.method == method for one in owner.events)
-
-
-def test_no_further_core_is_asked_what_several_have_died_of(client: SyncClient, owner: StandInOwner) -> None:
-    with ThreadPoolExecutor() as pool:
-        owner.busy = True
-        asked = pool.submit(client.call, "echo", 1, timeout=PROMPTLY)
-        assert eventually(lambda: client._connection._calls)
-        for _ in range(MOST_DEATHS):
-            assert not asked.done()
-            next_core(client, owner)
-        with pytest.raises(RequestFailedError, match=f"the core died {MOST_DEATHS} times before it answered 'echo'"):
-            asked.result(PROMPTLY)
-        owner.busy = False
-    assert client.call("echo", 2, timeout=PROMPTLY) == [2]
-    assert calls(owner, "echo") == 1
 
 
 def test_after_one_death_a_call_is_made_again_but_not_one_that_may_do_anything(
