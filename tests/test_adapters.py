@@ -343,7 +343,7 @@ def test_an_adapter_in_use_is_not_taken_from_whom_it_belongs_to(made: Adapters) 
         engine.remove_lora(1)
         found = tokens(finish(engine))
         assert found == {name: made.expected[name] for name in found}
-        assert engine.list_loras() == {3}
+        assert engine.list_loras() in ({2}, {3}), "the one that ran last"
 
 
 def test_no_more_adapters_run_at_once_than_there_are_places(made: Adapters) -> None:
