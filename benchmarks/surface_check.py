@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from surface.harness import MODES, Place, Result, check  # noqa: E402
 def run_mode(mode: str, only: list[str], take_away: bool) -> list[Result]:
     """All rows of one mode, in this process."""
     found = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that daemons end with it
     with tempfile.TemporaryDirectory(prefix="ms-") as folder:
         os.environ["MAINSPRING_PROFILE_DIR"] = os.environ["XDG_CACHE_HOME"] = folder
         place = Place(mode, Path(folder))
@@ -38,8 +40,14 @@ def run_mode(mode: str, only: list[str], take_away: bool) -> list[Result]:
                     asked = not only or any(text in one.name for text in only)
                     if asked and mode in one.modes and (table is harness.NEXT or page.exists(one)):
                         found.append(check(one, place, take_away and table is harness.ROWS))
-                        print(".F"[bool(found[-1].wrong)], end="", file=sys.stderr, flush=True)
+                        print(
+                            f"\n{one.name} ({mode}): {wrong}" if (wrong := found[-1].wrong) else ".",
+                            end="",
+                            file=sys.stderr,
+                            flush=True,
+                        )
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             place.close()
     return found
 
@@ -56,6 +64,7 @@ def main() -> int:
     if args.into:
         args.into.write_text(json.dumps(run_mode(args.mode[0], args.only, not args.keep)))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     results = run_all(args.mode or MODES, args.only, args.keep)
     wrong = [f"{one.row} ({one.mode}): {one.wrong}" for one in results if one.wrong]
@@ -96,10 +105,16 @@ def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
             ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
             children[mode] = subprocess.Popen([*command, *(["--keep"] if keep else [])], env=environment)
-        for mode, child in children.items():
-            if child.wait() != 0:
-                raise SystemExit(f"{mode}: the checker itself failed")
-            found += [Result(*one) for one in json.loads((Path(folder) / mode).read_text())]
+        try:
+            for mode, child in children.items():
+                if child.wait() != 0:
+                    raise SystemExit(f"{mode}: the checker itself failed")
+                found += [Result(*one) for one in json.loads((Path(folder) / mode).read_text())]
+        finally:
+            for child in children.values():
+                if child.poll() is None:
+                    child.terminate()
+                    child.wait()
     return found
 
 
