@@ -7,7 +7,6 @@ process takes seconds, so there fields that don't get in each other's way share 
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import signal
@@ -223,19 +222,15 @@ def served_model_name(at: Place, engine: LLMEngine) -> None:
     assert {one.labels["model_name"] for one in engine.get_metrics()} == {"spring"}
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @row("EngineArgs.use_tqdm_on_load", modes=(IN,), why="the bar is on the core's terminal")
 def use_tqdm_on_load(at: Place) -> None:
-    with mock.patch("mainspring.core.model.loader.PROGRESS_DELAY_S", 0), mock.patch("sys.stderr", _Terminal()) as shown:
-        at.fresh()
-        assert "%" in shown.getvalue()
-    with mock.patch("mainspring.core.model.loader.PROGRESS_DELAY_S", 0), mock.patch("sys.stderr", _Terminal()) as shown:
-        at.fresh(use_tqdm_on_load=False)
-        assert "%" not in shown.getvalue()
+    from transformers.utils.logging import tqdm_lib
+
+    for wanted in (True, False):
+        with mock.patch.object(tqdm_lib, "tqdm", wraps=tqdm_lib.tqdm) as bar:
+            at.fresh(use_tqdm_on_load=wanted)
+        assert bar.called
+        assert {one.kwargs["disable"] for one in bar.call_args_list} == {None if wanted else True}
 
 
 # ---------------------------------------------------------------------- cache
