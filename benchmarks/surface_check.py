@@ -3,7 +3,8 @@ surface-check`); writes docs/surface.md.
 
 It fails where a row has no test, a member of the written list does not exist, a test fails, or a test still passes
 when its member gives None. Rows and tests are in tests/surface/. `--check` fails, too, if the page is not what would
-be written, and writes nothing; `--only TEXT` runs the rows whose names hold it and leaves the page alone.
+be written, and writes nothing; `--only TEXT` runs the rows whose names hold it and leaves the page alone. `--results
+FILE` remembers results with their commits: what is not run now counts as it did then, so that modes may be run apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +60,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="rows whose names hold this")
     parser.add_argument("--mode", choices=MODES, action="append", help="only this mode")
     parser.add_argument("--keep", action="store_true", help="do not take members away")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="remember results there; write the page of all")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in a child: where results go
     args = parser.parse_args()
     page.load_rows()
@@ -67,8 +70,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     results = run_all(args.mode or MODES, args.only, args.keep)
+    if args.results:
+        results = remembered(args.results, results)
     wrong = [f"{one.row} ({one.mode}): {one.wrong}" for one in results if one.wrong]
-    if not args.only:
+    if args.results:
+        ran = {(one.row, one.mode) for one in results}
+        wrong += [f"{one.row} ({one.mode}): not run" for one in page.expected() if (one.row, one.mode) not in ran]
+    if not args.only or args.results:
         wrong += page.incomplete()
     slowest = sorted(results, key=lambda one: -one.seconds)[:5]
     print(
@@ -77,7 +85,7 @@ def main() -> int:
     )
     print("slowest: " + ", ".join(f"{one.row} ({one.mode}) {one.seconds:.0f} s" for one in slowest))
     print(page.table(results))
-    if not args.only and not args.mode:
+    if args.results or not (args.only or args.mode):
         text = page.text(results)
         if not args.check:
             page.PATH.write_text(text)
@@ -86,6 +94,19 @@ def main() -> int:
     print(*wrong, sep="\n")
     print(f"{len(wrong)} things are wrong" if wrong else "every row works, and every test can fail")
     return 1 if wrong else 0
+
+
+def remembered(path: Path, new: list[Result]) -> list[Result]:
+    """These results and, of rows that there still are, the earlier ones of the file; it holds all of them then."""
+    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found |= {f"{one.row} | {one.mode}": [asked.stdout.strip(), one] for one in new}
+    kept = {f"{one.row} | {one.mode}" for one in page.expected()}
+    found = {name: entry for name, entry in found.items() if name in kept}
+    path.write_text(json.dumps(found, indent=1))
+    for (mode, commit), count in sorted(Counter((one[1], commit) for commit, one in found.values()).items()):
+        print(f"{mode}: {count} rows at {commit}")
+    return [Result(*one) for _, one in found.values()]
 
 
 def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
