@@ -69,9 +69,10 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
+    commit = _commit()
     results = run_all(args.mode or MODES, args.only, args.keep)
     if args.results:
-        results = remembered(args.results, results)
+        results = remembered(args.results, commit, results)
     wrong = [f"{one.row} ({one.mode}): {one.wrong}" for one in results if one.wrong]
     if args.results:
         ran = {(one.row, one.mode) for one in results}
@@ -96,11 +97,15 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def remembered(path: Path, new: list[Result]) -> list[Result]:
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def remembered(path: Path, commit: str, new: list[Result]) -> list[Result]:
     """These results and, of rows that there still are, the earlier ones of the file; it holds all of them then."""
-    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     found = json.loads(path.read_text()) if path.exists() else {}
-    found |= {f"{one.row} | {one.mode}": [asked.stdout.strip(), one] for one in new}
+    found |= {f"{one.row} | {one.mode}": [commit, one] for one in new}
     kept = {f"{one.row} | {one.mode}" for one in page.expected()}
     found = {name: entry for name, entry in found.items() if name in kept}
     path.write_text(json.dumps(found, indent=1))
