@@ -231,13 +231,13 @@ def served_model_name(at: Place, engine: LLMEngine) -> None:
 
 @row("EngineArgs.use_tqdm_on_load", modes=(IN,), why="the bar is on the core's terminal")
 def use_tqdm_on_load(at: Place) -> None:
-    from transformers.utils.logging import tqdm_lib
+    from transformers.utils import logging
 
     for wanted in (True, False):
-        with mock.patch.object(tqdm_lib, "tqdm", wraps=tqdm_lib.tqdm) as bar:
+        with mock.patch.object(logging, "set_tqdm_hook", wraps=logging.set_tqdm_hook) as told:
             at.fresh(use_tqdm_on_load=wanted)
-        assert bar.called
-        assert {one.kwargs["disable"] for one in bar.call_args_list} == {None if wanted else True}
+        makes_bars = told.call_args_list[0].args[0]
+        assert makes_bars(lambda **how: how["disable"], (), {}) is (None if wanted else True)
 
 
 # ---------------------------------------------------------------------- cache

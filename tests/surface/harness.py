@@ -38,6 +38,7 @@ IN, OWN, CONNECTED = MODES = ("in-process", "own process", "connected")
 NOT_INSIDE = ((OWN, CONNECTED), "its core is always in another process")
 PATIENCE_S = 120  # a guard against hanging
 SHARED = 3  # engines kept open beside the plain one
+TESTS = str(Path(__file__).resolve().parent.parent)
 BASE = {"num_gpu_blocks_override": 300}
 
 Test = Callable[["Place"], Any]
@@ -179,7 +180,7 @@ def without(name: str, at: Place) -> Iterator[None]:
     else:
         kind = owners()[owner]
         fields = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
-        if member not in fields and member in inspect.get_annotations(kind):  # only an argument
+        if fields and member not in fields and member in inspect.get_annotations(kind):  # only an argument
             with mock.patch.object(kind, "__init__", _init_ignoring(kind, member)):
                 yield
         elif member not in fields:
@@ -302,7 +303,7 @@ class Place:
         if key not in self._daemons:
             number = len(list(self.folder.glob("d*")))
             (folder := self.folder / f"d{number}").mkdir()
-            daemon = Daemon(folder, *flags)
+            daemon = Daemon(folder, *flags, PYTHONPATH=TESTS)  # worker extensions are there
             self._daemons[key] = daemon
             daemon.ready_line()
         return self._daemons[key]
