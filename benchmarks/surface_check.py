@@ -3,7 +3,8 @@ surface-check`); writes docs/surface.md.
 
 It fails where a row has no test, a member of the written list does not exist, a test fails, or a test still passes
 when its member gives None. Rows and tests are in tests/surface/. `--check` fails, too, if the page is not what would
-be written, and writes nothing; `--only TEXT` runs the rows whose names hold it and leaves the page alone.
+be written, and writes nothing; `--only TEXT` runs the rows whose names hold it and leaves the page alone. `--results
+FILE` remembers results with their commits: what is not run now counts as it did then, so that modes may be run apart.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from surface.harness import MODES, Place, Result, check  # noqa: E402
 def run_mode(mode: str, only: list[str], take_away: bool) -> list[Result]:
     """All rows of one mode, in this process."""
     found = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that daemons end with it
     with tempfile.TemporaryDirectory(prefix="ms-") as folder:
         os.environ["MAINSPRING_PROFILE_DIR"] = os.environ["XDG_CACHE_HOME"] = folder
         place = Place(mode, Path(folder))
@@ -38,8 +42,14 @@ def run_mode(mode: str, only: list[str], take_away: bool) -> list[Result]:
                     asked = not only or any(text in one.name for text in only)
                     if asked and mode in one.modes and (table is harness.NEXT or page.exists(one)):
                         found.append(check(one, place, take_away and table is harness.ROWS))
-                        print(".F"[bool(found[-1].wrong)], end="", file=sys.stderr, flush=True)
+                        print(
+                            f"\n{one.name} ({mode}): {wrong}" if (wrong := found[-1].wrong) else ".",
+                            end="",
+                            file=sys.stderr,
+                            flush=True,
+                        )
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             place.close()
     return found
 
@@ -50,16 +60,24 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="rows whose names hold this")
     parser.add_argument("--mode", choices=MODES, action="append", help="only this mode")
     parser.add_argument("--keep", action="store_true", help="do not take members away")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="remember results there; write the page of all")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in a child: where results go
     args = parser.parse_args()
     page.load_rows()
     if args.into:
         args.into.write_text(json.dumps(run_mode(args.mode[0], args.only, not args.keep)))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
+    commit = _commit()
     results = run_all(args.mode or MODES, args.only, args.keep)
+    if args.results:
+        results = remembered(args.results, commit, results)
     wrong = [f"{one.row} ({one.mode}): {one.wrong}" for one in results if one.wrong]
-    if not args.only:
+    if args.results:
+        ran = {(one.row, one.mode) for one in results}
+        wrong += [f"{one.row} ({one.mode}): not run" for one in page.expected() if (one.row, one.mode) not in ran]
+    if not args.only or args.results:
         wrong += page.incomplete()
     slowest = sorted(results, key=lambda one: -one.seconds)[:5]
     print(
@@ -68,7 +86,7 @@ def main() -> int:
     )
     print("slowest: " + ", ".join(f"{one.row} ({one.mode}) {one.seconds:.0f} s" for one in slowest))
     print(page.table(results))
-    if not args.only and not args.mode:
+    if args.results or not (args.only or args.mode):
         text = page.text(results)
         if not args.check:
             page.PATH.write_text(text)
@@ -77,6 +95,23 @@ def main() -> int:
     print(*wrong, sep="\n")
     print(f"{len(wrong)} things are wrong" if wrong else "every row works, and every test can fail")
     return 1 if wrong else 0
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def remembered(path: Path, commit: str, new: list[Result]) -> list[Result]:
+    """These results and, of rows that there still are, the earlier ones of the file; it holds all of them then."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found |= {f"{one.row} | {one.mode}": [commit, one] for one in new}
+    kept = {f"{one.row} | {one.mode}" for one in page.expected()}
+    found = {name: entry for name, entry in found.items() if name in kept}
+    path.write_text(json.dumps(found, indent=1))
+    for (mode, commit), count in sorted(Counter((one[1], commit) for commit, one in found.values()).items()):
+        print(f"{mode}: {count} rows at {commit}")
+    return [Result(*one) for _, one in found.values()]
 
 
 def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
@@ -96,10 +131,16 @@ def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
             ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
             children[mode] = subprocess.Popen([*command, *(["--keep"] if keep else [])], env=environment)
-        for mode, child in children.items():
-            if child.wait() != 0:
-                raise SystemExit(f"{mode}: the checker itself failed")
-            found += [Result(*one) for one in json.loads((Path(folder) / mode).read_text())]
+        try:
+            for mode, child in children.items():
+                if child.wait() != 0:
+                    raise SystemExit(f"{mode}: the checker itself failed")
+                found += [Result(*one) for one in json.loads((Path(folder) / mode).read_text())]
+        finally:
+            for child in children.values():
+                if child.poll() is None:
+                    child.terminate()
+                    child.wait()
     return found
 
 

@@ -198,6 +198,26 @@ async def do_log_stats(at: Place) -> None:
         del engine.stat_loggers["mine"]
 
 
+@row("AsyncLLMEngine.do_log_stats_with_interval")
+async def do_log_stats_with_interval(at: Place) -> None:
+    engine = at.aengine()
+    engine.stat_loggers["mine"] = listener = Listener()
+    try:
+        engine.logger_manager._logged -= 1000
+        await engine.do_log_stats_with_interval()
+        await engine.do_log_stats_with_interval()
+        assert listener.logged == 1, "the second came too soon"
+    finally:
+        del engine.stat_loggers["mine"]
+
+
+@row("AsyncLLMEngine.get_metrics")
+async def get_metrics(at: Place) -> None:
+    assert await text(at)
+    found = {one.name: one for one in await at.aengine().get_metrics()}
+    assert found["mainspring:generation_tokens"].value >= 8
+
+
 @row("AsyncLLMEngine.metrics_port", modes=(OWN,), why="a daemon serves its own port: see `EngineArgs.metrics_port`",
      says="Where this engine's metrics are served, if anywhere.")  # fmt: skip
 async def metrics_port(at: Place) -> None:

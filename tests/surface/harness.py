@@ -38,6 +38,7 @@ IN, OWN, CONNECTED = MODES = ("in-process", "own process", "connected")
 NOT_INSIDE = ((OWN, CONNECTED), "its core is always in another process")
 PATIENCE_S = 120  # a guard against hanging
 SHARED = 3  # engines kept open beside the plain one
+TESTS = str(Path(__file__).resolve().parent.parent)
 BASE = {"num_gpu_blocks_override": 300}
 
 Test = Callable[["Place"], Any]
@@ -179,7 +180,10 @@ def without(name: str, at: Place) -> Iterator[None]:
     else:
         kind = owners()[owner]
         fields = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
-        if member not in fields:
+        if fields and member not in fields and member in inspect.get_annotations(kind):  # only an argument
+            with mock.patch.object(kind, "__init__", _init_ignoring(kind, member)):
+                yield
+        elif member not in fields:
             with mock.patch.object(kind, member, nothing(kind, member), create=True):
                 yield
         elif kind.__module__ == outputs.__name__:
@@ -229,9 +233,15 @@ def _init_without(kind: Any, member: str) -> Callable[..., None]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        setattr(self, member, [] if default is None and isinstance(getattr(self, member), list) else default)
+        changed = [] if default is None and isinstance(getattr(self, member), list) else default
+        object.__setattr__(self, member, changed)  # some are frozen
 
     return init
+
+
+def _init_ignoring(kind: Any, member: str) -> Callable[..., None]:
+    original = kind.__init__
+    return lambda self, *args, **kwargs: original(self, *args, **{k: v for k, v in kwargs.items() if k != member})
 
 
 def _without_metric(name: str) -> Callable[[Any], list[Any]]:
@@ -293,7 +303,7 @@ class Place:
         if key not in self._daemons:
             number = len(list(self.folder.glob("d*")))
             (folder := self.folder / f"d{number}").mkdir()
-            daemon = Daemon(folder, *flags)
+            daemon = Daemon(folder, *flags, PYTHONPATH=TESTS)  # worker extensions are there
             self._daemons[key] = daemon
             daemon.ready_line()
         return self._daemons[key]
@@ -416,12 +426,14 @@ class Place:
             engine.step()
 
     def close(self) -> None:
-        self.settle()
-        for engine in self._engines.values():
-            _shut(engine)
-        self.loop.run_until_complete(asyncio.sleep(0.05))
-        for daemon in self._daemons.values():
-            daemon.end()
+        """Also after an interrupt: whatever engines do, no daemon is left."""
+        try:
+            for engine in (*self._fresh, *self._engines.values()):
+                _shut(engine)
+            self.loop.run_until_complete(asyncio.sleep(0.05))
+        finally:
+            for daemon in self._daemons.values():
+                daemon.end()
 
 
 RESTORES = ("wake_up", "resume_generation")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mainspring import LLM, BeamSearchParams, InvalidArgumentError, LLMEngine, SamplingParams
 
-from .engine_rows import RABBIT
+from .engine_rows import RABBIT, Listener
 from .harness import BASE, OWN, Place, row
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -64,6 +64,22 @@ def default_sampling_params(at: Place) -> None:
 def get_metrics(at: Place) -> None:
     at.llm().generate("Once upon a time", GREEDY, use_tqdm=False)
     assert at.metric("generation_tokens", at.llm()) >= 8
+
+
+@row("LLM.get_supported_tasks")
+def tasks(at: Place) -> None:
+    assert "generate" in at.llm().get_supported_tasks()
+
+
+@row("LLM.do_log_stats")
+def do_log_stats(at: Place) -> None:
+    loggers = at.llm().llm_engine.stat_loggers
+    loggers["mine"] = listener = Listener()
+    try:
+        at.llm().do_log_stats()
+        assert listener.logged == 1
+    finally:
+        del loggers["mine"]
 
 
 @row("LLM.llm_engine", says="The engine below.")

@@ -110,31 +110,44 @@ def request_success(at: Place) -> None:
 def engine_sleep_state(at: Place) -> None:
     at.run()
     assert at.metric("engine_sleep_state", sleep_state="awake") == 1
+    at.engine().sleep(1)
+    assert at.metric("engine_sleep_state", sleep_state="weights_offloaded") == 1
+    assert at.metric("engine_sleep_state", sleep_state="awake") == 0
 
 
 @metric("frontends_connected")
 def frontends_connected(at: Place) -> None:
     at.run()
-    assert at.metric("frontends_connected") >= 1
+    before = at.metric("frontends_connected")
+    assert before >= 1
+    if at.mode == CONNECTED:
+        at.fresh()
+        at.run()
+        assert at.metric("frontends_connected") == before + 1
 
 
-@metric("core_epoch")
-def core_epoch(at: Place) -> None:
-    at.run()
-    assert at.metric("core_epoch") == 1
-
-
-@metric("requests_quarantined", "malformed_frames")
+@metric("requests_quarantined", says="Requests that are refused, for cores died of them (tests/test_blame.py).")
 def nothing_wrong(at: Place) -> None:
     at.run()
-    assert at.metric("requests_quarantined") == at.metric("malformed_frames") == 0
+    assert at.metric("requests_quarantined") == 0
 
 
-@metric("requests_recovered")
+@metric("malformed_frames")
+def malformed_frames(at: Place) -> None:
+    at.run()
+    before = at.metric("malformed_frames")
+    if not at.inside:  # where there is no wire none can come
+        client: Any = at.engine().engine_core
+        client._connection._socket.send_multipart([b"?", b"!"])
+    at.run()
+    assert at.metric("malformed_frames") == before + (not at.inside)
+
+
+@metric("requests_recovered", "core_epoch")
 def requests_recovered(at: Place) -> None:
     at.run()
     if at.inside:  # a core in this process ends with it
-        assert at.metric("requests_recovered") == 0
+        assert (at.metric("requests_recovered"), at.metric("core_epoch")) == (0, 1)
         return
     engine = at.fresh(max_model_len=1001)
     engine.add_request(at.id(), STORY, SamplingParams(max_tokens=900, ignore_eos=True))
@@ -142,6 +155,7 @@ def requests_recovered(at: Place) -> None:
     kill_core(at, engine, max_model_len=1001)
     at.outputs(engine)
     assert at.metric("requests_recovered", engine) == 1
+    assert at.metric("core_epoch", engine) > 1
 
 
 @metric("core_restarts", modes=(CONNECTED,), why="a daemon tells of it")

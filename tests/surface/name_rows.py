@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -94,6 +95,8 @@ def usage_context(at: Place) -> None:
 def device(at: Place) -> None:
     at.run(STORY * 8)
     assert at.engine().reset_prefix_cache(mainspring.Device.CPU) is True
+    assert at.run(STORY * 8).num_cached_tokens > 0, "that was host memory"
+    assert at.engine().reset_prefix_cache(mainspring.Device.GPU) is True
     assert at.run(STORY * 8).num_cached_tokens == 0
 
 
@@ -198,7 +201,6 @@ async def wrong_loop(at: Place) -> None:
 @name("WrongProcessError")
 def wrong_process(at: Place) -> None:
     import os
-    from unittest import mock
 
     with mock.patch("os.getpid", return_value=os.getpid() + 1):
         raised(mainspring.WrongProcessError, at.engine().step)
@@ -227,6 +229,21 @@ def not_permitted(at: Place) -> None:
     engine = mainspring.LLMEngine.connect(at.daemon().address)
     at._fresh.append(engine)
     raised(mainspring.NotPermittedError, engine.reset_prefix_cache)
+
+
+@name("WeightsLostError")
+def weights_lost(at: Place) -> None:
+    import numpy as np
+
+    def half() -> Any:
+        for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+            yield name, np.zeros(256, np.float32)
+        raise ZeroDivisionError
+
+    engine = at.fresh()
+    with mock.patch("mainspring.engine.weights.MAX_ARRAYS", 1), pytest.raises(ZeroDivisionError):
+        engine.update_weights(half())
+    assert isinstance(at.run(engine=engine).outputs[0].error, mainspring.WeightsLostError)
 
 
 OTHERS = "AddressInUseError EngineStartError OutOfMemoryError ProtocolError RequestFailedError UnsupportedModelError"

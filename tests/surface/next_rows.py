@@ -5,7 +5,7 @@ from __future__ import annotations
 import mainspring
 from mainspring import EngineArgs, SamplingParams
 
-from .harness import IN, Place, comes
+from .harness import CONNECTED, IN, OWN, Place, comes
 
 PARAMS = SamplingParams(max_tokens=2)
 ONCE = (IN,)
@@ -73,3 +73,13 @@ def ray(at: Place) -> None:
 @comes("LLMEngine.execute_dummy_batch, data-parallel waves: execute_dummy_batch")
 def dummy_batch(at: Place) -> None:
     at.engine().execute_dummy_batch()  # type: ignore[attr-defined]
+
+
+@comes("AsyncLLMEngine.execute_dummy_batch, data-parallel waves: execute_dummy_batch", (OWN, CONNECTED))
+def async_dummy_batch(at: Place) -> None:
+    at.aengine().execute_dummy_batch()
+
+
+@comes("LoRARequest.base_model_name given: base_model_name", ONCE)
+def base_model_name(at: Place) -> None:
+    mainspring.LoRARequest("a", 1, "/x", base_model_name="b")

@@ -223,8 +223,7 @@ def beam_finish_reason(at: Place) -> None:
     assert {one.finish_reason for one in _beams(at).sequences} <= {"stop", "length"}
 
 
-@row("BeamSearchSequence.stop_reason", says="The stop token that ended it, if it is not the end of sequence.", **INSIDE)
+@row("BeamSearchSequence.stop_reason", says="An error's text; None for the end of the sequence.", **INSIDE)
 def beam_stop_reason(at: Place) -> None:
-    params = BeamSearchParams(3, 12).sampling_params()
-    params.stop_token_ids = [at.llm().get_tokenizer().encode(" capital", add_special_tokens=False)[0]]
-    assert at.seen(at.llm().generate("Tell me a long story.", params, use_tqdm=False))
+    (found,) = at.seen(at.llm(max_requests_per_frontend=1).beam_search(STORY, BeamSearchParams(3, 4)))
+    assert "max_requests_per_frontend" in found.sequences[0].stop_reason

@@ -19,7 +19,7 @@ from .reasons import ELSEWHERE, SAYS, WITHOUT_EFFECT
 from .written import WRITTEN
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "surface.md"
-TABLES = "engine async llm params output args metric name new next"
+TABLES = "engine async llm params output args metric name new pooling next"
 HEAD = """# The public surface
 
 Every name that programs may use, what it does, and in which modes its test passed: with the core *in-process*, in its

@@ -4,7 +4,12 @@ WITHOUT_EFFECT = {
     "SamplingParams.extra_args": "it is for extensions; there are none",
     "StructuredOutputsParams.disable_fallback": "there is one implementation, and nothing to fall back to",
     "StructuredOutputsParams.backend": "as `disable_fallback`; a field of the older `GuidedDecodingParams`",
-}
+    **{f"{owner}.reset_{kind}_cache": "no model takes images: there is nothing in it"
+       for owner in ("LLMEngine", "AsyncLLMEngine", "LLM") for kind in ("mm", "encoder")},
+    **{f"{owner}.dp_group": "None, for there is one copy of the model" for owner in ("LLMEngine", "AsyncLLMEngine")},
+    **{f"{kind}RequestOutput.error": "None, for `LLM`'s method raises it: see `PoolingRequestOutput.error`"
+       for kind in ("Embedding", "Classification", "Scoring")},
+}  # fmt: skip
 _GPU = "needs an NVIDIA GPU: `make gpu-check`"
 ELSEWHERE = {
     "EngineArgs.gpu_memory_utilization": _GPU,
