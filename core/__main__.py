@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -218,6 +218,10 @@ def _answer(core: Core, server: CoreServer, event: Event) -> None:
         name, text = (wire_name(error), wire_text(error)) if error else ("", "")
         server.send(frontend, UtilityResult(call.call_id, result, name, text))
 
+    def tell_later(done: Future[Any]) -> None:
+        error = done.exception()
+        tell(NOTHING if error else encode_value(done.result()), error)
+
     try:
         arrays = [read_tensor(tensor, event.tensors) for tensor in call.tensors]
         answer = core.call(call.method, call.args, frontend, arrays)
@@ -226,7 +230,7 @@ def _answer(core: Core, server: CoreServer, event: Event) -> None:
         return tell(error=error)
     if not isinstance(answer, Future):
         return tell(answer)
-    answer.add_done_callback(lambda done: None if done.cancelled() else tell(error=done.exception()))
+    answer.add_done_callback(lambda done: None if done.cancelled() else tell_later(done))
 
 
 def _write_down(launch: CoreLaunch) -> None:

@@ -68,7 +68,6 @@ class Adapters:
         self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
         self._bound: OrderedDict[tuple[bytes, int], _Bound] = OrderedDict()
         self._reading: dict[tuple[bytes, Adapter], Future[Any]] = {}
-        self._adding: dict[tuple[bytes, Adapter], Exception | None] = {}  # by `add`: under way, or why it failed
         self._rereading = False
         self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], PromptAdapter] = OrderedDict()
         if limits is not None:
@@ -200,43 +199,41 @@ class Adapters:
         for (name, _), bound in self._bound.items():
             if name == owner:
                 bound.gone = gone
-        if gone:
-            self._adding = {key: state for key, state in self._adding.items() if key[0] != owner}
 
     # ------------------------------------------------------------------ what frontends call
 
-    def add(self, owner: bytes, values: Any) -> bool | None:
-        """Bring a LoRA adapter, as in `Adapter`, into memory. True once it is there; None: not yet, ask again.
+    def add(self, owner: bytes, values: Any) -> Future[bool]:
+        """Bring a LoRA adapter, as in `Adapter`, into memory. True, once it is there.
 
         Raises:
-            MainspringError: it can't be served, or there is no room.
+            MainspringError: it can't be served, at once or in the future: or there is no room.
         """
         adapter, loras = msgspec.convert(values, Adapter), self._loras
-        key = owner, adapter
-        if key in self._adding:
-            if (error := self._adding[key]) is not None:
-                del self._adding[key]
-                raise error
-            return None
         _check_lora(adapter)
-        bound = self._find(owner, adapter)
+        bound, added = self._find(owner, adapter), Future[bool]()
         if bound is not None and bound.digest in loras:
-            if not bound.held:
-                bound.held = True
-                self.on_held()
-            return True
-        self._adding[key] = None
-        self._later(self._read(owner, adapter), partial(self._take_added, owner, adapter))
-        return None
+            added.set_result(self._hold(bound))
+        else:
+            self._later(self._read(owner, adapter), partial(self._take_added, owner, adapter, added))
+        return added
 
-    def _take_added(self, owner: bytes, adapter: Adapter, done: Future[LoRA]) -> None:
+    def _take_added(self, owner: bytes, adapter: Adapter, added: Future[bool], done: Future[LoRA]) -> None:
+        if not added.set_running_or_notify_cancel():
+            return  # who asked for it has left
         try:
-            if not self._keep(owner, adapter, done.result())[1]:
+            bound, is_there = self._keep(owner, adapter, done.result())
+            if not is_there:
                 raise OverloadedError(f"all adapters in memory are in use; max_cpu_loras is {self._kept}: try again")
-            self._adding.pop((owner, adapter), None)
+            added.set_result(self._hold(bound))
         except Exception as error:
-            if (owner, adapter) in self._adding:
-                self._adding[owner, adapter] = error
+            added.set_exception(error)
+
+    def _hold(self, bound: _Bound) -> bool:
+        """Let it be there under the next core too."""
+        if not bound.held:
+            bound.held = True
+            self.on_held()
+        return True
 
     def remove(self, owner: bytes, number: Any) -> bool:
         """Forget what a number stands for; what runs with it goes on. False: nothing."""

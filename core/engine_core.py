@@ -129,7 +129,7 @@ class EngineCore:
         self._quarantined = quarantined or {}
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
-        self._calls: defaultdict[int, list[Future[None]]] = defaultdict(list)  # by frontend, those that take steps
+        self._calls: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # by frontend, those that take steps
         self._draining = False
         overlap = config.scheduler_config.async_scheduling
         self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
@@ -168,7 +168,7 @@ class EngineCore:
             "stop_profile": self._profiler.stop,
         }
         self._methods_of_owner: dict[str, Callable[..., Any]] = {
-            "add_lora": self._add_lora,
+            "add_lora": self.adapters.add,
             "remove_lora": self.adapters.remove,
             "list_loras": self.adapters.numbers,
             "pin_lora": self.adapters.pin,
@@ -277,7 +277,7 @@ class EngineCore:
 
     def call(
         self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
-    ) -> msgspec.Raw | Future[None]:
+    ) -> msgspec.Raw | Future[Any]:
         """A utility call, from the fixed table, by `frontend`; if that is not connected, by the process itself. What
         takes steps to be done is a future.
 
@@ -448,11 +448,6 @@ class EngineCore:
                 return
             self._compiling, busy = self._compiling - 1, True
             take()
-
-    def _add_lora(self, owner: bytes, adapter: Any) -> bool | None:
-        if self._compiling:  # in a process without a loop, only those who ask move it on
-            self._take_compiled()
-        return self.adapters.add(owner, adapter)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -206,10 +206,10 @@ class UniprocExecutor:
             for model in models:
                 if model.whole is not None:
                     model.whole.decoder.give_back()
-                _empty(_tensors(model))
+                empty(tensors_of(model.model))
         elif self._device.type == "cuda" and not (self._on_host or self._dropped):
-            self._on_host = [(x, x.data.to("cpu").pin_memory()) for model in models for x in _tensors(model)]
-            _empty([tensor for tensor, _ in self._on_host])
+            self._on_host = [(x, x.data.to("cpu").pin_memory()) for model in models for x in tensors_of(model.model)]
+            empty([tensor for tensor, _ in self._on_host])
         gc.collect()
         host_memory.trim()
         if self._device.type == "cuda":
@@ -221,7 +221,7 @@ class UniprocExecutor:
             if model.whole is not None:
                 self._model = model
             else:  # others know its tensors by their identity
-                for tensor, loaded in zip(_tensors(self._model), _tensors(model), strict=True):
+                for tensor, loaded in zip(tensors_of(self._model.model), tensors_of(model.model), strict=True):
                     tensor.data = loaded.data
             self._draft = load_draft(self._config, self._model, self.layout)
             self._dropped = False
@@ -290,11 +290,13 @@ class UniprocExecutor:
         return [one.wait() for one in sampled.logprobs], [one.wait() for one in sampled.prompt_logprobs]
 
 
-def _tensors(model: PagedModel) -> list[torch.Tensor]:
-    return [*model.model.parameters(), *model.model.buffers()]
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """All that takes the memory of weights."""
+    return [*module.parameters(), *module.buffers()]
 
 
-def _empty(tensors: Sequence[torch.Tensor]) -> None:
+def empty(tensors: Sequence[torch.Tensor]) -> None:
+    """Let their memory go, and them be the tensors that they are."""
     for tensor in tensors:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 

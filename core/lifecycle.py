@@ -40,7 +40,6 @@ class _Update(NamedTuple):
     frontend: int
     version: str
     parts: int  # messages so far
-    dirty: bool = False  # some parameters were replaced by an update before it
 
 
 class Lifecycle:
@@ -243,16 +242,16 @@ class Lifecycle:
             InvalidRequestError: a parameter or shape that the model does not have, or messages before are missing. If
                 some were replaced, no request is served until a complete update.
         """
+        begun = self._update is not None  # and has replaced some parameters
         if number == 0 and (self._update is None or self._update.frontend == frontend):
             if self._falling:
                 raise InvalidRequestError("the core is about to sleep: send weights when it is awake")
             self._executor.set_parameters(())  # raises while they sleep
-            before = self._update
-            self._update = _Update(frontend, version, 0, before is not None and (before.parts > 0 or before.dirty))
+            self._update = _Update(frontend, version, 0)
             self._settle()
         if self._update is not None and self._update.frontend != frontend:
             raise InvalidRequestError(f"another frontend is sending weights of version {self._update.version!r}")
-        if self._update is None or self._update[:3] != (frontend, version, number):
+        if self._update != (frontend, version, number):
             if self._update is not None:
                 self._lose_update("its sender gave up")
             raise InvalidRequestError(f"message {number} of version {version!r} follows nothing: begin again")
@@ -262,7 +261,7 @@ class Lifecycle:
                 sample = values.flatten()[:: max(1, values.numel() // 8)].float().tolist()
                 self._fingerprint.update(f"{name} {start} {tuple(values.shape)} {sample}".encode())
         except (KeyError, ValueError) as error:
-            if number or self._update.dirty:
+            if begun:
                 self._lose_update(str(error.args[0]))
             else:  # nothing was replaced
                 self._update = None

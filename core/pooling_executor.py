@@ -18,7 +18,7 @@ from ..ipc.messages import ModelFacts, Pooling
 from ..kernels import host_memory
 from .adapter_files import LoRALimits
 from .device import Tokens, device_for
-from .executor import fingerprint, lack_of_memory
+from .executor import empty, fingerprint, lack_of_memory, tensors_of
 from .gpu import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .memory import count_blocks
@@ -112,8 +112,7 @@ class PoolingExecutor:
             self._runner = None
         if level == 2 or self._device.torch.type == "cuda":
             self._dropped = True
-            for tensor in (*self.model.model.parameters(), *self.model.model.buffers()):
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            empty(tensors_of(self.model.model))
         gc.collect()
         host_memory.trim()
 

@@ -33,7 +33,7 @@ from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
+from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .output_processor import OutputProcessor, Processed
@@ -339,9 +339,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """As `LLMEngine.add_lora`."""
         self._enter()
         adapter = self._lora(lora_request)
-        while await self.engine_core.call("add_lora", adapter) is None:
-            await asyncio.sleep(LOADING_SECONDS)
-        return True
+        return bool(await self.engine_core.call("add_lora", adapter))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.remove_lora`."""

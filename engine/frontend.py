@@ -76,8 +76,6 @@ class UsageContext(StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
-LOADING_SECONDS = 0.02  # between two looks whether an adapter is loaded
-
 C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
 CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "otlp_traces_endpoint")

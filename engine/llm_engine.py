@@ -23,7 +23,7 @@ from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs, checked
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
-from .frontend import LOADING_SECONDS, Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
+from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
 from .input_processor import EngineCoreRequest
 from .metrics import Metric, StatLoggers
 from .outputs import PoolingRequestOutput, RequestOutput
@@ -500,9 +500,7 @@ class LLMEngine(Frontend["CoreClient"]):
             NotSupportedError: the core serves no adapters.
         """
         adapter = self._lora(lora_request)
-        while self.engine_core.call("add_lora", adapter) is None:
-            time.sleep(LOADING_SECONDS)
-        return True
+        return bool(self.engine_core.call("add_lora", adapter))
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget one of this engine's adapters; requests that have it go on. False if there is none of that number."""
