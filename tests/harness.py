@@ -351,7 +351,8 @@ class Engine:
         assert not any(r.frontend in self.slow for r in requests), "something is computed for a frontend without credit"
         assert self.scheduler.paused in (None, "wait"), "something is computed during a pause"
         if self.scheduler.paused == "wait":
-            assert all((r.frontend, r.handle) in ran for r in requests), "a request begins during a pause"
+            began = ran | {key for key, message in self.messages.items() if message.output_token_ids}
+            assert all((r.frontend, r.handle) in began for r in requests), "a request begins during a pause"
         if not self.in_flight:
             for request, position in zip(requests, step.positions.tolist(), strict=True):
                 key = request.frontend, request.handle
