@@ -392,6 +392,25 @@ def check_half(setup: Setup, say: Say) -> None:
             )
         del model
         release(setup)
+    _check_streamed(setup, say, backend)
+
+
+def _check_streamed(setup: Setup, say: Say, backend: Backend) -> None:
+    """Layers whose weights are copied from host memory, in graphs too, beside the same layers on the device."""
+    folder = setup.random_model("llama", torch.bfloat16, num_hidden_layers=6)
+    sequences = [torch.randint(2, VOCAB, (60 + 10 * i,), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    exact = _own_logits(setup, folder, torch.float32, sequences)
+    resident = logits_of(_paged(setup, folder, backend), sequences, backend)
+    error, name = _rms(resident, exact), "weights in host memory: logits"
+    if setup.rehearse:
+        return say(name, "a CPU streams no weights")
+    for graphs in (False, True):
+        streamed = logits_of(_paged(setup, folder, backend, offload=1 << 30), sequences, backend, graphs=graphs)
+        apart = _rms(streamed, resident)
+        if apart > error:
+            break
+    say(name, f"{apart:.4f} σ apart (bf16 itself: {error:.4f} σ)", apart <= error)
+    release(setup)
 
 
 def _own_logits(setup: Setup, folder: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -401,9 +420,9 @@ def _own_logits(setup: Setup, folder: Path, dtype: torch.dtype, sequences: Seque
         return torch.cat([model(input_ids=ids[None].to(setup.device)).logits[0].float() for ids in sequences])
 
 
-def _paged(setup: Setup, folder: Path, backend: Backend) -> PagedModel:
+def _paged(setup: Setup, folder: Path, backend: Backend, offload: int = 0) -> PagedModel:
     config = ModelConfig(model=str(folder), dtype="bfloat16")
-    return load_model(config, LoadConfig(use_tqdm_on_load=False), setup.device, backend=backend)
+    return load_model(config, LoadConfig(use_tqdm_on_load=False), setup.device, backend=backend, offload=offload)
 
 
 def logits_of(
@@ -572,6 +591,7 @@ BARS: dict[str, list[Bar]] = {
         *(Bar(f"bf16 against fp32: {family}", f"≤ {ERROR_RATIO} × transformers' own") for family in FAMILIES),
         *(Bar(f"largest logit as in transformers' bf16: {family}", _DECIDED) for family in FAMILIES),
         Bar("graphs on and off: logits", "≤ what bf16 itself is off"),
+        Bar("weights in host memory: logits", "≤ what bf16 itself is off"),
     ],
     "deterministic": [
         Bar(f"deterministic: alone and in a batch of {BATCH}", "32 of 32"),

@@ -72,6 +72,12 @@ class Device:
         """After all work so far."""
         return _NOW
 
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Launch copies that begin when all work so far is done, and go on beside what is launched next; → what makes
+        work launched after it wait for them."""
+        work()
+        return lambda: None
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """`run` as something to be replayed over the same memory, and where its result then lies. A CPU has no such
         thing."""
@@ -90,6 +96,7 @@ class CudaDevice(Device):
         super().__init__(device)
         self._pool: object | None = None  # of the memory that graphs share: one runs at a time
         self._beside: torch.cuda.Stream | None = None  # one for all captures: cuBLAS takes memory for each there is
+        self._copies: torch.cuda.Stream | None = None
 
     def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -119,6 +126,16 @@ class CudaDevice(Device):
         event = torch.cuda.Event()
         event.record()
         return _Event(event)
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self._copies is None:
+            self._copies = torch.cuda.Stream()
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            work()
+            done = torch.cuda.Event()
+            done.record()
+        return done.wait
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Runs it twice first, on a stream beside, so that libraries have set themselves up."""

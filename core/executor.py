@@ -30,6 +30,7 @@ from .model.loader import load_model
 from .model.lora import AdaptedBackend
 from .model.paged_model import PagedModel
 from .model.quantized import BITS
+from .model.streamed import offloaded_bytes
 from .model.whole import make_whole
 from .model_runner import Launched, ModelRunner, Sampled
 from .step import Step
@@ -105,7 +106,7 @@ class UniprocExecutor:
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         self._config, cache, scheduler = config, config.cache_config, config.scheduler_config
         self._device = device = pick_device(config.device_config.device)
-        host_bytes = offloading_bytes(cache)
+        host_bytes, self._offload = offloading_bytes(cache), offloaded_bytes(config, device)
         if decisions is not None:
             wait_for_memory(device, decisions["device_bytes"])
         self._free_at_first = free_bytes(device)
@@ -157,8 +158,9 @@ class UniprocExecutor:
             backend,
             decisions,
             lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(kv_dtype, dtype)),
+            self._offload,
         )
-        self._fingerprint = fingerprint(model.model)
+        self._fingerprint = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
         bits = BITS.get(config.model_config.quantization or "")
         if self._loras is None:
             make_whole(model, backend, bits, model.quantized)
@@ -207,9 +209,14 @@ class UniprocExecutor:
                 if model.whole is not None:
                     model.whole.decoder.give_back()
                 empty(tensors_of(model.model))
+                if model.streamed is not None:
+                    model.streamed.sleep(drop=True)
         elif self._device.type == "cuda" and not (self._on_host or self._dropped):
-            self._on_host = [(x, x.data.to("cpu").pin_memory()) for model in models for x in tensors_of(model.model)]
-            empty([tensor for tensor, _ in self._on_host])
+            tensors = [x for model in models for x in _resident(model)]
+            self._on_host = [(x, x.data.to("cpu").pin_memory()) for x in tensors]
+            empty(tensors)
+            if self._model.streamed is not None:
+                self._model.streamed.sleep()
         gc.collect()
         host_memory.trim()
         if self._device.type == "cuda":
@@ -221,13 +228,19 @@ class UniprocExecutor:
             if model.whole is not None:
                 self._model = model
             else:  # others know its tensors by their identity
-                for tensor, loaded in zip(tensors_of(self._model.model), tensors_of(model.model), strict=True):
+                for tensor, loaded in zip(_resident(self._model), _resident(model), strict=True):
                     tensor.data = loaded.data
+                if self._model.streamed is not None:
+                    assert model.streamed is not None
+                    self._model.streamed.wake(model.streamed)
+                    model.streamed.sleep()
             self._draft = load_draft(self._config, self._model, self.layout)
             self._dropped = False
         if weights:
             for tensor, held in self._on_host:
                 tensor.data = held.to(self._device)
+            if self._on_host and self._model.streamed is not None:
+                self._model.streamed.wake()
             self._on_host = []
         if kv_cache and self._runner is None:
             try:
@@ -295,6 +308,12 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def _resident(model: PagedModel) -> list[torch.Tensor]:
+    """Those that are not streamed."""
+    streamed = model.streamed.weights if model.streamed is not None else {}
+    return [tensor for tensor in tensors_of(model.model) if id(tensor) not in streamed]
+
+
 def empty(tensors: Sequence[torch.Tensor]) -> None:
     """Let their memory go, and them be the tensors that they are."""
     for tensor in tensors:
@@ -321,10 +340,10 @@ def lack_of_memory() -> Iterator[None]:
         raise
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     """Tells weights apart, without reading all of them: every parameter's name, shape, and a few of its values."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.state_dict().items():
+    for name, parameter in weights.items():
         values = parameter.flatten()[:: max(1, parameter.numel() // 8)].float()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values.tolist()}".encode())
     return digest.hexdigest()

@@ -60,7 +60,7 @@ class PoolingExecutor:
         self._device = device_for(device)
         self.model = self._load(None if decisions is None else decisions["fusing"])
         trunk, replace = self.model.trunk, msgspec.structs.replace
-        self._fingerprint = fingerprint(self.model.model)
+        self._fingerprint = fingerprint(self.model.model.state_dict())
         self._runner: ModelRunner | None = None
         if isinstance(trunk, EncoderModel):
             self.layout = KVLayout(cache.block_size, trunk.dtype, 0, (), (), (), (), ())

@@ -262,7 +262,6 @@ _AT_LEAST = {
 }
 MOST_GUESSES = 16  # num_speculative_tokens
 _SO_FAR = {
-    "cpu_offload_gb": 0.0,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,

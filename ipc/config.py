@@ -107,7 +107,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = None
     swap_space: Annotated[float | None, Doc("The older name of `kv_offloading_size`.")] = None
     cpu_offload_gb: Annotated[
-        float, Doc("GiB of weights that stay in host memory and are sent to the GPU layer by layer; only 0 so far.")
+        float, Doc("GiB of weights that stay in host memory and are sent to the GPU layer by layer.")
     ] = 0.0
     num_gpu_blocks: Annotated[int | None, Doc("Blocks in the pool.", set_by_core=True)] = None
     num_cpu_blocks: Annotated[int | None, Doc("Blocks in host memory.", set_by_core=True)] = None

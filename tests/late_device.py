@@ -39,7 +39,9 @@ class LateDevice(Device):
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
         super().__init__(device)
         self.num_replays = self.num_copies = 0
+        self.hasty = False
         self._marks = 0
+        self._beside: list[list[Callable[[], None]]] = []  # not done yet
         self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (mark to come, memory, what was in it)
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
@@ -67,8 +69,24 @@ class LateDevice(Device):
         self._check()
         self._under_way = [entry for entry in self._under_way if entry[0] >= number]
 
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Done when it is waited for, as late as can be, or at once where `hasty`; then never again."""
+        if self.hasty:
+            work()
+            return lambda: None
+        left = [work]
+        self._beside.append(left)
+
+        def wait() -> None:
+            while left:
+                left.pop()()
+            self._beside = [one for one in self._beside if one]
+
+        return wait
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         result = run().clone()
+        assert not self._beside, "a graph ends with work beside that it has not waited for"
 
         def replay() -> None:
             with torch.inference_mode():

@@ -178,7 +178,7 @@ def test_frontends_of_a_daemon_share_what_is_in_host_memory(daemon: Daemon, path
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"cpu_offload_gb": 0.5}, NotSupportedError, r"cpu_offload_gb is 0\.5; only 0\.0 is supported so far"),
+        ({"cpu_offload_gb": 0.5}, NotSupportedError, r"cpu_offload_gb is 0\.5; it is for GPUs"),
         ({"kv_offloading_size": 1.0, "swap_space": 2.0}, InvalidArgumentError, "swap_space"),
         ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, InvalidArgumentError, "enable_prefix_caching"),
         ({"kv_offloading_size": -1.0}, InvalidArgumentError, r"kv_offloading_size is -1\.0"),

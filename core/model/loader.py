@@ -21,6 +21,7 @@ from ...ipc.config import LoadConfig, ModelConfig
 from ...ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, UnsupportedModelError
 from ...kernels.interface import AttentionSpec, Backend
 from ...kernels.reference import ReferenceBackend
+from ..device import device_for
 from .dry_run import record_attention
 from .fuse import fuse_model
 from .paged_model import PagedModel
@@ -28,6 +29,7 @@ from .quantized import AwqWeights, read_awq, settle_quantization
 from .refuse import refuse_class, refuse_config
 from .rope import freeze_rope
 from .row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products
+from .streamed import StreamedLayers, stream_layers
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -43,12 +45,14 @@ def load_model(
     backend: Backend | None = None,
     decisions: Mapping[str, Any] | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
+    offload: int = 0,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
 
     `max_model_len` settles what depends on the length of a sequence (see rope.py); without it the model's own limit
     does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. `prepare`
-    is told the attention and the dtype before any kernel of `backend` runs. Raises `ModelNotFoundError` when there is
+    is told the attention and the dtype before any kernel of `backend` runs. `offload` bytes of a GPU's memory are saved
+    by weights that stay in the host's (see streamed.py). Raises `ModelNotFoundError` when there is
     no such checkpoint and `UnsupportedModelError`, naming what stands in the way, when it can't be served rightly.
     """
     config = read_config(model_config, load_config)
@@ -59,16 +63,20 @@ def load_model(
     if model_class is not None:
         refuse_class(model_class)
     quantized: AwqWeights | None = None
+    first = torch.device("cpu") if offload else device
     with _quiet(load_config.use_tqdm_on_load):
         if load_config.load_format == "dummy":
-            model = _random_model(config, model_config, device)
+            model = _random_model(config, model_config, first)
         elif quantization == "awq":
             model, quantized = _awq_model(config, model_class, model_config, load_config)
         else:
-            model = _pretrained_model(config, model_config, load_config, device)
+            model = _pretrained_model(config, model_config, load_config, first)
     model.requires_grad_(False)
-    paged = page(model, max_model_len, backend, decisions, prepare)
+    streamed, note = stream_layers(model, offload, device_for(device)) if offload else (None, "")
+    paged = page(model, max_model_len, backend, decisions, prepare, streamed)
     paged.quantized = quantized
+    if streamed is not None:
+        paged.notes.insert(0, note)
     return paged
 
 
@@ -78,6 +86,7 @@ def page(
     backend: Backend | None = None,
     decisions: Mapping[str, Any] | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
+    streamed: StreamedLayers | None = None,
 ) -> PagedModel:
     """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
     refuse_class(type(model))
@@ -85,7 +94,7 @@ def page(
     backend = backend or ReferenceBackend()
     try:
         with RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
-            return _learned(model, max_model_len, backend, decisions, prepare)
+            return _learned(model, max_model_len, backend, decisions, prepare, streamed)
     except (MainspringError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # from the model's own code, which may be anybody's
@@ -98,6 +107,7 @@ def _learned(
     backend: Backend,
     decisions: Mapping[str, Any] | None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
+    streamed: StreamedLayers | None,
 ) -> PagedModel:
     limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     notes = freeze_rope(model, limit) if limit else []
@@ -106,7 +116,8 @@ def _learned(
         raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
     if prepare is not None:
         prepare([call.spec for call in calls], model.dtype)
-    fused = fuse_model(model, backend, decisions=decisions)
+    # what is joined is copied, so streamed layers stay as they are, and the others like them
+    fused = fuse_model(model, backend, decisions=decisions if streamed is None else {})
     notes += fused.lines()
     on_gpu = model.device.type == "cuda"
     if not on_gpu:
@@ -116,6 +127,8 @@ def _learned(
     paged = PagedModel(model, calls, fused.parameters, notes)
     paged.decisions = dict(fused.decisions)
     paged.stack = fused.stack
+    if streamed is not None:
+        paged.streamed, paged.parameters.packed = streamed, streamed.weights
     notes.append(verify(paged, backend))
     stray = stray_products(model) if backend.deterministic and on_gpu else set()
     if backend.deterministic and (stray or not is_row_invariant(model)):

@@ -17,6 +17,7 @@ from .dry_run import AttentionCall
 from .parameters import ParameterMap
 from .quantized import AwqWeights
 from .stack import StackedDecoder
+from .streamed import StreamedLayers
 
 if TYPE_CHECKING:
     from .whole import WholeModel
@@ -49,6 +50,7 @@ class PagedModel:
         self.is_quantized = False  # by this engine, or as the checkpoint comes
         self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
         self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
+        self.streamed: StreamedLayers | None = None  # those whose weights are in host memory
         self.whole: WholeModel | None = None  # where a backend runs all of it
         self.row_multiple = ROW_MULTIPLE  # of which the rows of a forward pass are to be one
         self._calls = AttentionCalls(self.sources)

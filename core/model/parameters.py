@@ -8,12 +8,10 @@ through ``model.state_dict()``, whose names change when modules are fused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
-
-from ...kernels.decoder import PackedWeight
 
 
 class Slot(NamedTuple):
@@ -37,13 +35,23 @@ class Slot(NamedTuple):
         return whole if self.length is None else whole.narrow(0, self.start, self.length)
 
 
+class Elsewhere(Protocol):
+    """A tensor's contents where it does not hold them itself: packed by a backend, or in host memory."""
+
+    def unpack(self) -> torch.Tensor:
+        """All of it, in the checkpoint's form."""
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """By such a one."""
+
+
 class ParameterMap:
     """Checkpoint parameter name → `Slot`. Names and order are those of ``model.state_dict()`` before fusing."""
 
     def __init__(self, slots: dict[str, Slot]) -> None:
         self._slots = slots
-        self._shapes = {name: slot.view().shape for name, slot in slots.items()}  # also of what a backend has packed
-        self.packed: Mapping[int, PackedWeight] = {}  # by the id of a tensor: what a backend made of it
+        self._shapes = {name: slot.view().shape for name, slot in slots.items()}  # also of what is elsewhere
+        self.packed: Mapping[int, Elsewhere] = {}  # by the id of a tensor
 
     @classmethod
     def of(cls, model: nn.Module) -> ParameterMap:
@@ -68,8 +76,8 @@ class ParameterMap:
             raise KeyError(f"the model has no parameter {name!r} (it has {len(self._slots)} others)") from None
 
     def get(self, name: str) -> torch.Tensor:
-        """A view of the parameter, in its checkpoint shape: writing to it writes to the model. Of what a backend has
-        packed, a copy."""
+        """A view of the parameter, in its checkpoint shape: writing to it writes to the model. Of what is
+        elsewhere, a copy."""
         slot = self.slot(name)
         packed = self.packed.get(id(slot.tensor))
         if packed is None:

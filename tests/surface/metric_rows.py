@@ -126,10 +126,18 @@ def frontends_connected(at: Place) -> None:
         assert at.metric("frontends_connected") == before + 1
 
 
-@metric("requests_quarantined", says="Requests that are refused, for cores died of them (tests/test_blame.py).")
-def nothing_wrong(at: Place) -> None:
+@metric("requests_quarantined", says="Requests that are refused, for cores died of them.")
+def requests_quarantined(at: Place) -> None:
     at.run()
-    assert at.metric("requests_quarantined") == 0
+    if at.inside:  # a core in this process dies alone
+        assert at.metric("requests_quarantined") == 0
+        return
+    engine = at.fresh(worker_extension_cls="surface.deadly.Nothing", max_restarts=100)
+    assert at.run(engine=engine).finished
+    with pytest.raises(mainspring.RequestQuarantinedError):
+        at.run([77, 5, 6], engine)
+    assert at.run(engine=engine).finished
+    assert at.metric("requests_quarantined", engine) == 1
 
 
 @metric("malformed_frames")

@@ -1,0 +1,175 @@
+"""Layers whose weights are in host memory. On a stand-in for a GPU, whose copies beside are done at once or as late as
+can be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import tiny
+from late_device import LateDevice
+from mainspring import LLMEngine, SamplingParams
+from mainspring.core import executor
+from mainspring.core.model import loader
+from mainspring.core.model.streamed import StreamedLayers, stream_layers
+from mainspring.ipc.errors import UnsupportedModelError
+from plain import make_engine
+from plain import run as run_jobs
+from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
+from test_late_device import late, run  # noqa: F401  # a fixture
+
+LAYERS = 6
+PROMPT = {"prompt_token_ids": list(range(5, 45))}
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(params=[True, False], ids=["at once", "late"])
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
+    """The devices that weights are streamed to; a CPU passes for a GPU."""
+    devices: list[LateDevice] = []
+
+    def make(device: torch.device) -> LateDevice:
+        devices.append(LateDevice(device))
+        devices[-1].hasty = request.param
+        return devices[-1]
+
+    monkeypatch.setattr(loader, "device_for", make)
+    monkeypatch.setattr(executor, "offloaded_bytes", lambda config, _: int(config.cache_config.cpu_offload_gb * 2**30))
+    return devices
+
+
+def layer_bytes(path: Path) -> int:
+    weights = load_file(path / "model.safetensors")
+    return sum(t.numel() * t.dtype.itemsize for name, t in weights.items() if re.search(r"\.(layers|h)\.0\.", name))
+
+
+def streamed_of(engine: LLMEngine) -> StreamedLayers:
+    return engine.engine_core.core.executor._model.streamed  # type: ignore[attr-defined, no-any-return]
+
+
+def tokens(engine: LLMEngine) -> list[int]:
+    return list(run_jobs(engine, {"x": (PROMPT, PARAMS)})["x"].outputs[0].token_ids)  # type: ignore[dict-item]
+
+
+def make_path(folder: Path, architecture: str = "llama", **overrides: Any) -> Path:
+    return tiny.make(architecture, folder, num_hidden_layers=LAYERS, **overrides)
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("llama", 1), ("llama", 100), ("gpt2", 2), ("mixtral", 1)])
+def test_tokens_are_those_of_generate(
+    architecture: str,
+    layers: int,
+    tmp_path: Path,
+    late: list[LateDevice],  # noqa: F811
+    streams: list[LateDevice],
+) -> None:
+    path, reqs = make_path(tmp_path, architecture), requests(tiny.VOCAB_SIZE)
+    blocks = NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS)
+    size = (layers - 0.5) * layer_bytes(path) / 2**30
+    got, engine = run(path, reqs, num_gpu_blocks_override=blocks, cpu_offload_gb=size, **SETTINGS)
+    assert got == transformers_outputs(path, reqs)
+    assert len(streamed_of(engine)._layers) == min(layers + 2, LAYERS)
+    assert late[-1].num_replays > 20
+    assert len(streams) == 1
+
+
+def test_with_adapters_drafts_and_guesses_too(tmp_path: Path, streams: list[LateDevice]) -> None:
+    path = make_path(tmp_path)
+    guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    draft = {"speculative_config": {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}}
+    found = []
+    for more in ({}, {"cpu_offload_gb": 1.0}, {"cpu_offload_gb": 1.0, **guesses}, {"cpu_offload_gb": 1.0, **draft}):
+        with make_engine(path, skip_tokenizer_init=True, **more) as engine:
+            found.append(tokens(engine))
+    assert len(streams) == 3
+    assert found == found[:1] * 4
+
+
+def test_new_weights_and_a_look_at_the_model_reach_them(tmp_path: Path, streams: list[LateDevice]) -> None:
+    old, new = make_path(tmp_path / "old"), make_path(tmp_path / "new", seed=1)
+    weights = load_file(new / "model.safetensors")
+    with make_engine(new, skip_tokenizer_init=True) as engine:
+        wanted = tokens(engine)
+    with make_engine(old, skip_tokenizer_init=True, cpu_offload_gb=1.0) as engine:
+        before = tokens(engine)
+        assert len(streamed_of(engine)._layers) == LAYERS
+        engine.update_weights(weights.items(), version="1")
+        assert tokens(engine) == wanted != before
+
+        def differences(module: torch.nn.Module) -> float:
+            state = module.state_dict()
+            return sum(float((state[name] - values).abs().max()) for name, values in weights.items())
+
+        assert engine.apply_model(differences) == [0.0]
+        # what it changes stays
+        engine.apply_model(lambda module: [p.data.zero_() for p in module.model.layers[3].parameters()] and None)
+        engine.reset_prefix_cache()
+        changed = tokens(engine)
+        assert changed != wanted
+        assert tokens(engine) == changed
+
+
+def test_two_checkpoints_have_two_fingerprints_though_only_streamed_weights_differ(
+    tmp_path: Path, streams: list[LateDevice]
+) -> None:
+    path = make_path(tmp_path)
+    found = []
+    for _ in range(2):
+        with make_engine(path, skip_tokenizer_init=True, cpu_offload_gb=1.0) as engine:
+            found.append(engine.engine_core.core.executor.facts().fingerprint)  # type: ignore[attr-defined]
+        weights = load_file(path / "model.safetensors")
+        weights["model.layers.2.mlp.up_proj.weight"] += 1
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_wakes_with_its_weights(level: int, tmp_path: Path, streams: list[LateDevice]) -> None:
+    with make_engine(make_path(tmp_path), skip_tokenizer_init=True, cpu_offload_gb=1.0) as engine:
+        before = tokens(engine)
+        engine.sleep(level)
+        engine.wake_up()
+        assert tokens(engine) == before
+        streamed = streamed_of(engine)
+        streamed.sleep()  # as level 1 does on a GPU
+        assert not streamed._places
+        streamed.wake()
+        engine.reset_prefix_cache()
+        assert tokens(engine) == before
+    assert len(streams) == level
+
+
+def test_a_forward_that_fails_half_way_spoils_none_after_it(tmp_path: Path, streams: list[LateDevice]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_path(tmp_path)).eval()
+    ids = torch.arange(5, 25).view(1, -1)
+    with torch.inference_mode():
+        wanted = model(ids).logits
+        stream_layers(model, 1 << 30, loader.device_for(torch.device("cpu")))
+        handle = model.model.layers[3].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model(ids)
+        handle.remove()
+        assert torch.equal(model(ids).logits, wanted)
+        layer = model.model.layers[1]  # alone, and then all
+        layer(model.model.embed_tokens(ids), position_embeddings=model.model.rotary_emb(wanted, torch.arange(20)[None]))
+        assert torch.equal(model(ids).logits, wanted)
+
+
+def test_parameters_that_layers_share_stay_and_a_model_without_layers_is_refused(streams: list[LateDevice]) -> None:
+    device = loader.device_for(torch.device("cpu"))
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    for layer in layers:
+        layer.bias = layers[0].bias
+    streamed, note = stream_layers(model := torch.nn.Sequential(layers), 512, device)
+    assert list(streamed.weights) == [id(layers[i].weight) for i in (0, 1, 2, 3)]
+    assert "4 of 4 layers" in note
+    assert model[0][0].bias.shape == (8,)
+    with pytest.raises(UnsupportedModelError, match="cpu_offload_gb is set, and Linear has no list of layers"):
+        stream_layers(torch.nn.Linear(2, 2), 1, device)
