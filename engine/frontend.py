@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import msgspec
 
@@ -47,22 +49,6 @@ if TYPE_CHECKING:
     from ..ipc.inproc_client import InprocClient
 
 logger = logging.getLogger(__name__)
-
-
-class Device(Enum):
-    """Where cached blocks lie; for the older form of `reset_prefix_cache`. `GPU`: in the pool, on whatever device that
-    is; `CPU`: in host memory beside it, see `kv_offloading_size`."""
-
-    GPU = auto()
-    CPU = auto()
-
-
-PauseMode = Literal["abort", "wait", "keep"]
-
-
-def reset_arguments(running: bool | Device | None) -> tuple[bool] | tuple[bool, str]:
-    """What the core's `reset_prefix_cache` is called with, from the first argument of an engine's."""
-    return (False, running.name.lower()) if isinstance(running, Device) else (running is True,)
 
 
 class UsageContext(StrEnum):
@@ -191,6 +177,7 @@ class Frontend(Generic[C]):
         self._finalizer = weakref.finalize(self, _close, client, self._pid)
         self._stop_serving: Callable[[], object] = lambda: None
         self._stop_tracing: Callable[[], object] = lambda: None
+        self._lock = threading.RLock()  # guards the state; never held while waiting for the core
         self._told_unused = False  # that trace headers have no effect
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
@@ -274,6 +261,15 @@ class Frontend(Generic[C]):
                 "this engine keeps no statistics: disable_log_stats is True, or log_stats False; make one without that"
             )
         return self.logger_manager
+
+    @property
+    def _engine(self) -> Frontend[Any]:
+        return self
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """A utility call; of a client that blocks, which waits for nothing then."""
+        answer = self.engine_core.call(method, *args, **options)
+        return await answer if inspect.isawaitable(answer) else answer
 
     def _heard(self, stats: Any) -> None:
         """Of the core, without an output."""
