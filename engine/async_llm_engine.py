@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
-from ..ipc.errors import EngineDeadError, InvalidRequestError, WrongEventLoopError, shown, suggests_names
+from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
@@ -22,7 +19,6 @@ from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
 from .metrics import StatLoggers
-from .output_processor import OutputProcessor, Processed
 from .outputs import PoolingOutput, PoolingRequestOutput
 from .prompts import Prompt
 from .request_state import RequestState
@@ -130,10 +126,9 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     def _open(self, client: AsyncClient, *more: Any) -> None:
         super()._open(client, *more)
         self._log_requests, self._max_log_len = False, None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()  # nothing is in flight
-        self._idle.set()
+        from .output_reader import OutputReader
+
+        self._reader = OutputReader(client, self.output_processor)
 
     # ------------------------------------------------------------------ requests
 
@@ -211,7 +206,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         ignored; `internal` is without effect.
         """
         self._enter()
-        await self._end(map(str, [request_id] if isinstance(request_id, (str, int)) else request_id))
+        await self._reader.end(map(str, [request_id] if isinstance(request_id, (str, int)) else request_id))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until none of this engine's requests is in flight.
@@ -221,7 +216,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """
         self._enter()
         try:
-            await asyncio.wait_for(self._idle.wait(), drain_timeout)
+            await self._reader.drained(drain_timeout)
         except TimeoutError:
             left = len(self.output_processor)
             raise TimeoutError(f"{left} requests are still in flight after drain_timeout={drain_timeout} s") from None
@@ -286,20 +281,13 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     async def __aexit__(self, *_: object) -> None:
         self.shutdown()
-        if self._reader is not None:
-            await asyncio.wait([self._reader])
+        await self._reader.ended()
 
     # ------------------------------------------------------------------ inside
 
     def _enter(self) -> None:
         self._check_process()
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif loop is not self._loop:
-            raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
-        if self._reader is None or self._reader.done():
-            self._reader = loop.create_task(_read(self.engine_core, self.output_processor, self._idle))
+        self._reader.enter()
 
     async def _add(self, call: AddCall) -> RequestState:
         self._enter()
@@ -308,56 +296,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
             tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
             logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)
         state, messages, tensors = self._registered(request)
-        state.news = asyncio.Event()
-        self._idle.clear()
-        try:
-            for message in messages:
-                await self.engine_core.add_request(message, tensors)
-        except BaseException:
-            await self._end([request.request_id])
-            raise
+        await self._reader.send(state, messages, tensors)
         return state
-
-    async def _end(self, request_ids: Iterable[str]) -> None:
-        """Abort, here and in the core."""
-        ended = self.output_processor.abort(request_ids, time.monotonic())
-        await _settle(self.engine_core, self.output_processor, self._idle, ended)
-
-    def _end_from_anywhere(self, request_id: str) -> None:
-        """Nobody reads this request any more; from whichever thread collects garbage."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._end([request_id])))
 
 
 AsyncLLM = AsyncLLMEngine  # its later name
-
-
-async def _read(client: AsyncClient, processor: OutputProcessor, idle: asyncio.Event) -> None:
-    """Take in all outputs, until the core is gone. Knows no engine, so that one that nobody holds can be collected."""
-    try:
-        while True:
-            outputs = await client.get_outputs()
-            await _settle(client, processor, idle, processor.process(outputs, time.monotonic()))
-            await asyncio.sleep(0)  # where outputs come faster than they are taken, others have their turn
-    except Exception as error:
-        if not isinstance(error, EngineDeadError):
-            logger.exception("reading outputs failed")
-        for state in processor.forget(error, time.monotonic()):  # whatever it was, nobody is left waiting
-            assert state.news is not None
-            state.lost = error
-            state.news.set()
-        idle.set()
-
-
-async def _settle(client: AsyncClient, processor: OutputProcessor, idle: asyncio.Event, processed: Processed) -> None:
-    for state in processed.changed:
-        assert state.news is not None
-        state.news.set()
-    if not len(processor):
-        idle.set()
-    for message in processed.adds:
-        await client.add_request(message)
-    if processed.aborts:
-        with contextlib.suppress(EngineDeadError):  # these have ended anyway
-            await client.abort(processed.aborts)

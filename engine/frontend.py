@@ -128,6 +128,7 @@ class Frontend(Generic[C]):
         typed(FIELDS["tokenizer_mode"], tokenizer_mode)
         check_url("otlp_traces_endpoint", otlp_traces_endpoint or None)
         from ..ipc.connection import Connection  # brings zmq, which importing the package is not to
+        from ..ipc.sync_client import SyncClient
 
         connection = Connection.connect(address, **options)
         try:
@@ -143,7 +144,7 @@ class Frontend(Generic[C]):
                 # a folder it names would be on the daemon's machine
                 generation_config="auto" if has_files and config.model_config.generation_config != "none" else "none",
             )
-            digest, fetch = connection.model.files_digest, partial(connection.call_blocking, "tokenizer_files")
+            digest, fetch = connection.model.files_digest, partial(SyncClient(connection).call, "tokenizer_files")
             files = ModelFiles.read(theirs, cached_folder(digest, fetch) if has_files else Path())
             engine = cls.__new__(cls)
             told = config.observability_config
@@ -174,7 +175,7 @@ class Frontend(Generic[C]):
         """What a constructor does, once there is a client."""
         self.engine_core = client
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, client, self._pid)
+        self._finalizer = weakref.finalize(self, _in_process, self._pid, client.close)
         self._stop_serving: Callable[[], object] = lambda: None
         self._stop_tracing: Callable[[], object] = lambda: None
         self._lock = threading.RLock()  # guards the state; never held while waiting for the core
@@ -199,7 +200,7 @@ class Frontend(Generic[C]):
                 from .prometheus import serve_metrics
 
                 self.metrics_port, stop = serve_metrics("127.0.0.1", metrics_port, self._statistics().metrics)
-                self._stop_serving = weakref.finalize(self, _stop, stop, self._pid)
+                self._stop_serving = weakref.finalize(self, _in_process, self._pid, stop)
             if traces:
                 self._trace(traces)
         except BaseException:
@@ -216,7 +217,7 @@ class Frontend(Generic[C]):
                 'pip install "mainspring[tracing]"'
             ) from error
         tracer = self.output_processor.tracer = Tracer(endpoint, self.model_config.shown_name)
-        self._stop_tracing = weakref.finalize(self, _stop, tracer.close, self._pid)
+        self._stop_tracing = weakref.finalize(self, _in_process, self._pid, tracer.close)
 
     def _prepared(self, call: AddCall) -> EngineCoreRequest:
         """The request of a call, checked."""
@@ -352,11 +353,6 @@ class Frontend(Generic[C]):
             )
 
 
-def _stop(serving: Callable[[], None], pid: int) -> None:
-    if os.getpid() == pid:
-        serving()
-
-
-def _close(client: CoreClient | AsyncClient, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child inherits the finalizer, but not the core
-        client.close()
+def _in_process(pid: int, close: Callable[[], None]) -> None:
+    if os.getpid() == pid:  # a forked child inherits finalizers, but not what they end
+        close()
