@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..ipc.async_client import AsyncClient
-from ..ipc.errors import EngineDeadError
+from ..ipc.errors import EngineDeadError, WrongEventLoopError
 from ..ipc.messages import AddRequest
 from .output_processor import OutputProcessor, Processed
 from .request_state import RequestState
@@ -40,9 +40,12 @@ class OutputReader:
         Raises:
             WrongEventLoopError: called from another loop than before.
         """
-        self._loop = self._client.enter()
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
+        self._loop = loop
         if self.done():
-            self._task = self._loop.create_task(self._read())
+            self._task = loop.create_task(self._read())
 
     def done(self) -> bool:
         return self._task is None or self._task.done()

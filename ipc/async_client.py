@@ -32,18 +32,18 @@ class AsyncClient(ConnectedClient):
         self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
 
     async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
-        self.enter()
+        self._enter()
         self._connection.add_request(request, tensors)
         self._take_in()
 
     async def abort(self, handles: Sequence[int]) -> None:
-        self.enter()
+        self._enter()
         self._connection.abort(handles)
         self._take_in()
 
     async def get_outputs(self) -> Outputs:
         """The next outputs. One task at a time."""
-        loop = self.enter()
+        loop = self._enter()
         while True:
             self._take_in()
             if self._connection.outputs:
@@ -57,7 +57,7 @@ class AsyncClient(ConnectedClient):
                 self._outputs_waiter = None
 
     async def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
-        loop = self.enter()
+        loop = self._enter()
         call_id = self._connection.start_call(method, args, arrays)
         self._calls[call_id] = loop.create_future()
         try:
@@ -75,8 +75,7 @@ class AsyncClient(ConnectedClient):
         self._connection.close()
         self._take_in()
 
-    def enter(self) -> asyncio.AbstractEventLoop:
-        """The loop, if it is the one that runs."""
+    def _enter(self) -> asyncio.AbstractEventLoop:
         self._connection.check_process()
         loop = asyncio.get_running_loop()
         if self._loop is None:
