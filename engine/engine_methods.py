@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import MainspringError
@@ -309,3 +309,9 @@ class EngineMethods:
         """
         with self._engine._lock:
             return self._engine._statistics().metrics()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
@@ -207,12 +207,6 @@ class LLM(EngineMethods, PoolingMethods):
     def shutdown(self) -> None:
         """End the core. Twice is once; also done when the object is collected or the interpreter ends."""
         self.llm_engine.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
     @staticmethod
     def _one_each(name: str, given: Any, count: int) -> list[Any]:

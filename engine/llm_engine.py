@@ -300,9 +300,3 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
     def do_log_stats_with_interval(self) -> None:
         """The same, if they have not for `LOG_SECONDS`; `step` does it by itself."""
         self._statistics().log_with_interval()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
