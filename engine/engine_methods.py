@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 from ..ipc.adapters import LoRARequest
-from ..ipc.errors import MainspringError
+from ..ipc.errors import InvalidRequestError, MainspringError
 from .metrics import Metric
 from .tokenizer import Tokenizer
 from .weights import plain, weight_messages
@@ -74,7 +74,10 @@ class EngineMethods:
         Raises:
             InvalidRequestError: there is none, because of `skip_tokenizer_init`.
         """
-        return self._engine._tokenizer()
+        self._engine._check_process()
+        if self._engine.tokenizer is None:
+            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
+        return self._engine.tokenizer
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
@@ -280,7 +283,8 @@ class EngineMethods:
             InvalidRequestError: its folder holds nothing that can be served; the message says why.
             NotSupportedError: the core serves no adapters.
         """
-        return bool(await self._engine._call("add_lora", self._engine._lora(lora_request)))
+        self._engine.input_processor.check_adapters(lora_request)
+        return bool(await self._engine._call("add_lora", lora_request.message))
 
     @blocking
     async def remove_lora(self, lora_id: int) -> bool:

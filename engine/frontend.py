@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, Type
 
 import msgspec
 
-from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
     EngineDeadError,
     InvalidArgumentError,
-    InvalidRequestError,
     NotSupportedError,
     WrongProcessError,
     unknown_argument,
 )
-from ..ipc.messages import Adapter, AddRequest, Stats
+from ..ipc.messages import AddRequest, Stats
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
 from .call_forms import AddCall
@@ -242,18 +240,6 @@ class Frontend(Generic[C]):
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
         return state, messages, () if request.embeds is None else (request.embeds.array,)
-
-    def _lora(self, lora_request: LoRARequest) -> Adapter:
-        """As the core's method takes it."""
-        self._check_process()
-        self.input_processor.check_adapters(lora_request)
-        return lora_request.message
-
-    def _tokenizer(self) -> Tokenizer:
-        self._check_process()
-        if self.tokenizer is None:
-            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
-        return self.tokenizer
 
     def _statistics(self) -> StatLoggerManager:
         self._check_process()
