@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
@@ -142,8 +141,10 @@ class Frontend(Generic[C]):
                 # a folder it names would be on the daemon's machine
                 generation_config="auto" if has_files and config.model_config.generation_config != "none" else "none",
             )
-            digest, fetch = connection.model.files_digest, partial(SyncClient(connection).call, "tokenizer_files")
-            files = ModelFiles.read(theirs, cached_folder(digest, fetch) if has_files else Path())
+            digest, folder = connection.model.files_digest, Path()
+            if has_files:
+                folder = cached_folder(digest, lambda: SyncClient(connection).call("tokenizer_files"))
+            files = ModelFiles.read(theirs, folder)
             engine = cls.__new__(cls)
             told = config.observability_config
             engine._open(cls._client(connection), files, not told.disable_log_stats, None, None, otlp_traces_endpoint)
