@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "engine.args": "EngineArgs",
     "engine.async_llm_engine": "AsyncEngineArgs AsyncLLM AsyncLLMEngine",
-    "engine.frontend": "Device UsageContext",
+    "engine.engine_methods": "Device",
+    "engine.frontend": "UsageContext",
     "engine.input_processor": "EngineCoreRequest",
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",

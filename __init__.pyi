@@ -2,7 +2,7 @@ from .engine.args import EngineArgs as EngineArgs
 from .engine.async_llm_engine import AsyncEngineArgs as AsyncEngineArgs
 from .engine.async_llm_engine import AsyncLLM as AsyncLLM
 from .engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
-from .engine.frontend import Device as Device
+from .engine.engine_methods import Device as Device
 from .engine.frontend import UsageContext as UsageContext
 from .engine.input_processor import EngineCoreRequest as EngineCoreRequest
 from .engine.llm import LLM as LLM

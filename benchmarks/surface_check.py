@@ -130,6 +130,7 @@ def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
                 f"--into={into}",
             ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            environment["PYTHONPATH"] = str(ROOT / "tests")  # cores find worker extensions there
             children[mode] = subprocess.Popen([*command, *(["--keep"] if keep else [])], env=environment)
         try:
             for mode, child in children.items():

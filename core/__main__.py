@@ -15,14 +15,13 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from ..ipc import logs
 from ..ipc.codec import encode_value, read_tensor
 from ..ipc.errors import wire_name, wire_text
-from ..ipc.inproc_client import Core
 from ..ipc.journal import Journal, Phase
 from ..ipc.messages import (
     Abort,
@@ -38,6 +37,9 @@ from ..ipc.messages import (
 from ..ipc.server import CoreServer, Credit, Event
 from ..ipc.supervisor import write_message
 from ..ipc.transport import CoreLaunch, ProcessWatch, remove_runtime_dir
+
+if TYPE_CHECKING:
+    from .engine_core import EngineCore
 
 logger = logging.getLogger("mainspring.core")
 
@@ -125,7 +127,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
 class ServeLoop:
     """Drives `core` for the frontends of `server`."""
 
-    def __init__(self, core: Core, server: CoreServer, journal: Journal, status: CoreStatus) -> None:
+    def __init__(self, core: EngineCore, server: CoreServer, journal: Journal, status: CoreStatus) -> None:
         self._core, self._server, self._journal, self._status = core, server, journal, status
         self._started = time.monotonic()
         self._published = 0.0
@@ -189,7 +191,7 @@ class ServeLoop:
         )
 
 
-def handle(core: Core, server: CoreServer, event: Event) -> None:
+def handle(core: EngineCore, server: CoreServer, event: Event) -> None:
     frontend, message = event.frontend, event.message
     match message:
         case AddRequest():
@@ -210,7 +212,7 @@ def handle(core: Core, server: CoreServer, event: Event) -> None:
 NOTHING = msgspec.Raw(b"\xc0")
 
 
-def _answer(core: Core, server: CoreServer, event: Event) -> None:
+def _answer(core: EngineCore, server: CoreServer, event: Event) -> None:
     """At once, or when it is done."""
     frontend, call = event.frontend, event.message
 

@@ -261,12 +261,8 @@ _AT_LEAST = {
     "tensor_parallel_size pipeline_parallel_size data_parallel_size",
 }
 MOST_GUESSES = 16  # num_speculative_tokens
-_SO_FAR = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "distributed_executor_backend": "uni",
-}
+# only their defaults
+_SO_FAR = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
 
 
 def check_least(name: str, value: float | None, least: int) -> None:
@@ -297,8 +293,8 @@ def _check_ranges(values: dict[str, Any]) -> None:
         raise InvalidArgumentError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
     if values["watchdog_timeout"]:
         check_least("watchdog_timeout", values["watchdog_timeout"], 2)  # an idle core gives a sign once a second
-    for name, only in _SO_FAR.items():
-        if values[name] != only:
+    for name in _SO_FAR:
+        if values[name] != (only := FIELDS[name].default):
             raise NotSupportedError(f"{name} is {shown(values[name])}; only {only!r} is supported so far")
     check_port("metrics_port", values["metrics_port"])
     check_url("otlp_traces_endpoint", values["otlp_traces_endpoint"])

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..ipc.adapters import LoRARequest
-from ..ipc.config import (
-    CacheConfig,
-    EngineConfig,
-    FieldInfo,
-    LoRAConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    StructuredOutputsConfig,
-)
-from ..ipc.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    MainspringError,
-    WrongEventLoopError,
-    shown,
-    suggests_names,
-)
+from ..ipc.config import EngineConfig, FieldInfo
+from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
 from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
+from .engine_methods import EngineMethods, coroutine
+from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
-from .metrics import Metric, StatLoggers
-from .output_processor import OutputProcessor, Processed
+from .llm_engine import LLMEngine
+from .metrics import StatLoggers
 from .outputs import PoolingOutput, PoolingRequestOutput
 from .prompts import Prompt
 from .request_state import RequestState
 from .request_stream import RequestStream
-from .tokenizer import Tokenizer
-from .weights import plain, weight_messages
 
 if TYPE_CHECKING:
     import argparse
@@ -146,10 +126,9 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     def _open(self, client: AsyncClient, *more: Any) -> None:
         super()._open(client, *more)
         self._log_requests, self._max_log_len = False, None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()  # nothing is in flight
-        self._idle.set()
+        from .output_reader import OutputReader
+
+        self._reader = OutputReader(client, self.output_processor)
 
     # ------------------------------------------------------------------ requests
 
@@ -227,28 +206,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         ignored; `internal` is without effect.
         """
         self._enter()
-        await self._end(map(str, [request_id] if isinstance(request_id, (str, int)) else request_id))
-
-    async def pause_generation(
-        self,
-        mode: PauseMode = "abort",
-        wait_for_inflight_requests: bool | None = None,
-        clear_cache: bool = True,
-    ) -> None:
-        """As `LLMEngine.pause_generation`."""
-        self._enter()
-        mode = "wait" if wait_for_inflight_requests else mode
-        await self.engine_core.call("pause_generation", mode, clear_cache and mode != "keep")
-
-    async def resume_generation(self) -> None:
-        """End a pause."""
-        self._enter()
-        await self.engine_core.call("resume_generation")
-
-    async def is_paused(self) -> bool:
-        """Whether somebody has paused the core."""
-        self._enter()
-        return bool(await self.engine_core.call("is_paused"))
+        await self._reader.end(map(str, [request_id] if isinstance(request_id, (str, int)) else request_id))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until none of this engine's requests is in flight.
@@ -258,7 +216,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """
         self._enter()
         try:
-            await asyncio.wait_for(self._idle.wait(), drain_timeout)
+            await self._reader.drained(drain_timeout)
         except TimeoutError:
             left = len(self.output_processor)
             raise TimeoutError(f"{left} requests are still in flight after drain_timeout={drain_timeout} s") from None
@@ -288,168 +246,48 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         if (error := self.dead_error) is not None:
             raise error
 
-    async def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            InvalidRequestError: there is none, because of `skip_tokenizer_init`.
-        """
-        return self._tokenizer()
-
-    async def get_model_config(self) -> ModelConfig:
-        return self.vllm_config.model_config
-
-    async def get_cache_config(self) -> CacheConfig:
-        return self.vllm_config.cache_config
-
-    async def get_scheduler_config(self) -> SchedulerConfig:
-        return self.vllm_config.scheduler_config
-
-    async def get_parallel_config(self) -> ParallelConfig:
-        return self.vllm_config.parallel_config
-
-    async def get_decoding_config(self) -> StructuredOutputsConfig:
-        return self.vllm_config.structured_outputs_config
-
-    async def get_lora_config(self) -> LoRAConfig:
-        return self.vllm_config.lora_config
-
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return tuple(self.engine_core.model.tasks) or ("generate",)
-
-    async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """As `LLMEngine.start_profile`."""
-        self._enter()
-        await self.engine_core.call("start_profile", profile_prefix)
-
-    async def stop_profile(self) -> str:
-        """As `LLMEngine.stop_profile`."""
-        self._enter()
-        return str(await self.engine_core.call("stop_profile"))
-
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
-    ) -> bool:
-        """As `LLMEngine.reset_prefix_cache`."""
-        self._enter()
-        return bool(await self.engine_core.call("reset_prefix_cache", *reset_arguments(reset_running_requests)))
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`."""
-        self._enter()
-        adapter = self._lora(lora_request)
-        return bool(await self.engine_core.call("add_lora", adapter))
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.remove_lora`."""
-        self._enter()
-        return bool(await self.engine_core.call("remove_lora", lora_id))
-
-    async def list_loras(self) -> set[int]:
-        """As `LLMEngine.list_loras`."""
-        self._enter()
-        return set(await self.engine_core.call("list_loras"))
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.pin_lora`."""
-        self._enter()
-        return bool(await self.engine_core.call("pin_lora", lora_id))
-
-    async def reset_mm_cache(self) -> None:
-        """As `LLMEngine.reset_mm_cache`."""
-        self._enter()
-
-    async def reset_encoder_cache(self) -> None:
-        """As `LLMEngine.reset_encoder_cache`."""
-        self._enter()
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As `LLMEngine.sleep`."""
-        self._enter()
-        await self.engine_core.call("sleep", level, mode)
-        self._heard(await self.engine_core.call("stats"))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLMEngine.wake_up`."""
-        self._enter()
-        await self.engine_core.call("wake_up", tags)
-        self._heard(await self.engine_core.call("stats"))
-
-    async def is_sleeping(self) -> bool:
-        """As `LLMEngine.is_sleeping`."""
-        self._enter()
-        return bool(await self.engine_core.call("is_sleeping"))
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """As `LLMEngine.collective_rpc`."""
-        self._enter()
-        if callable(method):
-            self._core_here("collective_rpc")
-        given = plain(args, kwargs, timeout)
-        return list(await self.engine_core.call("collective_rpc", method, *given, timeout=timeout))
-
-    async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """As `LLMEngine.apply_model`; the core of this engine is always in another process.
-
-        Raises:
-            NotSupportedError: it names the ways there are.
-        """
-        self._enter()
-        return self._core_here("apply_model").collective_rpc("apply_model", [func], {})
-
-    async def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
-        """As `LLMEngine.update_weights`."""
-        self._enter()
-        try:
-            for args, arrays in weight_messages(weights, version):
-                await self.engine_core.call("update_weights", *args, arrays=arrays)
-        except BaseException:
-            with contextlib.suppress(MainspringError):
-                await self.engine_core.call("update_weights", version, -1, [], [], True)
-            raise
-
-    async def get_metrics(self) -> list[Metric]:
-        """As `LLMEngine.get_metrics`."""
-        return self._statistics().metrics()
-
-    async def do_log_stats_with_interval(self) -> None:
-        """As `LLMEngine.do_log_stats_with_interval`."""
-        self._statistics().log_with_interval()
-
-    async def do_log_stats(self, *ignored: Any, **also: Any) -> None:
-        """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.
-
-        Raises:
-            InvalidArgumentError: there are no statistics, because of `disable_log_stats`.
-        """
-        self._statistics().log()
+    get_tokenizer = coroutine(EngineMethods.get_tokenizer)
+    get_supported_tasks = coroutine(EngineMethods.get_supported_tasks)
+    get_metrics = coroutine(EngineMethods.get_metrics)
+    start_profile = coroutine(EngineMethods.start_profile)
+    stop_profile = coroutine(EngineMethods.stop_profile)
+    reset_prefix_cache = coroutine(EngineMethods.reset_prefix_cache)
+    reset_mm_cache = coroutine(EngineMethods.reset_mm_cache)
+    reset_encoder_cache = coroutine(EngineMethods.reset_encoder_cache)
+    pause_generation = coroutine(EngineMethods.pause_generation)
+    resume_generation = coroutine(EngineMethods.resume_generation)
+    is_paused = coroutine(EngineMethods.is_paused)
+    sleep = coroutine(EngineMethods.sleep)
+    wake_up = coroutine(EngineMethods.wake_up)
+    is_sleeping = coroutine(EngineMethods.is_sleeping)
+    collective_rpc = coroutine(EngineMethods.collective_rpc)
+    apply_model = coroutine(EngineMethods.apply_model)
+    update_weights = coroutine(EngineMethods.update_weights)
+    add_lora = coroutine(EngineMethods.add_lora)
+    remove_lora = coroutine(EngineMethods.remove_lora)
+    list_loras = coroutine(EngineMethods.list_loras)
+    pin_lora = coroutine(EngineMethods.pin_lora)
+    get_model_config = coroutine(LLMEngine.get_model_config)
+    get_cache_config = coroutine(LLMEngine.get_cache_config)
+    get_scheduler_config = coroutine(LLMEngine.get_scheduler_config)
+    get_parallel_config = coroutine(LLMEngine.get_parallel_config)
+    get_decoding_config = coroutine(LLMEngine.get_decoding_config)
+    get_lora_config = coroutine(LLMEngine.get_lora_config)
+    do_log_stats = coroutine(LLMEngine.do_log_stats)
+    do_log_stats_with_interval = coroutine(LLMEngine.do_log_stats_with_interval)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.shutdown()
-        if self._reader is not None:
-            await asyncio.wait([self._reader])
+        await self._reader.ended()
 
     # ------------------------------------------------------------------ inside
 
     def _enter(self) -> None:
         self._check_process()
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif loop is not self._loop:
-            raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
-        if self._reader is None or self._reader.done():
-            self._reader = loop.create_task(_read(self.engine_core, self.output_processor, self._idle))
+        self._reader.enter()
 
     async def _add(self, call: AddCall) -> RequestState:
         self._enter()
@@ -458,56 +296,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
             tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
             logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)
         state, messages, tensors = self._registered(request)
-        state.news = asyncio.Event()
-        self._idle.clear()
-        try:
-            for message in messages:
-                await self.engine_core.add_request(message, tensors)
-        except BaseException:
-            await self._end([request.request_id])
-            raise
+        await self._reader.send(state, messages, tensors)
         return state
-
-    async def _end(self, request_ids: Iterable[str]) -> None:
-        """Abort, here and in the core."""
-        ended = self.output_processor.abort(request_ids, time.monotonic())
-        await _settle(self.engine_core, self.output_processor, self._idle, ended)
-
-    def _end_from_anywhere(self, request_id: str) -> None:
-        """Nobody reads this request any more; from whichever thread collects garbage."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._end([request_id])))
 
 
 AsyncLLM = AsyncLLMEngine  # its later name
-
-
-async def _read(client: AsyncClient, processor: OutputProcessor, idle: asyncio.Event) -> None:
-    """Take in all outputs, until the core is gone. Knows no engine, so that one that nobody holds can be collected."""
-    try:
-        while True:
-            outputs = await client.get_outputs()
-            await _settle(client, processor, idle, processor.process(outputs, time.monotonic()))
-            await asyncio.sleep(0)  # where outputs come faster than they are taken, others have their turn
-    except Exception as error:
-        if not isinstance(error, EngineDeadError):
-            logger.exception("reading outputs failed")
-        for state in processor.forget(error, time.monotonic()):  # whatever it was, nobody is left waiting
-            assert state.news is not None
-            state.lost = error
-            state.news.set()
-        idle.set()
-
-
-async def _settle(client: AsyncClient, processor: OutputProcessor, idle: asyncio.Event, processed: Processed) -> None:
-    for state in processed.changed:
-        assert state.news is not None
-        state.news.set()
-    if not len(processor):
-        idle.set()
-    for message in processed.adds:
-        await client.add_request(message)
-    if processed.aborts:
-        with contextlib.suppress(EngineDeadError):  # these have ended anyway
-            await client.abort(processed.aborts)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from .. import __version__
-from ..ipc.config import Doc, EngineConfig, Section, fields_of
+from ..ipc.config import Doc, EngineConfig, Section
 from ..ipc.errors import InvalidArgumentError, NotSupportedError
-from .args import EngineArgs, add_flags, check_least
+from .args import EngineArgs, check_least
 
 if TYPE_CHECKING:
     import argparse
@@ -88,11 +88,6 @@ class Document(msgspec.Struct):
     connect: str | None  # the daemon that was measured; versions and machine are this frontend's
     engine: EngineConfig  # as the core filled it in
     results: list[Figures]  # for each batch size or rate
-
-
-def add_options(command: argparse.ArgumentParser, name: str) -> None:
-    """The flags of a benchmark."""
-    add_flags(command, fields_of(COMMANDS[name], "benchmark"))
 
 
 def options_of(args: argparse.Namespace) -> Benchmark:

@@ -133,12 +133,6 @@ def _compile(template: str) -> jinja2.Template:
             _refuse_underscore(name)
             super().__setitem__(name, value)
 
-    class SafeDict:
-        """`dict` without its class attributes."""
-
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-            return dict(*args, **kwargs)
-
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
@@ -155,7 +149,7 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals.update(
         raise_exception=raise_exception,
         strftime_now=lambda form: datetime.datetime.now().strftime(form),
-        dict=SafeDict(),
+        dict=lambda *args, **kwargs: dict(*args, **kwargs),  # without the class's attributes
         namespace=SafeNamespace,
     )
     return environment.from_string(template)

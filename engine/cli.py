@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import __version__
 from ..ipc import keys, logs
+from ..ipc.config import fields_of
 from ..ipc.errors import (
     AddressInUseError,
     EngineDeadError,
@@ -25,7 +26,7 @@ from ..ipc.errors import (
 )
 from ..ipc.params import SamplingParams
 from . import bench, daemon_options
-from .args import FIELDS, EngineArgs
+from .args import FIELDS, EngineArgs, add_flags
 
 
 class ExitCode(IntEnum):
@@ -115,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         _add_keys(command)
     for command in (generate, chat):
         _add_sampling(command)
-    for name, command in zip(bench.COMMANDS, benchmarks, strict=True):
-        bench.add_options(command, name)
+    for kind, command in zip(bench.COMMANDS.values(), benchmarks, strict=True):
+        add_flags(command, fields_of(kind, "benchmark"))
 
     status = _command(commands, "status", _status, "how a daemon is")
     status.epilog = "exit status: 0 ready, 1 starting or stopping, 2 unreachable"

@@ -63,9 +63,7 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
             from .prometheus import serve_metrics
 
             keys = {"key": options.key, "server_key": load_keypair(options.key).public} if options.key else {}
-            tell = partial(_metrics, supervisor, endpoints.address.replace("//*:", "//127.0.0.1:"), keys)
-            lora = config.lora_config
-            tell = partial(tell, config.model_config.shown_name, lora.max_loras if lora.enable_lora else 0)
+            tell = partial(_metrics, supervisor, config, endpoints.address.replace("//*:", "//127.0.0.1:"), keys)
             stack.callback(serve_metrics(options.http_host, port, tell)[1])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
@@ -116,18 +114,17 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
     return Endpoints(address, admin, load_keypair(options.key).secret, allowed)
 
 
-def _metrics(
-    supervisor: Supervisor, address: str, keys: dict[str, Any], model: str | None, max_loras: int
-) -> list[Metric]:
+def _metrics(supervisor: Supervisor, config: EngineConfig, address: str, keys: dict[str, Any]) -> list[Metric]:
     """Of the core, as it is now. While none answers, only those that outlive it."""
     ours: dict[str, Any] = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
+    model, lora = config.model_config.shown_name, config.lora_config
     try:
         status = ask(address, **keys)
     except MainspringError:
         found = metrics_of(Stats(**ours), Measured(), model, supervisor.restarts)
         return [one for one in found if one.name.removeprefix(PREFIX) in OF_SUPERVISOR]
     stats = msgspec.structs.replace(status.core.stats, malformed_frames=status.core.malformed_frames, **ours)
-    return metrics_of(stats, status.measured, model, supervisor.restarts, max_loras)
+    return metrics_of(stats, status.measured, model, supervisor.restarts, lora.max_loras if lora.enable_lora else 0)
 
 
 def _absolute(address: str) -> str:

@@ -63,7 +63,10 @@ def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig
     given = {**_DEFAULTS, **(_read(args.config) if args.config else {}), **flags}
     options = {name: typed(field, given[name]) for name, field in OPTIONS.items() if name in given}
     engine = EngineArgs(**{name: value for name, value in given.items() if name in FIELDS})
-    return _checked(DaemonOptions(**options)), engine.create_engine_config()
+    found = DaemonOptions(**options)
+    check_least("drain_timeout", found.drain_timeout, 0)
+    check_port("http_port", found.http_port)
+    return found, engine.create_engine_config()
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -90,9 +93,3 @@ def _read(path: str) -> dict[str, Any]:
         if name not in _ALL:
             raise unknown_argument(path, name, [*_ALL, *sections])
     return found
-
-
-def _checked(options: DaemonOptions) -> DaemonOptions:
-    check_least("drain_timeout", options.drain_timeout, 0)
-    check_port("http_port", options.http_port)
-    return options

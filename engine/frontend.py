@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum, StrEnum, auto
-from functools import partial
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import msgspec
 
-from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
     EngineDeadError,
     InvalidArgumentError,
-    InvalidRequestError,
     NotSupportedError,
     WrongProcessError,
     unknown_argument,
 )
-from ..ipc.messages import Adapter, AddRequest, Stats
+from ..ipc.messages import AddRequest, Stats
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
 from .call_forms import AddCall
@@ -47,22 +46,6 @@ if TYPE_CHECKING:
     from ..ipc.inproc_client import InprocClient
 
 logger = logging.getLogger(__name__)
-
-
-class Device(Enum):
-    """Where cached blocks lie; for the older form of `reset_prefix_cache`. `GPU`: in the pool, on whatever device that
-    is; `CPU`: in host memory beside it, see `kv_offloading_size`."""
-
-    GPU = auto()
-    CPU = auto()
-
-
-PauseMode = Literal["abort", "wait", "keep"]
-
-
-def reset_arguments(running: bool | Device | None) -> tuple[bool] | tuple[bool, str]:
-    """What the core's `reset_prefix_cache` is called with, from the first argument of an engine's."""
-    return (False, running.name.lower()) if isinstance(running, Device) else (running is True,)
 
 
 class UsageContext(StrEnum):
@@ -142,6 +125,7 @@ class Frontend(Generic[C]):
         typed(FIELDS["tokenizer_mode"], tokenizer_mode)
         check_url("otlp_traces_endpoint", otlp_traces_endpoint or None)
         from ..ipc.connection import Connection  # brings zmq, which importing the package is not to
+        from ..ipc.sync_client import SyncClient
 
         connection = Connection.connect(address, **options)
         try:
@@ -157,8 +141,10 @@ class Frontend(Generic[C]):
                 # a folder it names would be on the daemon's machine
                 generation_config="auto" if has_files and config.model_config.generation_config != "none" else "none",
             )
-            digest, fetch = connection.model.files_digest, partial(connection.call_blocking, "tokenizer_files")
-            files = ModelFiles.read(theirs, cached_folder(digest, fetch) if has_files else Path())
+            digest, folder = connection.model.files_digest, Path()
+            if has_files:
+                folder = cached_folder(digest, lambda: SyncClient(connection).call("tokenizer_files"))
+            files = ModelFiles.read(theirs, folder)
             engine = cls.__new__(cls)
             told = config.observability_config
             engine._open(cls._client(connection), files, not told.disable_log_stats, None, None, otlp_traces_endpoint)
@@ -188,9 +174,10 @@ class Frontend(Generic[C]):
         """What a constructor does, once there is a client."""
         self.engine_core = client
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, client, self._pid)
+        self._finalizer = weakref.finalize(self, _in_process, self._pid, client.close)
         self._stop_serving: Callable[[], object] = lambda: None
         self._stop_tracing: Callable[[], object] = lambda: None
+        self._lock = threading.RLock()  # guards the state; never held while waiting for the core
         self._told_unused = False  # that trace headers have no effect
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
@@ -212,7 +199,7 @@ class Frontend(Generic[C]):
                 from .prometheus import serve_metrics
 
                 self.metrics_port, stop = serve_metrics("127.0.0.1", metrics_port, self._statistics().metrics)
-                self._stop_serving = weakref.finalize(self, _stop, stop, self._pid)
+                self._stop_serving = weakref.finalize(self, _in_process, self._pid, stop)
             if traces:
                 self._trace(traces)
         except BaseException:
@@ -229,7 +216,7 @@ class Frontend(Generic[C]):
                 'pip install "mainspring[tracing]"'
             ) from error
         tracer = self.output_processor.tracer = Tracer(endpoint, self.model_config.shown_name)
-        self._stop_tracing = weakref.finalize(self, _stop, tracer.close, self._pid)
+        self._stop_tracing = weakref.finalize(self, _in_process, self._pid, tracer.close)
 
     def _prepared(self, call: AddCall) -> EngineCoreRequest:
         """The request of a call, checked."""
@@ -255,18 +242,6 @@ class Frontend(Generic[C]):
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
         return state, messages, () if request.embeds is None else (request.embeds.array,)
 
-    def _lora(self, lora_request: LoRARequest) -> Adapter:
-        """As the core's method takes it."""
-        self._check_process()
-        self.input_processor.check_adapters(lora_request)
-        return lora_request.message
-
-    def _tokenizer(self) -> Tokenizer:
-        self._check_process()
-        if self.tokenizer is None:
-            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
-        return self.tokenizer
-
     def _statistics(self) -> StatLoggerManager:
         self._check_process()
         if self.logger_manager is None:
@@ -274,6 +249,15 @@ class Frontend(Generic[C]):
                 "this engine keeps no statistics: disable_log_stats is True, or log_stats False; make one without that"
             )
         return self.logger_manager
+
+    @property
+    def _engine(self) -> Frontend[Any]:
+        return self
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """A utility call; of a client that blocks, which waits for nothing then."""
+        answer = self.engine_core.call(method, *args, **options)
+        return await answer if inspect.isawaitable(answer) else answer
 
     def _heard(self, stats: Any) -> None:
         """Of the core, without an output."""
@@ -356,11 +340,6 @@ class Frontend(Generic[C]):
             )
 
 
-def _stop(serving: Callable[[], None], pid: int) -> None:
-    if os.getpid() == pid:
-        serving()
-
-
-def _close(client: CoreClient | AsyncClient, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child inherits the finalizer, but not the core
-        client.close()
+def _in_process(pid: int, close: Callable[[], None]) -> None:
+    if os.getpid() == pid:  # a forked child inherits finalizers, but not what they end
+        close()

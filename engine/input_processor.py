@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 
 ALL_TOKENS = 2**31 - 1
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,28 +140,19 @@ class InputProcessor:
 
     def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
         """Raise what keeps a request from having these, as far as it is known here."""
-        for name, value, kind, option, enabled in (
-            ("lora_request", lora, LoRARequest, "enable_lora", self._adapters.enable_lora),
-            (
-                "prompt_adapter_request",
-                prompt_adapter,
-                PromptAdapterRequest,
-                "enable_prompt_adapter",
-                self._adapters.enable_prompt_adapter,
-            ),
+        for name, value, kind, option in (
+            ("lora_request", lora, LoRARequest, "enable_lora"),
+            ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest, "enable_prompt_adapter"),
         ):
-            if value is not None and not enabled:
+            if value is not None and not getattr(self._adapters, option):
                 raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
             if value is not None and not isinstance(value, kind):
                 raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
 
     def _check_choices(self, params: SamplingParams) -> None:
         most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
-        for name, value in (
-            ("logprobs", params.logprobs),
-            ("prompt_logprobs", params.prompt_logprobs),
-            ("beams", beams),
-        ):
+        asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs, "beams": beams}
+        for name, value in asked.items():
             if value is not None and most >= 0 and not 0 <= value <= most:
                 given = "all log probabilities" if value < 0 else f"{value} log probabilities for each token"
                 raise InvalidRequestError(f"{name} takes {given}; max_logprobs of the engine is {most}; -1 allows all")
@@ -265,15 +256,10 @@ def core_message(
         sampling=Sampling(
             max_tokens=int(max_tokens),
             seed=int(params.seed) if params.width == 1 else child_seed(params.seed, index),
-            temperature=float(params.temperature),  # an int may be one that no message holds
-            top_p=float(params.top_p),
             top_k=int(max(params.top_k, 0)),
-            min_p=float(params.min_p),
             min_tokens=int(params.min_tokens),
             stop_token_ids=stops,
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            repetition_penalty=float(params.repetition_penalty),
+            **{name: float(getattr(params, name)) for name in _FLOATS},  # an int may be one that no message holds
             logprobs=_count(logprobs),
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
             logit_bias={int(token): float(bias) for token, bias in (params.logit_bias or {}).items()},
@@ -305,5 +291,7 @@ def _count(logprobs: int | None) -> int:
 
 def child_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of several: the first 8 bytes of BLAKE2b over both as signed 64-bit big-endian."""
+    from hashlib import blake2b  # not on top: it takes a while to import, and most need it never
+
     digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
     return int.from_bytes(digest.digest(), "big", signed=True)

@@ -8,9 +8,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
@@ -18,15 +18,14 @@ from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, is
 from .args import FIELDS, EngineArgs
 from .call_forms import one_prompt
 from .chat_template import Message
-from .frontend import CONNECT_OPTIONS, Device, PauseMode, UsageContext
+from .engine_methods import EngineMethods
+from .frontend import CONNECT_OPTIONS, UsageContext
 from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
-from .metrics import Metric
 from .model_files import default_sampling_params
 from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
 from .pooling import PoolingMethods, Progress
 from .prompts import Prompt, TokensPrompt, listed_prompts
-from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # before what the core was too busy 
 PATIENCE_S = 300.0  # without one that ends; then it is given back as it is
 
 
-class LLM(PoolingMethods):
+class LLM(EngineMethods, PoolingMethods):
     """A model to call from a script or a notebook. Its core runs in a process of its own; no ``__main__`` guard needed.
 
     Args:
@@ -52,6 +51,7 @@ class LLM(PoolingMethods):
             self.llm_engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         else:
             self.llm_engine = _connected(connect, model, engine_args)
+        self._engine = self.llm_engine
         self._numbers = itertools.count()
         self._one_batch = threading.Lock()  # outputs come to whoever steps, so batches of several threads take turns
 
@@ -196,117 +196,17 @@ class LLM(PoolingMethods):
             )
         return found
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer, under transformers' names."""
-        return self.llm_engine.get_tokenizer()
-
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation config asks for; vLLM's defaults where it says nothing."""
         return default_sampling_params(self.llm_engine.generation_config)
-
-    def get_metrics(self) -> list[Metric]:
-        """Every metric; see `LLMEngine.get_metrics`."""
-        return self.llm_engine.get_metrics()
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """As `LLMEngine.start_profile`."""
-        self.llm_engine.start_profile(profile_prefix)
-
-    def stop_profile(self) -> str:
-        """As `LLMEngine.stop_profile`."""
-        return self.llm_engine.stop_profile()
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As `LLMEngine.sleep`."""
-        self.llm_engine.sleep(level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLMEngine.wake_up`."""
-        self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """As `LLMEngine.is_sleeping`."""
-        return self.llm_engine.is_sleeping()
-
-    def pause_generation(
-        self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
-    ) -> None:
-        """As `LLMEngine.pause_generation`."""
-        self.llm_engine.pause_generation(mode, wait_for_inflight_requests, clear_cache)
-
-    def resume_generation(self) -> None:
-        """As `LLMEngine.resume_generation`."""
-        self.llm_engine.resume_generation()
-
-    def is_paused(self) -> bool:
-        """As `LLMEngine.is_paused`."""
-        return self.llm_engine.is_paused()
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`."""
-        return self.llm_engine.add_lora(lora_request)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.remove_lora`."""
-        return self.llm_engine.remove_lora(lora_id)
-
-    def list_loras(self) -> set[int]:
-        """As `LLMEngine.list_loras`."""
-        return self.llm_engine.list_loras()
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.pin_lora`."""
-        return self.llm_engine.pin_lora(lora_id)
-
-    def reset_mm_cache(self) -> None:
-        """As `LLMEngine.reset_mm_cache`."""
-        self.llm_engine.reset_mm_cache()
-
-    def reset_encoder_cache(self) -> None:
-        """As `LLMEngine.reset_encoder_cache`."""
-        self.llm_engine.reset_encoder_cache()
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """As `LLMEngine.get_supported_tasks`."""
-        return self.llm_engine.get_supported_tasks()
 
     def do_log_stats(self) -> None:
         """As `LLMEngine.do_log_stats`."""
         self.llm_engine.do_log_stats()
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """As `LLMEngine.collective_rpc`."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
-    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """As `LLMEngine.apply_model`."""
-        return self.llm_engine.apply_model(func)
-
-    def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
-        """As `LLMEngine.update_weights`."""
-        self.llm_engine.update_weights(weights, version)
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
-    ) -> bool:
-        """As `LLMEngine.reset_prefix_cache`."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
-
     def shutdown(self) -> None:
         """End the core. Twice is once; also done when the object is collected or the interpreter ends."""
         self.llm_engine.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
     @staticmethod
     def _one_each(name: str, given: Any, count: int) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ..ipc.adapters import LoRARequest
@@ -23,13 +23,12 @@ from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs, checked
 from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
-from .frontend import Device, Frontend, ModelFiles, PauseMode, UsageContext, reset_arguments
+from .engine_methods import EngineMethods
+from .frontend import Frontend, ModelFiles, UsageContext
 from .input_processor import EngineCoreRequest
-from .metrics import Metric, StatLoggers
+from .metrics import StatLoggers
 from .outputs import PoolingRequestOutput, RequestOutput
 from .prompts import Prompt
-from .tokenizer import Tokenizer
-from .weights import plain, weight_messages
 
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
@@ -55,7 +54,7 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     return InprocClient(core)
 
 
-class LLMEngine(Frontend["CoreClient"]):
+class LLMEngine(EngineMethods, Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
     The configuration may also come part by part, by position or keyword: see call_forms.py.
@@ -105,7 +104,6 @@ class LLMEngine(Frontend["CoreClient"]):
     def _open(self, client: CoreClient, *more: Any) -> None:
         super()._open(client, *more)
         self._ready: list[RequestOutput] = []  # outputs of what ended here, for the next step()
-        self._lock = threading.RLock()  # guards the state; never held while waiting for the core
         self._stepping = threading.Lock()  # one thread at a time waits for outputs
 
     @classmethod
@@ -291,246 +289,6 @@ class LLMEngine(Frontend["CoreClient"]):
     def get_lora_config(self) -> LoRAConfig:
         return self.vllm_config.lora_config
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            InvalidRequestError: there is none, because of `skip_tokenizer_init`.
-        """
-        return self._tokenizer()
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return tuple(self.engine_core.model.tasks) or ("generate",)
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Begin to record what the core does, step by step, with torch's profiler. The core stands still for a second
-        or two.
-
-        Args:
-            profile_prefix: of the trace's file name.
-
-        Raises:
-            InvalidRequestError: the prefix is not a name.
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        self.engine_core.call("start_profile", profile_prefix)
-
-    def stop_profile(self) -> str:
-        """End it and write a Chrome trace, into ``MAINSPRING_PROFILE_DIR`` of the core's environment or the system's
-        place for temporary files.
-
-        Returns:
-            The file, on the core's machine.
-
-        Raises:
-            InvalidRequestError: no profile is under way.
-            NotPermittedError: as above.
-        """
-        self._check_process()
-        return str(self.engine_core.call("stop_profile"))
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget every cached block, in the pool and in host memory.
-
-        Args:
-            reset_running_requests: running requests compute all they have anew; their tokens are the same. Otherwise
-                they go on with the keys and values they have. A `Device` (older form): forget only what lies there.
-            reset_connector: without effect, for there is no connector.
-
-        Returns:
-            True.
-
-        Raises:
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        return bool(self.engine_core.call("reset_prefix_cache", *reset_arguments(reset_running_requests)))
-
-    def reset_mm_cache(self) -> None:
-        """Forget what was made of images and the like. Nothing is, as long as there are no multi-modal prompts."""
-        self._check_process()
-
-    def reset_encoder_cache(self) -> None:
-        """Forget what encoders have made of prompts. Nothing of it is kept beyond a request."""
-        self._check_process()
-
-    def pause_generation(
-        self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
-    ) -> None:
-        """Compute nothing more until `resume_generation`, for all frontends of the core; new requests wait.
-
-        Args:
-            mode: what is in flight is aborted; or goes on to its end, which is waited for; or is kept for later.
-            wait_for_inflight_requests: the older name of mode "wait".
-            clear_cache: forget the prefix cache too; without effect under "keep".
-
-        Raises:
-            InvalidArgumentError: there is no such mode.
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        mode = "wait" if wait_for_inflight_requests else mode
-        self.engine_core.call("pause_generation", mode, clear_cache and mode != "keep")
-
-    def resume_generation(self) -> None:
-        """End a pause."""
-        self._check_process()
-        self.engine_core.call("resume_generation")
-
-    def is_paused(self) -> bool:
-        """Whether somebody has paused the core."""
-        self._check_process()
-        return bool(self.engine_core.call("is_paused"))
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Let the core compute nothing, and need less memory, until `wake_up`; new requests wait. Returns when it
-        sleeps. A core that dies in its sleep is followed by one that sleeps.
-
-        Args:
-            level: 0: it only stops. 1: the KV cache's memory is given back, and a GPU's for weights, which go to the
-                host's (on a CPU they are there). 2: the weights are dropped; waking reads the checkpoint again.
-            mode: as in `pause_generation`.
-
-        Raises:
-            InvalidArgumentError: there is no such level or mode.
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        self.engine_core.call("sleep", level, mode)
-        self._heard(self.engine_core.call("stats"))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """End `sleep`.
-
-        Args:
-            tags: what to wake, of ``scheduling``, ``weights`` and ``kv_cache``; None: all. Requests go on when weights
-                and cache are there.
-
-        Raises:
-            InvalidArgumentError: there is no such tag.
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        self.engine_core.call("wake_up", tags)
-        self._heard(self.engine_core.call("stats"))
-
-    def is_sleeping(self) -> bool:
-        """Whether any part of the core sleeps."""
-        self._check_process()
-        return bool(self.engine_core.call("is_sleeping"))
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/worker.py).
-
-        Args:
-            method: its name; with the core in this process also a function, which is given the worker first.
-            timeout: seconds to wait for the answer.
-            args, kwargs: of plain types, if the core is in another process; the result too.
-
-        Returns:
-            The result of each worker; there is one.
-
-        Raises:
-            NotSupportedError: a function, and the core is in another process.
-            InvalidRequestError: there is no such method, or a value that can't travel.
-            TimeoutError: there was no answer in time.
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        given = plain(args, kwargs, timeout)
-        if self.engine_core.in_process or callable(method):
-            return self._core_here("collective_rpc").collective_rpc(method, *given)
-        return list(self.engine_core.call("collective_rpc", method, *given, timeout=timeout))
-
-    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """``func(model)`` with the module of transformers, in the core; what it changes of the parameters is kept.
-
-        Returns:
-            The result of each worker; there is one.
-
-        Raises:
-            NotSupportedError: the core is in another process.
-        """
-        self._check_process()
-        return self._core_here("apply_model").collective_rpc("apply_model", [func], {})
-
-    def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
-        """Replace parameters by others, for all frontends: what a training loop needs between rollouts. Meanwhile
-        nothing is computed; then cached prefixes are forgotten and running requests go on with the new weights.
-
-        Args:
-            weights: names as in the checkpoint's ``state_dict``, and arrays (numpy, torch, DLPack) of the parameters'
-                shapes; taken one by one, and sent in pieces.
-            version: a name for them. After a crash of the core they are gone: requests and this engine's outputs then
-                end with `WeightsLostError`, which names it, until they are sent again.
-
-        Raises:
-            InvalidArgumentError: no pairs of a name and an array.
-            InvalidRequestError: a name or a shape that the model does not have; or the weights sleep, or are quantized.
-            NotPermittedError: this connection may not change the engine for everyone.
-        """
-        self._check_process()
-        try:
-            for args, arrays in weight_messages(weights, version):
-                self.engine_core.call("update_weights", *args, arrays=arrays)
-        except BaseException:
-            with contextlib.suppress(MainspringError):  # whatever it was: half of them is none
-                self.engine_core.call("update_weights", version, -1, [], [], True)
-            raise
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter before a request needs it, and let it be loaded again should the core die. Others go on
-        meanwhile.
-
-        Returns:
-            True, once it is there.
-
-        Raises:
-            InvalidRequestError: its folder holds nothing that can be served; the message says why.
-            NotSupportedError: the core serves no adapters.
-        """
-        adapter = self._lora(lora_request)
-        return bool(self.engine_core.call("add_lora", adapter))
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Forget one of this engine's adapters; requests that have it go on. False if there is none of that number."""
-        self._check_process()
-        return bool(self.engine_core.call("remove_lora", lora_id))
-
-    def list_loras(self) -> set[int]:
-        """Numbers of this engine's adapters that are in memory."""
-        self._check_process()
-        return set(self.engine_core.call("list_loras"))
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Let an adapter stay in memory, whatever others need.
-
-        Raises:
-            InvalidArgumentError: it is not loaded, or no place would be left for others.
-        """
-        self._check_process()
-        return bool(self.engine_core.call("pin_lora", lora_id))
-
-    def get_metrics(self) -> list[Metric]:
-        """Every metric: requests and latencies as this engine saw them, the core as it last told.
-
-        Raises:
-            InvalidArgumentError: there are none, because of `disable_log_stats`.
-        """
-        self._check_process()
-        with self._lock:
-            return self._statistics().metrics()
-
     def do_log_stats(self, *ignored: Any, **also: Any) -> None:
         """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.
 
@@ -542,9 +300,3 @@ class LLMEngine(Frontend["CoreClient"]):
     def do_log_stats_with_interval(self) -> None:
         """The same, if they have not for `LOG_SECONDS`; `step` does it by itself."""
         self._statistics().log_with_interval()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()

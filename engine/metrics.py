@@ -27,33 +27,33 @@ logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0  # between two log lines
 PREFIX = "mainspring:"
 
-# name → what it says; DISTRIBUTIONS are the histograms
+# name → what it says, and which field of `Stats` has it, if one does; DISTRIBUTIONS are the histograms
 GAUGES = {
-    "num_requests_running": "Requests being computed.",
-    "num_requests_waiting": "Requests that wait for a place.",
-    "kv_cache_usage_perc": "Share of the KV cache's blocks in use, 0 to 1.",
-    "frontends_connected": "Frontends of the core.",
-    "core_epoch": "Which start of the core this is.",
-    "lora_requests_info": "LoRA adapters that run; the labels name them, and those that requests wait for.",
-    "engine_sleep_state": "1 for the state that the engine is in.",
+    "num_requests_running": ("Requests being computed.", "num_running"),
+    "num_requests_waiting": ("Requests that wait for a place.", "num_waiting"),
+    "kv_cache_usage_perc": ("Share of the KV cache's blocks in use, 0 to 1.", "kv_cache_usage"),
+    "frontends_connected": ("Frontends of the core.", "frontends_connected"),
+    "core_epoch": ("Which start of the core this is.", "epoch"),
+    "lora_requests_info": ("LoRA adapters that run; the labels name them, and those that requests wait for.", ""),
+    "engine_sleep_state": ("1 for the state that the engine is in.", ""),
 }
 COUNTERS = {
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Of these, found.",
-    "prefix_cache_host_hits": "Of these, found in host memory.",
-    "num_preemptions": "Requests that had to make room.",
-    "prompt_tokens": "Tokens of prompts of requests that have begun.",
-    "generation_tokens": "Tokens chosen.",
-    "request_success": "Requests that have ended, by finish reason.",
-    "requests_recovered": "Requests gone on with that an earlier core or connection began.",
-    "spec_decode_num_draft_tokens": "Tokens guessed, and checked by the model.",
-    "spec_decode_num_accepted_tokens": "Of these, right ones.",
-    "requests_quarantined": "Requests that are refused, for cores died of them.",
-    "malformed_frames": "Frames from frontends that were dropped.",
-    "core_restarts": "Restarts of the core; told by a daemon.",
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    "prefix_cache_hits": ("Of these, found.", "prefix_hits"),
+    "prefix_cache_host_hits": ("Of these, found in host memory.", "host_hits"),
+    "num_preemptions": ("Requests that had to make room.", "num_preemptions"),
+    "prompt_tokens": ("Tokens of prompts of requests that have begun.", ""),
+    "generation_tokens": ("Tokens chosen.", ""),
+    "request_success": ("Requests that have ended, by finish reason.", ""),
+    "requests_recovered": ("Requests gone on with that an earlier core or connection began.", "requests_recovered"),
+    "spec_decode_num_draft_tokens": ("Tokens guessed, and checked by the model.", "draft_tokens"),
+    "spec_decode_num_accepted_tokens": ("Of these, right ones.", "accepted_tokens"),
+    "requests_quarantined": ("Requests that are refused, for cores died of them.", "requests_quarantined"),
+    "malformed_frames": ("Frames from frontends that were dropped.", "malformed_frames"),
+    "core_restarts": ("Restarts of the core; told by a daemon.", ""),
 }
 OF_SUPERVISOR = {"core_epoch", "core_restarts", "requests_quarantined"}  # they outlive a core
-HELP = {**GAUGES, **COUNTERS, **{name: text for name, (text, _) in DISTRIBUTIONS.items()}}
+HELP = {name: str(entry[0]) for name, entry in {**GAUGES, **COUNTERS, **DISTRIBUTIONS}.items()}
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 
 
@@ -104,35 +104,15 @@ def metrics_of(
     def counter(name: str, value: int, **more: str) -> Counter:
         return Counter(PREFIX + name, {**labels, **more}, value)
 
-    found: list[Metric] = [
-        gauge("num_requests_running", stats.num_running),
-        gauge("num_requests_waiting", stats.num_waiting),
-        gauge("kv_cache_usage_perc", stats.kv_cache_usage),
-        gauge("frontends_connected", stats.frontends_connected),
-        gauge("core_epoch", stats.epoch),
-        gauge(
-            "lora_requests_info",
-            len(stats.running_loras),
-            max_lora=str(max_loras),
-            running_lora_adapters=",".join(stats.running_loras),
-            waiting_lora_adapters=",".join(stats.waiting_loras),
-        ),
-        *(
-            gauge("engine_sleep_state", int(stats.sleep_level == level), sleep_state=state)
-            for level, state in enumerate(_SLEEP_STATES)
-        ),
-        counter("prefix_cache_queries", stats.prefix_queries),
-        counter("prefix_cache_hits", stats.prefix_hits),
-        counter("prefix_cache_host_hits", stats.host_hits),
-        counter("num_preemptions", stats.num_preemptions),
-        counter("prompt_tokens", measured.prompt_tokens),
-        counter("generation_tokens", measured.generation_tokens),
-        counter("spec_decode_num_draft_tokens", stats.draft_tokens),
-        counter("spec_decode_num_accepted_tokens", stats.accepted_tokens),
-        counter("requests_recovered", stats.requests_recovered),
-        counter("requests_quarantined", stats.requests_quarantined),
-        counter("malformed_frames", stats.malformed_frames),
-    ]
+    found: list[Metric] = [gauge(name, getattr(stats, field)) for name, (_, field) in GAUGES.items() if field]
+    running, waiting = ",".join(stats.running_loras), ",".join(stats.waiting_loras)
+    loras = {"max_lora": str(max_loras), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+    found.append(gauge("lora_requests_info", len(stats.running_loras), **loras))
+    for level, state in enumerate(_SLEEP_STATES):
+        found.append(gauge("engine_sleep_state", int(stats.sleep_level == level), sleep_state=state))
+    found += [counter(name, getattr(stats, field)) for name, (_, field) in COUNTERS.items() if field]
+    found.append(counter("prompt_tokens", measured.prompt_tokens))
+    found.append(counter("generation_tokens", measured.generation_tokens))
     if restarts is not None:
         found.append(counter("core_restarts", restarts))
     for reason, ended in zip(FINISH_REASONS, measured.ended, strict=False):

@@ -115,12 +115,7 @@ class Completion:
             if text:
                 self._texts.append(text)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether a DELTA output has anything to show of it."""
-        return self._shown_tokens < len(self.token_ids) or (self.finish_reason is not None and not self._shown_end)
-
-    def is_due(self, interval: int) -> bool:
+    def is_due(self, interval: int = 1) -> bool:
         """Whether it has its first token, `interval` new ones, or an end to be shown."""
         new = len(self.token_ids) - self._shown_tokens
         return new >= (interval if self._shown_tokens else 1) or (
@@ -220,7 +215,7 @@ class RequestState:
     def output(self) -> RequestOutput:
         """What to show now: all that has come since the last one."""
         delta = self.kind == RequestOutputKind.DELTA
-        shown = [one for one in self.completions if one.has_news] if delta else self._best()
+        shown = [one for one in self.completions if one.is_due()] if delta else self._best()
         source, told = self.source, self._prompt_logprobs
         if source.params.prompt_logprobs is None or len(told) < len(source.prompt_token_ids):
             prompt_logprobs = None

@@ -63,7 +63,7 @@ class RequestStream:
         """End here; the request is aborted if it has not ended. Twice is once."""
         leaves, self._ended = self._is_open, self._ended or StopAsyncIteration()
         if leaves:
-            await self._engine._end([self.request_id])
+            await self._engine._reader.end([self.request_id])
 
     async def _begin(self) -> RequestState:
         self._state = await self._engine._add(self._call)
@@ -76,4 +76,4 @@ class RequestStream:
 
     def __del__(self) -> None:
         if self._is_open:
-            self._engine._end_from_anywhere(self.request_id)
+            self._engine._reader.end_from_anywhere(self.request_id)

@@ -4,8 +4,6 @@ Users set the flat `EngineArgs` (engine/args.py), whose fields are these; it bec
 fills in what only it can know (`num_gpu_blocks`, the real dtype, …) and sends the result back in READY.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints

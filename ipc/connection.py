@@ -285,20 +285,6 @@ class Connection:
         self._calls.pop(call_id, None)
         self.results.pop(call_id, None)
 
-    def call_blocking(self, method: str) -> Any:
-        """A utility call, without arguments, by an owner that has nothing else to do meanwhile."""
-        call_id = self.start_call(method, ())
-        try:
-            while (answer := self.results.pop(call_id, None)) is None:
-                self.receive()
-                if (error := self.dead_error()) is not None:
-                    raise error
-                if call_id not in self.results:
-                    readable(self.fds, LOST_POLL_SECONDS)
-        finally:
-            self.end_call(call_id)
-        return result_of(answer)
-
     def _send_entry(self, entry: _Entry) -> None:
         request = entry.request
         if entry.sent or entry.tokens:

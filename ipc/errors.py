@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -109,6 +108,8 @@ def from_wire(name: str, text: str) -> MainspringError:
 
 def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
     """The error for a keyword that `owner` does not have, with the nearest one it has."""
+    import difflib  # for the rare error, not for everybody who imports the package
+
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6) if isinstance(name, str) else ()
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UnknownArgumentError(f"{owner} has no argument {shown(name)}{hint}")

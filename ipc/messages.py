@@ -5,8 +5,6 @@ body refers to (codec.py). Frontend to core: Hello, AddRequest, Abort, UtilityCa
 Core to frontend: Ready or Refused, then Outputs, UtilityResult, Fault and Probe; Status; Bye.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec

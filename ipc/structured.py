@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json as codec
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from .errors import InvalidArgumentError, shown, suggests_names
 
@@ -122,8 +122,8 @@ _FLAGS = [field.name for field in fields(StructuredOutputsParams) if field.type 
 
 def _schema(given: str | dict[str, Any] | type) -> dict[str, Any]:
     """The schema as a dict."""
-    if _is_model(given):
-        found = given.model_json_schema()
+    if isinstance(given, type) and callable(described := getattr(given, "model_json_schema", None)):
+        found = described()
     elif isinstance(given, str):
         found = _loads("json", given)
     else:
@@ -133,10 +133,6 @@ def _schema(given: str | dict[str, Any] | type) -> dict[str, Any]:
             f"json is {shown(given)}; it must be a JSON schema (an object) as str or dict, or a pydantic model class"
         )
     return found
-
-
-def _is_model(given: Any) -> TypeGuard[Any]:
-    return isinstance(given, type) and callable(getattr(given, "model_json_schema", None))
 
 
 def _loads(name: str, text: str) -> Any:

@@ -6,10 +6,7 @@ A daemon hands them to frontends that do not have its checkpoint. A frontend kee
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
 from .config import ModelConfig
@@ -77,6 +74,8 @@ def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]
 
 def digest_of(files: Mapping[str, bytes]) -> str:
     """BLAKE2b-128 over names and contents, each with its length before it, in order of the names."""
+    from hashlib import blake2b  # here, as below: few frontends need it, and importing it takes a while
+
     digest = blake2b(digest_size=16)
     for name, content in sorted(files.items()):
         for part in (name.encode(), content):
@@ -102,6 +101,9 @@ def cached_folder(digest: str, fetch: Callable[[], Mapping[str, bytes]]) -> Path
     folder = base / digest
     if folder.is_dir():
         return folder
+    import shutil
+    import tempfile
+
     files = fetch()
     if digest_of(files) != digest:
         raise ProtocolError(f"the core sent other tokenizer files than those of digest {digest}")

@@ -137,18 +137,15 @@ def lock_address(address: str) -> int | None:
         fd = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InvalidArgumentError(f"{path.parent} can't be written: {error.strerror}; choose another folder") from None
-    try:
-        for _ in range(3):  # one who asks whose it is may hold it for an instant
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.02)
-        else:
-            raise BlockingIOError
-    except BlockingIOError:
+    for _ in range(3):  # one who asks whose it is may hold it for an instant
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(0.02)
+    else:
         owner = os.pread(fd, 20, 0).decode()
         os.close(fd)
-        raise AddressInUseError(f"{address} is in use by process {owner}: stop it, or choose another address") from None
+        raise AddressInUseError(f"{address} is in use by process {owner}: stop it, or choose another address")
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd

@@ -77,10 +77,10 @@ def test_what_is_there_is_found_by_looking() -> None:
 def test_a_new_member_and_one_that_goes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(page.incomplete())
     monkeypatch.setattr(LLMEngine, "brand_new", lambda self: None, raising=False)
-    monkeypatch.delattr(LLMEngine, "get_supported_tasks")
+    monkeypatch.delattr(LLMEngine, "has_unfinished_requests")
     assert set(page.incomplete()) - before == {
         "LLMEngine.brand_new: no test",
-        "LLMEngine.get_supported_tasks: missing",
+        "LLMEngine.has_unfinished_requests: missing",
     }
 
 

@@ -38,7 +38,6 @@ IN, OWN, CONNECTED = MODES = ("in-process", "own process", "connected")
 NOT_INSIDE = ((OWN, CONNECTED), "its core is always in another process")
 PATIENCE_S = 120  # a guard against hanging
 SHARED = 3  # engines kept open beside the plain one
-TESTS = str(Path(__file__).resolve().parent.parent)
 BASE = {"num_gpu_blocks_override": 300}
 
 Test = Callable[["Place"], Any]
@@ -303,7 +302,7 @@ class Place:
         if key not in self._daemons:
             number = len(list(self.folder.glob("d*")))
             (folder := self.folder / f"d{number}").mkdir()
-            daemon = Daemon(folder, *flags, PYTHONPATH=TESTS)  # worker extensions are there
+            daemon = Daemon(folder, *flags)
             self._daemons[key] = daemon
             daemon.ready_line()
         return self._daemons[key]

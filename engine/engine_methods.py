@@ -1,0 +1,321 @@
+"""What can be asked of a core beside requests, each written once: methods of `LLM` and `LLMEngine`, which wait for the
+answer, and of `AsyncLLMEngine`, where they are coroutines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
+
+from ..ipc.adapters import LoRARequest
+from ..ipc.errors import InvalidRequestError, MainspringError
+from .metrics import Metric
+from .tokenizer import Tokenizer
+from .weights import plain, weight_messages
+
+if TYPE_CHECKING:
+    from .frontend import Frontend
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Device(Enum):
+    """Where cached blocks lie; for the older form of `reset_prefix_cache`. `GPU`: in the pool, on whatever device that
+    is; `CPU`: in host memory beside it, see `kv_offloading_size`."""
+
+    GPU = auto()
+    CPU = auto()
+
+
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
+    """Decorator: the coroutine run to its end, which comes without waiting, for it awaits `Frontend._call` alone, and a
+    client that blocks has answered by then."""
+
+    @functools.wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._engine._check_process()
+        try:
+            method(self, *args, **kwargs).send(None)
+        except StopIteration as end:
+            return cast(R, end.value)
+        raise AssertionError(f"{method.__name__} waits for something else than its client")
+
+    return run
+
+
+def coroutine(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """The same method for an engine whose client does not block."""
+    inner = inspect.unwrap(method)
+
+    @functools.wraps(method)
+    async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not inspect.iscoroutinefunction(inner):
+            return method(self, *args, **kwargs)
+        self._enter()
+        return cast(R, await inner(self, *args, **kwargs))
+
+    return run
+
+
+class EngineMethods:
+    """Those of `LLM` and `LLMEngine`."""
+
+    _engine: Frontend[Any]  # who is asked
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequestError: there is none, because of `skip_tokenizer_init`.
+        """
+        self._engine._check_process()
+        if self._engine.tokenizer is None:
+            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
+        return self._engine.tokenizer
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return tuple(self._engine.engine_core.model.tasks) or ("generate",)
+
+    @blocking
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Begin to record what the core does, step by step, with torch's profiler. The core stands still for a second
+        or two.
+
+        Args:
+            profile_prefix: of the trace's file name.
+
+        Raises:
+            InvalidRequestError: the prefix is not a name.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("start_profile", profile_prefix)
+
+    @blocking
+    async def stop_profile(self) -> str:
+        """End it and write a Chrome trace, into ``MAINSPRING_PROFILE_DIR`` of the core's environment or the system's
+        place for temporary files.
+
+        Returns:
+            The file, on the core's machine.
+
+        Raises:
+            InvalidRequestError: no profile is under way.
+            NotPermittedError: as above.
+        """
+        return str(await self._engine._call("stop_profile"))
+
+    @blocking
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget every cached block, in the pool and in host memory.
+
+        Args:
+            reset_running_requests: running requests compute all they have anew; their tokens are the same. Otherwise
+                they go on with the keys and values they have. A `Device` (older form): forget only what lies there.
+            reset_connector: without effect, for there is no connector.
+
+        Returns:
+            True.
+
+        Raises:
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        of: list[Any] = [reset_running_requests is True]
+        if isinstance(reset_running_requests, Device):
+            of = [False, reset_running_requests.name.lower()]
+        return bool(await self._engine._call("reset_prefix_cache", *of))
+
+    @blocking
+    async def reset_mm_cache(self) -> None:
+        """Forget what was made of images and the like. Nothing is, as long as there are no multi-modal prompts."""
+
+    @blocking
+    async def reset_encoder_cache(self) -> None:
+        """Forget what encoders have made of prompts. Nothing of it is kept beyond a request."""
+
+    @blocking
+    async def pause_generation(
+        self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        """Compute nothing more until `resume_generation`, for all frontends of the core; new requests wait.
+
+        Args:
+            mode: what is in flight is aborted; or goes on to its end, which is waited for; or is kept for later.
+            wait_for_inflight_requests: the older name of mode "wait".
+            clear_cache: forget the prefix cache too; without effect under "keep".
+
+        Raises:
+            InvalidArgumentError: there is no such mode.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self._engine._call("pause_generation", mode, clear_cache and mode != "keep")
+
+    @blocking
+    async def resume_generation(self) -> None:
+        """End a pause."""
+        await self._engine._call("resume_generation")
+
+    @blocking
+    async def is_paused(self) -> bool:
+        """Whether somebody has paused the core."""
+        return bool(await self._engine._call("is_paused"))
+
+    @blocking
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Let the core compute nothing, and need less memory, until `wake_up`; new requests wait. Returns when it
+        sleeps. A core that dies in its sleep is followed by one that sleeps.
+
+        Args:
+            level: 0: it only stops. 1: the KV cache's memory is given back, and a GPU's for weights, which go to the
+                host's (on a CPU they are there). 2: the weights are dropped; waking reads the checkpoint again.
+            mode: as in `pause_generation`.
+
+        Raises:
+            InvalidArgumentError: there is no such level or mode.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("sleep", level, mode)
+        self._engine._heard(await self._engine._call("stats"))
+
+    @blocking
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End `sleep`.
+
+        Args:
+            tags: what to wake, of ``scheduling``, ``weights`` and ``kv_cache``; None: all. Requests go on when weights
+                and cache are there.
+
+        Raises:
+            InvalidArgumentError: there is no such tag.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("wake_up", tags)
+        self._engine._heard(await self._engine._call("stats"))
+
+    @blocking
+    async def is_sleeping(self) -> bool:
+        """Whether any part of the core sleeps."""
+        return bool(await self._engine._call("is_sleeping"))
+
+    @blocking
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/worker.py).
+
+        Args:
+            method: its name; with the core in this process also a function, which is given the worker first.
+            timeout: seconds to wait for the answer.
+            args, kwargs: of plain types, if the core is in another process; the result too.
+
+        Returns:
+            The result of each worker; there is one.
+
+        Raises:
+            NotSupportedError: a function, and the core is in another process.
+            InvalidRequestError: there is no such method, or a value that can't travel.
+            TimeoutError: there was no answer in time.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        given = plain(args, kwargs, timeout)
+        if self._engine.engine_core.in_process or callable(method):
+            return self._engine._core_here("collective_rpc").collective_rpc(method, *given)
+        return list(await self._engine._call("collective_rpc", method, *given, timeout=timeout))
+
+    @blocking
+    async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """``func(model)`` with the module of transformers, in the core; what it changes of the parameters is kept.
+
+        Returns:
+            The result of each worker; there is one.
+
+        Raises:
+            NotSupportedError: the core is in another process.
+        """
+        return self._engine._core_here("apply_model").collective_rpc("apply_model", [func], {})
+
+    @blocking
+    async def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
+        """Replace parameters by others, for all frontends: what a training loop needs between rollouts. Meanwhile
+        nothing is computed; then cached prefixes are forgotten and running requests go on with the new weights.
+
+        Args:
+            weights: names as in the checkpoint's ``state_dict``, and arrays (numpy, torch, DLPack) of the parameters'
+                shapes; taken one by one, and sent in pieces.
+            version: a name for them. After a crash of the core they are gone: requests and this engine's outputs then
+                end with `WeightsLostError`, which names it, until they are sent again.
+
+        Raises:
+            InvalidArgumentError: no pairs of a name and an array.
+            InvalidRequestError: a name or a shape that the model does not have; or the weights sleep, or are quantized.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        try:
+            for args, arrays in weight_messages(weights, version):
+                await self._engine._call("update_weights", *args, arrays=arrays)
+        except BaseException:
+            with contextlib.suppress(MainspringError):  # whatever it was: half of them is none
+                await self._engine._call("update_weights", version, -1, [], [], True)
+            raise
+
+    @blocking
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter before a request needs it, and let it be loaded again should the core die. Others go on
+        meanwhile.
+
+        Returns:
+            True, once it is there.
+
+        Raises:
+            InvalidRequestError: its folder holds nothing that can be served; the message says why.
+            NotSupportedError: the core serves no adapters.
+        """
+        self._engine.input_processor.check_adapters(lora_request)
+        return bool(await self._engine._call("add_lora", lora_request.message))
+
+    @blocking
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget one of this engine's adapters; requests that have it go on. False if there is none of that number."""
+        return bool(await self._engine._call("remove_lora", lora_id))
+
+    @blocking
+    async def list_loras(self) -> set[int]:
+        """Numbers of this engine's adapters that are in memory."""
+        return set(await self._engine._call("list_loras"))
+
+    @blocking
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Let an adapter stay in memory, whatever others need.
+
+        Raises:
+            InvalidArgumentError: it is not loaded, or no place would be left for others.
+        """
+        return bool(await self._engine._call("pin_lora", lora_id))
+
+    def get_metrics(self) -> list[Metric]:
+        """Every metric: requests and latencies as this engine saw them, the core as it last told.
+
+        Raises:
+            InvalidArgumentError: there are none, because of `disable_log_stats`.
+        """
+        with self._engine._lock:
+            return self._engine._statistics().metrics()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
