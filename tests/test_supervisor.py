@@ -31,7 +31,7 @@ from mainspring.ipc.transport import Endpoints, ipc_address, make_runtime_dir, r
 from stand_in_process import EXIT, HANG, HARMLESS, KILL, RAISE, SEGV
 from wire import collect, eventually, take
 
-GUARD = 60.0  # seconds
+GUARD = 120.0  # seconds
 LONG = 1_000_000
 
 
