@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -90,18 +90,7 @@ class Scheduler:
         self._last_update: float | None = None  # since when somebody has been running
         self._outbox = Outbox()
         self._next_step = 0
-        self._count: dict[str, Any] = {
-            "prefix_queries": 0,
-            "prefix_hits": 0,
-            "host_hits": 0,
-            "num_preemptions": 0,
-            "chunked_prefills": 0,
-            "mixed_steps": 0,
-            "prompt_tokens": 0,
-            "generation_tokens": 0,
-            "draft_tokens": 0,
-            "accepted_tokens": 0,
-        }
+        self._count: defaultdict[str, Any] = defaultdict(int)  # counters of `Stats`, by name
 
     # ------------------------------------------------------------------ requests come and go
 
