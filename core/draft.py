@@ -17,7 +17,7 @@ from ..ipc.errors import InvalidArgumentError, NotSupportedError
 from ..kernels.interface import Backend
 from .gpu import choose_backend, prepare_kernels
 from .kv_cache import TableUpdate
-from .kv_layout import KVLayout, cache_dtype, plan_layout
+from .kv_layout import KVLayout, cache_dtype
 from .model.loader import load_model
 from .model.paged_model import PagedModel
 from .model.whole import make_whole
@@ -69,8 +69,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
             f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "
             "they must have the same tokenizer"
         )
-    dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
-    layout = plan_layout(model.layers, model.sources, cache.block_size, dtype, backend.cache_dim, backend.heads_first)
+    layout = model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
     group = next((i for i, one in enumerate(target_layout.groups) if one.window is None), None)
     if group is None or len(layout.groups) > 1:
         raise NotSupportedError(
