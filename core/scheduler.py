@@ -23,10 +23,9 @@ from ..ipc.messages import Finished, FinishReason, Logprobs, Outputs, Pooled, St
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .kv_cache import KVCacheManager
-from .latency import Latest
 from .logprobs import Scores
 from .loras import LoRAs
-from .metrics import CoreMeter
+from .metrics import CoreMeter, Latest
 from .outbox import NO_TOKENS, Outbox
 from .preemption import Preemption
 from .request import Request
