@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -63,7 +64,7 @@ class RequestCheck(NamedTuple):
 
     def _check_tokens(self, message: AddRequest) -> None:
         sampling, size = message.sampling, self.model.vocab_size
-        named = {
+        named: dict[str, tuple[Collection[object], int]] = {
             "bad_words": (sampling.bad_words, MAX_BAD_WORDS),
             "stop_token_ids": (sampling.stop_token_ids, size),
             "allowed_token_ids": (sampling.allowed_token_ids, size),
