@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .decoder import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
-from .interface import AttentionSpec, LayerCache, PagedBatch
+from .interface import AttentionSpec, Backend, LayerCache, PagedBatch
 from .native_build import cpu_features, function, load
 from .native_decoder import ACTIVATIONS, DTYPES, NativeDecoder
 from .native_weights import linear
@@ -46,7 +46,7 @@ class NativePlan:
         self._forget(self.handle)
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """C++ on a CPU. See `interface.Backend` for what the methods promise.
 
     Raises:
@@ -73,10 +73,6 @@ class NativeBackend:
         if dtype not in DTYPES or kv_dtype not in DTYPES:
             return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
         return None
-
-    def cache_dim(self, dim: int) -> int:
-        """As long as it is."""
-        return dim
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
@@ -173,8 +169,8 @@ class NativeBackend:
         return query.dtype == key.dtype in DTYPES and query.stride(2) == key.stride(2) == 1
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`. Where
-        the processor has no instructions for halves torch is slow with them, and ours takes its place."""
+        """torch's own. Where the processor has no instructions for halves it is slow with them, and ours takes its
+        place."""
         if x.dtype == torch.float32 or not self._slow_halves:
             return F.linear(x, weight, bias)
         return linear(self._library, x, weight, bias)
