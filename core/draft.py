@@ -104,18 +104,16 @@ class Drafter:
     def write_guesses(self, step: Step) -> None:
         """Compute the rows of `step`, and put guesses into the places that it has for them. Waits for each."""
         guessed, ends = step.guessed, np.cumsum(step.counts)
+        bare = step._replace(before={}, scored=[], guessed=np.zeros_like(guessed))
         mine = step.tables.group == self._group
         known = np.repeat(ends - guessed, step.counts) > np.arange(step.num_tokens)
         tokens = self._choose(
-            step._replace(
+            bare._replace(
                 counts=step.counts - guessed,
                 token_ids=step.token_ids[known],
                 samples=guessed > 0,
                 admitted=[request for request in step.admitted if may_speculate(request)],
                 tables=TableUpdate(np.zeros(int(mine.sum()), np.int32), *(column[mine] for column in step.tables[1:])),
-                before={},
-                scored=[],
-                guessed=np.zeros_like(guessed),
             )
         )
         nothing = TableUpdate(*np.zeros((4, 0), np.int32))
@@ -123,7 +121,7 @@ class Drafter:
             rows = np.flatnonzero(guessed > nth)
             step.token_ids[(ends - guessed)[rows] + nth] = tokens
             tokens = self._choose(
-                step._replace(
+                bare._replace(
                     slots=step.slots[rows],
                     starts=(step.starts + step.counts - guessed)[rows] + nth,
                     counts=np.ones(len(rows), np.int32),
@@ -131,9 +129,7 @@ class Drafter:
                     samples=guessed[rows] > nth + 1,  # the last guess is computed to be in the cache
                     admitted=[],
                     tables=nothing,
-                    before={},
-                    scored=[],
-                    guessed=np.zeros(len(rows), np.int64),
+                    guessed=bare.guessed[rows],
                 )
             )
 

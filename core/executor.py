@@ -102,13 +102,10 @@ def executor_for(config: EngineConfig, decisions: Mapping[str, Any] | None = Non
     return kind(config, decisions)
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """What executors of a model in this process, on one device, have in common."""
 
-    layout: KVLayout
-    num_blocks: int
     num_host_blocks = 0
-    max_model_len: int
     lora_limits: LoRALimits | None = None
     _facts: ModelFacts
     _explained: list[str]
