@@ -29,7 +29,7 @@ from .metrics import CoreMeter, Latest
 from .outbox import NO_TOKENS, Outbox
 from .preemption import Preemption
 from .request import Request
-from .speculation import MOST_ROWS, Guesses, Speculation, standing
+from .speculation import Guesses, Speculation, standing
 from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Step
 from .suspects import Suspects
 
@@ -280,9 +280,7 @@ class Scheduler:
         need[self._rows.held_up[slots]] = 0
         waits = self._rows.looks_back[slots]
         if self._guesses is not None:
-            waits = waits | (self._rows.guessed[slots] > 0)
-            if len(self._order) < MOST_ROWS:
-                waits |= self._rows.guess_from[slots] <= self._rows.num_tokens[slots]
+            waits = waits | self._guesses.wait(slots, len(self._order))
         if waits.any():
             need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
         if self._chunked and (scored := self._rows.scored[slots] & (need > 0)).any():

@@ -89,6 +89,15 @@ class Guesses:
         if may_speculate(request):
             self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
 
+    def wait(self, slots: np.ndarray, num_running: int) -> np.ndarray:
+        """Which of the requests at `slots` compute nothing while a token of theirs is in flight (bool ``[slots]``):
+        those with guesses in flight, and, where a step has room for guesses, those that are to make some."""
+        rows = self._rows
+        waits: np.ndarray = rows.guessed[slots] > 0
+        if num_running < MOST_ROWS:
+            waits |= rows.guess_from[slots] <= rows.num_tokens[slots]
+        return waits
+
     def fill(self, slots: np.ndarray, budget: int, extend: Callable[[int, int], bool]) -> None:
         """Fill what is left of a small step with guesses of requests whose tokens are all known, for this step alone,
         as far as there are free blocks: `extend` lets a slot's tables reach so many tokens, if it can."""
