@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +20,19 @@ from ..kernels import host_memory
 TURNS = 2  # steps in flight
 
 
-class Mark(Protocol):
+class Mark(NamedTuple):
     """A place in the order of work."""
 
-    def wait(self) -> None:
-        """Until all before it is done."""
+    wait: Callable[[], object]  # until all before it is done
 
 
-class Tokens(Protocol):
+_NOW = Mark(lambda: None)
+
+
+class Tokens(NamedTuple):
     """Numbers on their way to the host."""
 
-    def wait(self) -> np.ndarray:
-        """Until they are there: the array, its own."""
+    wait: Callable[[], np.ndarray]  # until they are there: the array, its own
 
 
 class Device:
@@ -66,7 +67,8 @@ class Device:
 
     def download(self, numbers: torch.Tensor) -> Tokens:
         """Begin to copy."""
-        return _There(numbers.numpy())
+        host = numbers.numpy()
+        return Tokens(lambda: host)
 
     def mark(self) -> Mark:
         """After all work so far."""
@@ -120,12 +122,18 @@ class CudaDevice(Device):
     def download(self, numbers: torch.Tensor) -> Tokens:
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        return _OnTheWay(host, self.mark())
+        mark = self.mark()
+
+        def wait() -> np.ndarray:
+            mark.wait()
+            return host.numpy()
+
+        return Tokens(wait)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()
         event.record()
-        return _Event(event)
+        return Mark(event.synchronize)
 
     def beside(self, work: Callable[[], None]) -> Callable[[], None]:
         if self._copies is None:
@@ -181,36 +189,3 @@ class Staged:
         """Copy the first `n` entries to the device; → them there."""
         self._device.upload(self.device[:n], self.pages[turn][:n])
         return self.device[:n]
-
-
-class _Now:
-    def wait(self) -> None:
-        pass
-
-
-_NOW = _Now()
-
-
-class _There:
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._numbers = numbers
-
-    def wait(self) -> np.ndarray:
-        return self._numbers
-
-
-class _Event:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class _OnTheWay:
-    def __init__(self, host: torch.Tensor, mark: Mark) -> None:
-        self._host, self._mark = host, mark
-
-    def wait(self) -> np.ndarray:
-        self._mark.wait()
-        return self._host.numpy()

@@ -17,7 +17,7 @@ from ..ipc.errors import InvalidArgumentError, NotSupportedError
 from ..kernels.interface import Backend
 from .gpu import choose_backend, prepare_kernels
 from .kv_cache import TableUpdate
-from .kv_layout import KVLayout, cache_dtype, plan_layout
+from .kv_layout import KVLayout, cache_dtype
 from .model.loader import load_model
 from .model.paged_model import PagedModel
 from .model.whole import make_whole
@@ -69,8 +69,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
             f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "
             "they must have the same tokenizer"
         )
-    dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
-    layout = plan_layout(model.layers, model.sources, cache.block_size, dtype, backend.cache_dim, backend.heads_first)
+    layout = model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
     group = next((i for i, one in enumerate(target_layout.groups) if one.window is None), None)
     if group is None or len(layout.groups) > 1:
         raise NotSupportedError(
@@ -105,18 +104,16 @@ class Drafter:
     def write_guesses(self, step: Step) -> None:
         """Compute the rows of `step`, and put guesses into the places that it has for them. Waits for each."""
         guessed, ends = step.guessed, np.cumsum(step.counts)
+        bare = step._replace(before={}, scored=[], guessed=np.zeros_like(guessed))
         mine = step.tables.group == self._group
         known = np.repeat(ends - guessed, step.counts) > np.arange(step.num_tokens)
         tokens = self._choose(
-            step._replace(
+            bare._replace(
                 counts=step.counts - guessed,
                 token_ids=step.token_ids[known],
                 samples=guessed > 0,
                 admitted=[request for request in step.admitted if may_speculate(request)],
                 tables=TableUpdate(np.zeros(int(mine.sum()), np.int32), *(column[mine] for column in step.tables[1:])),
-                before={},
-                scored=[],
-                guessed=np.zeros_like(guessed),
             )
         )
         nothing = TableUpdate(*np.zeros((4, 0), np.int32))
@@ -124,7 +121,7 @@ class Drafter:
             rows = np.flatnonzero(guessed > nth)
             step.token_ids[(ends - guessed)[rows] + nth] = tokens
             tokens = self._choose(
-                step._replace(
+                bare._replace(
                     slots=step.slots[rows],
                     starts=(step.starts + step.counts - guessed)[rows] + nth,
                     counts=np.ones(len(rows), np.int32),
@@ -132,9 +129,7 @@ class Drafter:
                     samples=guessed[rows] > nth + 1,  # the last guess is computed to be in the cache
                     admitted=[],
                     tables=nothing,
-                    before={},
-                    scored=[],
-                    guessed=np.zeros(len(rows), np.int64),
+                    guessed=bare.guessed[rows],
                 )
             )
 

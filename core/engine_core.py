@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import cached_property, partial
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,8 +29,6 @@ from ..ipc.errors import (
 )
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
-from ..ipc.params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
-from ..ipc.structured import MAX_SPEC_BYTES, Kind
 from ..ipc.tokenizer_files import digest_of, read_files
 from . import limits
 from .adapters import Adapters
@@ -41,16 +39,16 @@ from .metrics import CoreMeter
 from .pooling_executor import PoolingExecutor
 from .profiler import Profiler
 from .request import Request
+from .request_check import RequestCheck
 from .scheduler import Scheduler
 from .speculation import speculation_of
-from .step import PROMPT_LOGITS, Step
+from .step import Step
 from .structured import Follower, Grammar, GrammarCompiler
 from .worker import make_worker
 
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
-MAX_LOGPROBS = 24 << 20  # of all rows of a step: 8 bytes each, in one message of at most 256 MiB
 MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
 ADMIN_METHODS = frozenset(
     "reset_prefix_cache pause_generation resume_generation sleep wake_up update_weights collective_rpc start_profile "
@@ -113,6 +111,7 @@ class EngineCore:
                 f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
                 "prompt must fit in one step"
             )
+        self._most_tokens = longest + (self._pooling is not None)  # after a prompt that is pooled nothing comes
         self.scheduler = Scheduler(
             config.scheduler_config,
             kv,
@@ -139,6 +138,15 @@ class EngineCore:
         loras = self.executor.lora_limits if config.lora_config.enable_lora else None
         self.adapters = Adapters(config.lora_config, loras, facts.hidden_size, self.scheduler, self._later)
         self.adapters.on_held = self._tell_state
+        self._checks = RequestCheck(
+            facts,
+            self._most_tokens,
+            self._pooling is not None,
+            self.executor.accepts_embeddings,
+            self.adapters,
+            config.model_config.max_logprobs,
+            config.scheduler_config.max_num_seqs,
+        )
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._profiler = Profiler()
         self.lifecycle = Lifecycle(
@@ -176,11 +184,6 @@ class EngineCore:
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
         )
-
-    @property
-    def _most_tokens(self) -> int:
-        """Of a request, prompt and output; after a prompt that is pooled nothing comes."""
-        return self.executor.max_model_len + (self._pooling is not None)
 
     # ------------------------------------------------------------------ frontends
 
@@ -237,7 +240,7 @@ class EngineCore:
                 return
             self.lifecycle.check()
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
-            self._check(message, embeds)
+            self._checks.check(message, embeds)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
             request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt, processors)
@@ -457,88 +460,6 @@ class EngineCore:
             lacks = "tokenizer.json" if text is None else "end-of-sequence token"
             raise NotSupportedError(f"structured outputs need a {lacks}, which this checkpoint does not have")
         return GrammarCompiler(text.decode(), self.model.vocab_size, self.model.eos_token_ids)
-
-    def _check(self, message: AddRequest, embeds: np.ndarray | None) -> None:
-        """What a well-behaved frontend has checked before."""
-        ids, sampling, limit = message.prompt_token_ids, message.sampling, self.executor.max_model_len
-        if not ids:
-            raise InvalidRequestError("the prompt is empty")
-        if (message.pooling is None) != (self._pooling is None):
-            wanted = "tokens" if message.pooling is None else f"{message.pooling.task:.80}"
-            raise InvalidRequestError(
-                f"the request is for {wanted}, and this model can {', '.join(self.model.tasks) or 'generate'}"
-            )
-        if message.pooling and message.output_token_ids:
-            raise InvalidRequestError("a pooling request has no output tokens")
-        num_virtual = 0
-        if message.prompt_adapter is not None:
-            self.adapters.check_prompt_adapter(message.prompt_adapter)
-            num_virtual = message.prompt_adapter.num_virtual_tokens
-            if embeds is not None or not self.executor.accepts_embeddings:
-                whose = "a prompt that is embeddings" if embeds is not None else "this model"
-                raise NotSupportedError(f"a prompt adapter can't be used with {whose}")
-        if num_virtual + len(ids) + len(message.output_token_ids) >= self._most_tokens:
-            virtual = f" and {num_virtual} virtual ones before them" if num_virtual else ""
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens{virtual}; max_model_len is {limit}, output included"
-            )
-        for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
-            given, most = len(getattr(sampling, name)), MAX_BAD_WORDS if name == "bad_words" else self.model.vocab_size
-            if given > most:
-                raise InvalidRequestError(f"{name} has {given} entries; the limit is {most}")
-        for tokens in (
-            ids,
-            message.output_token_ids,
-            sampling.stop_token_ids,
-            list(sampling.logit_bias),
-            sampling.allowed_token_ids,
-            *sampling.bad_words,
-        ):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
-                token = min(tokens) if min(tokens) < 0 else max(tokens)
-                raise InvalidRequestError(f"token id {token} is outside the vocabulary of {self.model.vocab_size}")
-        never = {tokens[0] for tokens in sampling.bad_words if len(tokens) == 1}
-        if sampling.allowed_token_ids and never.issuperset(sampling.allowed_token_ids):
-            raise InvalidRequestError("allowed_token_ids are all bad_words: no token is left")
-        if not (0 <= sampling.temperature < 3e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
-            raise InvalidRequestError("temperature, top_p or min_p is out of range")
-        sums = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
-        small, large = 1 / MAX_BIAS, MAX_BIAS
-        if not all(abs(value) <= large for value in sums) or not small <= sampling.repetition_penalty <= large:
-            raise InvalidRequestError(f"a penalty or a logit_bias is not a number up to {large:g}")
-        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in get_args(Kind)):
-            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(get_args(Kind))}")
-        if sampling.grammar and len(sampling.grammar[1]) > MAX_SPEC_BYTES:
-            raise InvalidRequestError(
-                f"the grammar has {len(sampling.grammar[1])} characters; the limit is {MAX_SPEC_BYTES}"
-            )
-        most = self.config.model_config.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            if most >= 0 and getattr(sampling, name) > most:
-                raise InvalidRequestError(f"{name} asks for more than max_logprobs, {most}")
-            seats = self.config.scheduler_config.max_num_seqs
-            if min(getattr(sampling, name), self.model.vocab_size) > MAX_LOGPROBS // (seats + PROMPT_LOGITS):
-                raise InvalidRequestError(
-                    f"{name} asks for more than a step's outputs can carry for all of max_num_seqs, {seats}: lower that"
-                )
-        if embeds is not None and sampling.prompt_logprobs >= 0:
-            raise InvalidRequestError("prompt_logprobs need token ids, but the prompt is embeddings")
-        integers = [sampling.max_tokens - 1, sampling.top_k, sampling.min_tokens]
-        integers += [sampling.logprobs + 1, sampling.prompt_logprobs + 1]
-        if not all(0 <= value < 2**62 for value in integers) or not -MAX_SEED - 1 <= sampling.seed <= MAX_SEED:
-            raise InvalidRequestError("an integer of the sampling parameters is out of range")
-        if len(message.output_token_ids) >= sampling.max_tokens:
-            raise InvalidRequestError(
-                f"{len(message.output_token_ids)} output tokens are there already; max_tokens is {sampling.max_tokens}"
-            )
-        if embeds is not None and not self.executor.accepts_embeddings:
-            raise NotSupportedError(
-                "this model needs more of a prompt than its embeddings: prompt_embeds can't be used"
-            )
-        if embeds is not None and embeds.shape != (len(ids), self.model.hidden_size):
-            raise InvalidRequestError(
-                f"prompt_embeds has shape {list(embeds.shape)}; it must be [{len(ids)}, {self.model.hidden_size}]"
-            )
 
 
 def _follow(request: Request, grammar: Grammar) -> None:

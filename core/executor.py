@@ -8,7 +8,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ..ipc.messages import ModelFacts
 from ..kernels import host_memory
-from ..kernels.interface import Backend
+from ..kernels.interface import AttentionSpec, Backend
 from .adapter_files import LoRALimits
 from .draft import Drafter, load_draft
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .host_cache import count_slots, offloading_bytes
-from .kv_layout import KVLayout, cache_dtype, plan_layout
+from .kv_layout import KVLayout, cache_dtype
 from .logprobs import Scores
 from .memory import count_blocks, free_host_bytes
 from .model.loader import load_model
@@ -34,6 +34,9 @@ from .model.streamed import offloaded_bytes
 from .model.whole import make_whole
 from .model_runner import Launched, ModelRunner, Sampled
 from .step import Step
+
+if TYPE_CHECKING:
+    from .model.encoder import EncoderModel
 
 
 class Executor(Protocol):
@@ -100,56 +103,101 @@ def executor_for(config: EngineConfig, decisions: Mapping[str, Any] | None = Non
     return kind(config, decisions)
 
 
-class UniprocExecutor:
-    """The model in this process, on one device."""
+class LocalExecutor(Executor):
+    """What executors of a model in this process, on one device, have in common."""
+
+    num_host_blocks = 0
+    lora_limits: LoRALimits | None = None
+    _facts: ModelFacts
+    _explained: list[str]
+
+    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None) -> None:
+        self._config = config
+        self._device = pick_device(config.device_config.device)
+        if decisions is not None:
+            wait_for_memory(self._device, decisions["device_bytes"])
+        self._free_at_first = free_bytes(self._device)
+        self._backend = choose_backend(config.device_config, self._device)
+        self._dropped = False  # its weights
+        self._runner: ModelRunner | None = None
+        self.decisions: dict[str, Any] = {"device_bytes": 0}
+
+    def _prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
+        prepare_kernels(self._backend, specs, dtype, self._cache_dtype(dtype))
+
+    def _cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return cache_dtype(self._config.cache_config.kv_cache_dtype, dtype)
+
+    def _lay_out(self, model: PagedModel) -> KVLayout:
+        return model.lay_out(self._backend, self._config.cache_config.block_size, self._cache_dtype(model.dtype))
+
+    def _facts_of(self, model: PagedModel | EncoderModel, **more: Any) -> ModelFacts:
+        dtype = str(model.dtype).removeprefix("torch.")
+        return ModelFacts(model.vocab_size, model.hidden_size, self.max_model_len, dtype, **more)
+
+    def _make_runner(self, model: PagedModel) -> ModelRunner:
+        scheduler = self._config.scheduler_config
+        return ModelRunner(
+            model,
+            self.layout,
+            self._backend,
+            self.num_blocks,
+            scheduler.max_num_seqs,
+            self.max_model_len,
+            scheduler.max_num_batched_tokens,
+            host_blocks=self.num_host_blocks,
+        )
+
+    def warm_up(self) -> None:
+        self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device))
+
+    def _collect(self) -> None:
+        """Let the system have what was let go."""
+        gc.collect()
+        host_memory.trim()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    def explain(self) -> list[str]:
+        return self._explained
+
+
+class UniprocExecutor(LocalExecutor):
+    """One that chooses tokens."""
 
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
-        self._config, cache, scheduler = config, config.cache_config, config.scheduler_config
-        self._device = device = pick_device(config.device_config.device)
-        host_bytes, self._offload = offloading_bytes(cache), offloaded_bytes(config, device)
-        if decisions is not None:
-            wait_for_memory(device, decisions["device_bytes"])
-        self._free_at_first = free_bytes(device)
-        self._backend = choose_backend(config.device_config, device)
+        scheduler, host_bytes = config.scheduler_config, offloading_bytes(config.cache_config)
+        super().__init__(config, decisions)
+        self._offload = offloaded_bytes(config, self._device)
         self._loras: AdaptedBackend | None = None
         if config.lora_config.enable_lora:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
-        backend = self._backend
         model = self._load(None if decisions is None else decisions["fusing"])
         self.lora_limits = None if self._loras is None else _lora_limits(config, model, self._loras)
         self._explained = model.explain()
-        kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
-        self.layout = plan_layout(
-            model.layers, model.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
-        )
-        self._graph_sizes = graph_sizes(config.device_config, device, scheduler.max_num_seqs)
+        self.layout = self._lay_out(model)
+        self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
         self._draft = load_draft(config, model, self.layout)
+        beside = self._draft.layout.block_bytes if self._draft else 0
         self.num_blocks, self.max_model_len = count_blocks(
-            config, self.layout, model, backend, self._graph_sizes, self._draft.layout.block_bytes if self._draft else 0
+            config, self.layout, model, self._backend, self._graph_sizes, beside
         )
         self.num_host_blocks = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes())
         self.accepts_embeddings = model.accepts_embeddings
-        self._facts = ModelFacts(
-            model.vocab_size,
-            model.hidden_size,
-            self.max_model_len,
-            str(model.dtype).removeprefix("torch."),
-            list(model.eos_token_ids),
-            self._fingerprint,
-        )
-        self.decisions: dict[str, Any] = {"fusing": model.decisions, "device_bytes": 0}
+        self._facts = self._facts_of(model, eos_token_ids=list(model.eos_token_ids), fingerprint=self._fingerprint)
+        self.decisions["fusing"] = model.decisions
         self._model = model
-        self._dropped = False  # its weights
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and what they are
-        self._runner: ModelRunner | None = None
         self._drafter: Drafter | None = None
         self._make_runners()
         self.asynchronous = self.runner.device.asynchronous
 
     def _load(self, decisions: Mapping[str, Any] | None) -> PagedModel:
         config, backend = self._config, self._backend
-        kv_dtype = config.cache_config.kv_cache_dtype
         model = load_model(
             config.model_config,
             config.load_config,
@@ -157,7 +205,7 @@ class UniprocExecutor:
             config.model_config.max_model_len,
             backend,
             decisions,
-            lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(kv_dtype, dtype)),
+            self._prepare,
             self._offload,
         )
         self._fingerprint = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
@@ -168,17 +216,7 @@ class UniprocExecutor:
         return model
 
     def _make_runners(self) -> None:
-        scheduler = self._config.scheduler_config
-        self._runner = ModelRunner(
-            self.model,
-            self.layout,
-            self._backend,
-            self.num_blocks,
-            scheduler.max_num_seqs,
-            self.max_model_len,
-            scheduler.max_num_batched_tokens,
-            host_blocks=self.num_host_blocks,
-        )
+        self._runner = self._make_runner(self.model)
         if self._draft is not None:
             self._drafter = Drafter(self._draft, self._config, self.num_blocks, self.max_model_len, self._runner)
 
@@ -196,9 +234,9 @@ class UniprocExecutor:
 
     def sleep(self, level: int) -> None:
         if self._runner is not None:
-            for runner in (self._runner, *([self._drafter.runner] if self._drafter else [])):
-                host_memory.give_back(runner.pool)
-                runner.model.unbind()
+            self._runner.give_back()
+            if self._drafter is not None:
+                self._drafter.runner.give_back()
             self._runner = self._drafter = None
         if self._loras is not None:
             self._loras.forget()
@@ -217,10 +255,7 @@ class UniprocExecutor:
             empty(tensors)
             if self._model.streamed is not None:
                 self._model.streamed.sleep()
-        gc.collect()
-        host_memory.trim()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._collect()
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
@@ -261,7 +296,7 @@ class UniprocExecutor:
                     "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
                     f"or set enforce_eager ({str(error).partition(chr(10))[0]})"
                 ) from error
-            self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device))
+            super().warm_up()
 
     def release_memory(self) -> None:
         self.runner.device.release_memory()
@@ -278,12 +313,6 @@ class UniprocExecutor:
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         with self.model.unpacked() as module:
             return func(module)
-
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    def explain(self) -> list[str]:
-        return self._explained
 
     def execute(self, step: Step) -> Launched:
         with lack_of_memory():

@@ -50,11 +50,8 @@ def _has_gpu() -> bool:
 def _driver_trouble() -> str:
     try:
         torch.cuda.init()
-        return (
-            ""
-            if torch.cuda.device_count()
-            else "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
+        found = torch.cuda.device_count()
+        return "" if found else "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
     except RuntimeError as error:
         text = str(error).partition("\n")[0]
         if "too old" in text:

@@ -108,10 +108,7 @@ class Lifecycle:
         Raises:
             InvalidArgumentError: no such mode.
         """
-        _check_mode(mode)
-        if mode == "abort":
-            self._scheduler.abort_all()
-        self._pause_mode = "wait" if mode == "wait" else "keep"
+        self._pause_mode = self._abort_or(mode)
         self._set(paused=True)
         done: Future[None] = Future()
         self._pausing.append((done, clear_cache))
@@ -120,8 +117,7 @@ class Lifecycle:
 
     def resume(self) -> None:
         """Undo `pause`."""
-        pausing, self._pausing = self._pausing, []
-        _answer([done for done, _ in pausing])
+        self._answer_pausing()
         self._set(paused=False)
 
     # ------------------------------------------------------------------ sleep
@@ -144,14 +140,11 @@ class Lifecycle:
         """
         if type(level) is not int or not 0 <= level <= 2:
             raise InvalidArgumentError(f"level is {level!r:.80}; it must be 0, 1 or 2")
-        _check_mode(mode)
         if self._update is not None:
             raise InvalidRequestError(f"weights of version {self._update.version!r} are coming in: sleep later")
-        if mode == "abort":
-            self._scheduler.abort_all()
+        self._sleep_mode = self._abort_or(mode)
         done: Future[None] = Future()
         self._falling.append(done)
-        self._sleep_mode = "wait" if mode == "wait" else "keep"
         self._scheduler.sleep_level = max(level, self._scheduler.sleep_level)
         self._settle()
         self.advance()
@@ -165,8 +158,7 @@ class Lifecycle:
             return
         if any(clear_cache for _, clear_cache in self._pausing):
             self._scheduler.reset_prefix_cache()
-        pausing, self._pausing = self._pausing, []
-        _answer([done for done, _ in pausing])
+        self._answer_pausing()
         if self._falling:
             self._fall_asleep()
 
@@ -286,6 +278,18 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ inside
 
+    def _answer_pausing(self) -> None:
+        pausing, self._pausing = self._pausing, []
+        _answer([done for done, _ in pausing])
+
+    def _abort_or(self, mode: PauseMode) -> PauseMode:
+        """End all requests, if `mode` says so; what becomes of the others, and of those that come."""
+        if mode not in get_args(PauseMode):
+            raise InvalidArgumentError(f"mode is {mode!r:.80}; it must be one of {', '.join(get_args(PauseMode))}")
+        if mode == "abort":
+            self._scheduler.abort_all()
+        return "wait" if mode == "wait" else "keep"
+
     def _set(self, **changes: object) -> None:
         self.state = msgspec.structs.replace(self.state, **changes)
         self._settle()
@@ -304,11 +308,6 @@ class Lifecycle:
             self._scheduler.resume()
         elif mode != self._scheduler.paused:
             self._scheduler.pause(mode, clear_cache=False)
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in get_args(PauseMode):
-        raise InvalidArgumentError(f"mode is {mode!r:.80}; it must be one of {', '.join(get_args(PauseMode))}")
 
 
 def _answer(calls: Sequence[Future[None]], error: Exception | None = None) -> None:

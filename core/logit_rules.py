@@ -90,16 +90,12 @@ class LogitRules:
             if sampling.allowed_token_ids:
                 bias.fill_(-torch.inf)
                 bias[self._bring(sampling.allowed_token_ids)] = 0
-            bias[self._bring(list(sampling.logit_bias))] += self._bring(
-                list(sampling.logit_bias.values()), torch.float32
-            )
+            added = self._bring(list(sampling.logit_bias.values()), torch.float32)
+            bias[self._bring(list(sampling.logit_bias))] += added
             bias[self._bring(never)] = -torch.inf
         if request.is_penalised:
-            self._penalties[slot] = (
-                sampling.repetition_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
+            penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+            self._penalties[slot] = penalties
             first, last = request.num_virtual, request.prompt_len
             _, prompt, output = np.split(request.tokens.astype(np.int64), [first, last])
             seen = self._in_prompt.give(slot)
@@ -120,9 +116,9 @@ class LogitRules:
         is changed. Sets `failure` or `complete` of a request for which nothing is to be chosen."""
         for slot in [slot for slot, request in self._requests.items() if request.slot != slot]:
             self._drop(slot)
-        ruled = (
-            [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._requests] if self._requests else ()
-        )
+        if not self._requests:
+            return logits
+        ruled = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._requests]
         if not ruled:
             return logits
         logits = logits.float()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..ipc.messages import FinishReason
+import numpy as np
+
+from ..ipc.messages import FinishReason, Latency
 from ..ipc.metrics import Ended, Meter
 from .request import Request
 
@@ -28,3 +30,19 @@ class CoreMeter(Meter):
             queued, prefill, decode = admitted - request.arrival, first - admitted, now - first
             ended = ended._replace(queued_time=queued, prefill_time=prefill, decode_time=decode)
         self.ended(ended)
+
+
+class Latest:
+    """The latest `size` observations, in seconds."""
+
+    def __init__(self, size: int = 1000) -> None:
+        self._values = np.zeros(size)
+        self._count = 0
+
+    def add(self, seconds: float) -> None:
+        self._values[self._count % len(self._values)] = seconds
+        self._count += 1
+
+    def percentiles(self) -> Latency:
+        values = self._values[: self._count]
+        return Latency(*np.percentile(values, (50, 95, 99)).tolist()) if values.size else Latency()

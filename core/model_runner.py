@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..kernels import host_memory
 from ..kernels.interface import AttentionSpec, Backend, LayerCache, PagedBatch
-from .device import TURNS, Device, Mark, Tokens, device_for
+from .device import TURNS, Mark, Tokens, device_for
 from .gpu import backends_for
 from .host_cache import HostBlocks
 from .kv_layout import KVLayout
@@ -71,19 +72,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         max_tokens: int,
-        device: Device | None = None,
         host_blocks: int = 0,
     ) -> None:
         self.model = model
-        self.inputs = StepInputs(
-            device := device or device_for(model.device),
-            layout,
-            max_num_seqs,
-            max_model_len,
-            max_tokens,
-            model.row_multiple,
-        )
-        self.device = device
+        self.device = device = device_for(model.device)
+        self.inputs = StepInputs(device, layout, max_num_seqs, max_model_len, max_tokens, model.row_multiple)
         # zeroed, for rows that are masked are still multiplied by 0
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
         self._host = HostBlocks(device, layout, host_blocks)
@@ -119,6 +112,11 @@ class ModelRunner:
     def follow(self, other: ModelRunner) -> None:
         """Let tokens that are not on the host yet be those that `other` sampled."""
         self._last_tokens = other._last_tokens
+
+    def give_back(self) -> None:
+        """Let the system have the cache's memory. Nothing can be run any more."""
+        host_memory.give_back(self.pool)
+        self.model.unbind()
 
     # ------------------------------------------------------------------ a step
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,18 +13,14 @@ from torch import nn
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
-from ..ipc.messages import ModelFacts, Pooling
-from ..kernels import host_memory
-from .adapter_files import LoRALimits
+from ..ipc.messages import Pooling
 from .device import Tokens, device_for
-from .executor import empty, fingerprint, lack_of_memory, tensors_of
-from .gpu import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
-from .kv_layout import KVLayout, cache_dtype, plan_layout
+from .executor import LocalExecutor, empty, fingerprint, lack_of_memory, tensors_of
+from .kv_layout import KVLayout
 from .memory import count_blocks
 from .model.encoder import EncoderModel
 from .model.paged_model import PagedModel
 from .model.pooling import PoolingModel, load_pooling_model
-from .model_runner import ModelRunner
 from .request import Request
 from .step import Step
 
@@ -40,88 +35,58 @@ class Launched(NamedTuple):
     counts: np.ndarray  # int64 [step's rows]: how many of them are each request's
 
 
-class PoolingExecutor:
+class PoolingExecutor(LocalExecutor):
     """See `Executor`. No tokens are chosen: what a row that samples brings is what `pooled` gives. Layers run one by
     one on a CPU too, for a whole model's native call ends in logits."""
 
-    num_host_blocks = 0
-    lora_limits: LoRALimits | None = None
-
     def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
         _refuse(config)
-        self._config = config
-        options, cache = config.device_config, config.cache_config
-        device = pick_device(options.device)
-        if decisions is not None:
-            wait_for_memory(device, decisions["device_bytes"])
-        self._free_at_first = free_bytes(device)
-        backend = choose_backend(options, device)
-        self._backend, self._dropped = backend, False
-        self._device = device_for(device)
+        super().__init__(config, decisions)
+        self._copies = device_for(self._device)
         self.model = self._load(None if decisions is None else decisions["fusing"])
         trunk, replace = self.model.trunk, msgspec.structs.replace
-        self._fingerprint = fingerprint(self.model.model.state_dict())
-        self._runner: ModelRunner | None = None
         if isinstance(trunk, EncoderModel):
-            self.layout = KVLayout(cache.block_size, trunk.dtype, 0, (), (), (), (), ())
+            self.layout = KVLayout(config.cache_config.block_size, trunk.dtype, 0, (), (), (), (), ())
             self.num_blocks, self.max_model_len = 1, _longest(config, self.model, trunk)
         else:
-            kv_dtype = cache_dtype(cache.kv_cache_dtype, trunk.dtype)
-            self.layout = plan_layout(
-                trunk.layers, trunk.sources, cache.block_size, kv_dtype, backend.cache_dim, backend.heads_first
-            )
+            self.layout = self._lay_out(trunk)
             if config.model_config.max_model_len is None and (most := self.model.recipe.max_length) is not None:
                 most = min(most, trunk.max_position or most)
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
-            self.num_blocks, self.max_model_len = count_blocks(config, self.layout, trunk, backend)
-            self._make_runner(trunk)
-        self.asynchronous = self._device.asynchronous
+            self.num_blocks, self.max_model_len = count_blocks(config, self.layout, trunk, self._backend)
+            self._runner = self._make_runner(trunk)
+        self.asynchronous = self._copies.asynchronous
         self.accepts_embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
-        self.decisions: dict[str, Any] = {"fusing": getattr(trunk, "decisions", {}), "device_bytes": 0}
+        self.decisions["fusing"] = getattr(trunk, "decisions", {})
+        self._facts = self._facts_of(
+            trunk, fingerprint=fingerprint(self.model.model.state_dict()), tasks=self.model.tasks
+        )
+        self._explained = self.model.explain()
         self._requests: dict[int, Request] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come
 
     def _load(self, decisions: Mapping[str, Any] | None) -> PoolingModel:
-        config, kv_dtype = self._config, self._config.cache_config.kv_cache_dtype
+        config = self._config
         return load_pooling_model(
-            config.model_config,
-            config.load_config,
-            self._device.torch,
-            self._backend,
-            decisions,
-            lambda specs, dtype: prepare_kernels(self._backend, specs, dtype, cache_dtype(kv_dtype, dtype)),
-        )
-
-    def _make_runner(self, trunk: PagedModel) -> None:
-        scheduler = self._config.scheduler_config
-        self._runner = ModelRunner(
-            trunk,
-            self.layout,
-            self._backend,
-            self.num_blocks,
-            scheduler.max_num_seqs,
-            self.max_model_len,
-            scheduler.max_num_batched_tokens,
+            config.model_config, config.load_config, self._device, self._backend, decisions, self._prepare
         )
 
     def sleep(self, level: int) -> None:
         """See `Executor`. On a GPU weights are dropped on level 1, too."""
         if self._runner is not None:
-            host_memory.give_back(self._runner.pool)
-            self._runner.model.unbind()
+            self._runner.give_back()
             self._runner = None
-        if level == 2 or self._device.torch.type == "cuda":
+        if level == 2 or self._device.type == "cuda":
             self._dropped = True
             empty(tensors_of(self.model.model))
-        gc.collect()
-        host_memory.trim()
+        self._collect()
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
             self.model, self._dropped = self._load(self.decisions["fusing"]), False
         trunk = self.model.trunk
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
-            self._make_runner(trunk)
+            self._runner = self._make_runner(trunk)
 
     def set_parameters(self, parts: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         raise NotSupportedError("update_weights is for models that generate; this one pools")
@@ -131,25 +96,8 @@ class PoolingExecutor:
             raise InvalidRequestError("the weights sleep: call wake_up first")
         return func(self.model.model)
 
-    def warm_up(self) -> None:
-        self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device.torch))
-
     def release_memory(self) -> None:
-        self._device.release_memory()
-
-    def facts(self) -> ModelFacts:
-        trunk = self.model.trunk
-        return ModelFacts(
-            trunk.vocab_size,
-            trunk.hidden_size,
-            self.max_model_len,
-            str(trunk.dtype).removeprefix("torch."),
-            fingerprint=self._fingerprint,
-            tasks=self.model.tasks,
-        )
-
-    def explain(self) -> list[str]:
-        return self.model.explain()
+        self._copies.release_memory()
 
     def keeps_rows(self, pooling: Pooling, num_tokens: int) -> bool:
         """Whether all rows of a prompt of so many tokens are kept, so that each has to be computed.
@@ -175,8 +123,8 @@ class PoolingExecutor:
             else:
                 encoder: Any = self.model.trunk
                 hidden = encoder.forward(step.token_ids, counts.tolist(), [self._second(s) for s in slots.tolist()])
-                hidden = hidden[self._device.bring(torch.from_numpy(wanted))]
-        return Launched(step, self._device.download(hidden.float()), kept)
+                hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
+        return Launched(step, self._copies.download(hidden.float()), kept)
 
     def sample(self, launched: Launched) -> Launched:
         return launched

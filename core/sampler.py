@@ -26,6 +26,7 @@ _COLUMNS = {
     "slot": torch.int64,
     "sampled": torch.bool,
 }
+_OF_REQUEST = ("temperature", "top_p", "min_p", "top_k", "seed")
 _OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 
 
@@ -44,20 +45,13 @@ class Sampler:
         self._device, self._backend = device, backend
         self._rules = LogitRules(max_num_seqs, vocab_size, device)
         self._num_logprobs = np.full(max_num_seqs, -1)
-        self._temperature = np.zeros(max_num_seqs, np.float32)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._seed = np.zeros(max_num_seqs, np.int64)
         self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
+        self._of_slot = {name: np.zeros(max_num_seqs, self._rows[name].host[0].dtype) for name in _OF_REQUEST}
 
     def admit(self, request: Request) -> None:
         slot, sampling = request.slot, request.sampling
-        self._temperature[slot] = sampling.temperature
-        self._top_p[slot] = sampling.top_p
-        self._top_k[slot] = sampling.top_k
-        self._min_p[slot] = sampling.min_p
-        self._seed[slot] = sampling.seed
+        for name, column in self._of_slot.items():
+            column[slot] = getattr(sampling, name)
         self._num_logprobs[slot] = sampling.logprobs
         self._rules.admit(request)
 
@@ -80,22 +74,22 @@ class Sampler:
         return Choice(tokens, on_device, scores)
 
     def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
-        sampled = self._temperature[slots] > 0
+        sampled = self._of_slot["temperature"][slots] > 0
         if not sampled.any():
             return self._backend.largest(logits)
 
-        def limit(name: str, column: np.ndarray) -> torch.Tensor | None:
-            values = np.where(sampled, column[slots], _OFF[name])
+        def limit(name: str) -> torch.Tensor | None:
+            values = np.where(sampled, self._of_slot[name][slots], _OFF[name])
             return self._send(name, values, turn) if (values != _OFF[name]).any() else None
 
         scores = logits.float()
-        temperature = limit("temperature", self._temperature)
+        temperature = limit("temperature")
         if temperature is not None:
             scores = scores / temperature.unsqueeze(1)
-        limits = limit("top_k", self._top_k), limit("top_p", self._top_p), limit("min_p", self._min_p)
+        limits = limit("top_k"), limit("top_p"), limit("min_p")
         if any(values is not None for values in limits):
             scores = self._backend.mask(scores, *limits)
-        seeds = self._send("seed", self._seed[slots], turn)
+        seeds = self._send("seed", self._of_slot["seed"][slots], turn)
         where = self._send("position", positions, turn)
         return self._backend.choose(scores, seeds, where, self._send("sampled", sampled, turn))
 

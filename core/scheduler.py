@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -23,14 +23,13 @@ from ..ipc.messages import Finished, FinishReason, Logprobs, Outputs, Pooled, St
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .kv_cache import KVCacheManager
-from .latency import Latest
 from .logprobs import Scores
 from .loras import LoRAs
-from .metrics import CoreMeter
+from .metrics import CoreMeter, Latest
 from .outbox import NO_TOKENS, Outbox
 from .preemption import Preemption
 from .request import Request
-from .speculation import MOST_ROWS, REST, Speculation, may_speculate, standing
+from .speculation import Guesses, Speculation, standing
 from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Step
 from .suspects import Suspects
 
@@ -61,7 +60,6 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self.kv = kv
-        self._speculation = speculation
         by_priority, num_blocks = config.scheduling_policy == "priority", kv.pool.num_blocks - 1
         self.fair = FairShare(by_priority, config.max_num_seqs, max(1, num_blocks), kv.held)
         self.suspects = Suspects(suspects or {}, on_suspects)
@@ -83,6 +81,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # by slot, in order of admission
         self._order = np.zeros(0, np.int64)  # its keys
         self._rows = Columns(slots, max_model_len)
+        self._guesses = None if speculation is None else Guesses(speculation, self._rows)
         self._admitted: list[Request] = []
         self._promised: Request | None = None  # others preempted for it leave it their blocks, which are on the way
         self._in_flight: list[int] = []
@@ -90,18 +89,7 @@ class Scheduler:
         self._last_update: float | None = None  # since when somebody has been running
         self._outbox = Outbox()
         self._next_step = 0
-        self._count: dict[str, Any] = {
-            "prefix_queries": 0,
-            "prefix_hits": 0,
-            "host_hits": 0,
-            "num_preemptions": 0,
-            "chunked_prefills": 0,
-            "mixed_steps": 0,
-            "prompt_tokens": 0,
-            "generation_tokens": 0,
-            "draft_tokens": 0,
-            "accepted_tokens": 0,
-        }
+        self._count: defaultdict[str, Any] = defaultdict(int)  # counters of `Stats`, by name
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -252,15 +240,14 @@ class Scheduler:
         need = self._need(slots)
         quotas: dict[int, int] | None = None
         if need.sum() > self._budget or (self.num_waiting and self.fair.num_competing > 1):
-            quotas = self._quotas(slots, need)
-            need = self._within(quotas, slots, need)
+            quotas, need = self._within_quotas(slots, need)
         granted[slots] = need
         lacking = self._allocate(slots[need > 0])
         self._admit(self._budget - int(granted.sum()), quotas, lacking)
         if quotas is not None:
             self._grant_rest(self._budget - int(granted.sum()))
-        if self._speculation is not None:
-            self._guess(self._speculation)
+        if self._guesses is not None:
+            self._guesses.fill(self._order, self._budget, self._extend)
         slots = self._order[granted[self._order] > 0]
         return self._launch(slots, granted[slots]) if slots.size else None
 
@@ -292,36 +279,29 @@ class Scheduler:
         need: np.ndarray = np.minimum(known - self._rows.num_computed[slots], self._chunk)
         need[self._rows.held_up[slots]] = 0
         waits = self._rows.looks_back[slots]
-        if self._speculation is not None:
-            waits = waits | (self._rows.guessed[slots] > 0)
-            if len(self._order) < MOST_ROWS:
-                waits |= self._rows.guess_from[slots] <= self._rows.num_tokens[slots]
+        if self._guesses is not None:
+            waits = waits | self._guesses.wait(slots, len(self._order))
         if waits.any():
             need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
         if self._chunked and (scored := self._rows.scored[slots] & (need > 0)).any():
             need[scored] = np.minimum(need[scored], max(1, PROMPT_LOGITS // int(scored.sum())))
         return need
 
-    def _quotas(self, slots: np.ndarray, need: np.ndarray) -> dict[int, int]:
-        """The budget divided among the frontends that want some of it."""
+    def _within_quotas(self, slots: np.ndarray, need: np.ndarray) -> tuple[dict[int, int], np.ndarray]:
+        """Divide the budget among the frontends that want some of it, and cut `need` down to that; also what each has
+        left. Inside a frontend decodes come first, then priority and arrival."""
         demand = np.bincount(self._rows.frontend[slots], weights=need)
-        return self.fair.quotas(self._budget, {f: int(demand[f]) for f in np.flatnonzero(demand).tolist()})
-
-    def _within(self, quotas: dict[int, int], slots: np.ndarray, need: np.ndarray) -> np.ndarray:
-        """Cut `need` down to the quotas, which become what is left of them. Inside a frontend decodes come first, then
-        priority and arrival."""
-        demand = np.bincount(self._rows.frontend[slots], weights=need).astype(np.int64)
-        if all(demand[f] <= quotas[f] for f in np.flatnonzero(demand).tolist()):
-            for f in np.flatnonzero(demand).tolist():
-                quotas[f] -= int(demand[f])
-            return need
+        wanted = {f: int(demand[f]) for f in np.flatnonzero(demand).tolist()}
+        quotas = self.fair.quotas(self._budget, wanted)
+        if all(count <= quotas[f] for f, count in wanted.items()):
+            return {f: quota - wanted.get(f, 0) for f, quota in quotas.items()}, need
         cut = np.zeros_like(need)
         ranks = [(need[i] > 1, *self.fair.rank(self._running[int(slot)])) for i, slot in enumerate(slots)]
         for i in sorted(range(len(slots)), key=ranks.__getitem__):
             frontend = int(self._rows.frontend[slots[i]])
             cut[i] = min(int(need[i]), quotas.get(frontend, 0))
             quotas[frontend] = quotas.get(frontend, 0) - int(cut[i])
-        return cut
+        return quotas, cut
 
     def _grant_rest(self, budget: int) -> None:
         """What was kept for requests that then found no seat or blocks goes to running ones, whosever they are, as far
@@ -342,32 +322,6 @@ class Scheduler:
         if able and not (self._in_flight or self._rows.granted.any()):
             self._rows.granted[able[0]] = min(wants[able[0]], budget)
             self._allocate(np.array(able[:1]))
-
-    def _guess(self, speculation: Speculation) -> None:
-        """Fill what is left of a small step with guesses of requests whose tokens are all known, as far as there are
-        free blocks: behind their tokens, for this step alone."""
-        rows, slots = self._rows, self._order
-        room = min(self._budget, MOST_ROWS) - int(rows.granted.sum())
-        if room <= 0:
-            return
-        known = rows.tokens[slots, rows.num_tokens[slots] - 1] != IN_FLIGHT
-        ready = known & ~rows.silent[slots] & (rows.granted[slots] == 1)
-        ready &= rows.num_computed[slots] + 1 == rows.num_tokens[slots]
-        able = slots[ready & (rows.guess_from[slots] <= rows.num_tokens[slots])].tolist()
-        share = -(-room // max(1, len(able)))
-        for slot in able:
-            start = int(rows.num_tokens[slot])
-            count = min(int(rows.trust[slot]), share, room, int(rows.max_len[slot]) - 1 - start)
-            guess = speculation.guess(rows.tokens[slot, :start], count) if count > 0 else ()
-            end = start + len(guess)
-            if end > rows.reach[slot] and not self._extend(slot, end):
-                end = int(rows.reach[slot])
-            count = end - start
-            if count > 0:
-                rows.tokens[slot, start:end] = guess[:count]
-                rows.num_tokens[slot], rows.guessed[slot] = end, count
-                rows.granted[slot] += count
-                room -= count
 
     @property
     def _prompt_logits_left(self) -> int:
@@ -532,8 +486,8 @@ class Scheduler:
         if request.lora is not None and self.loras is not None:
             self.loras.seat(request)
         self._rows.held_up[slot] = request is self.suspects.on_trial
-        if self._speculation is not None and may_speculate(request):
-            self._rows.trust[slot], self._rows.guess_from[slot] = self._speculation.most, 0
+        if self._guesses is not None:
+            self._guesses.seat(request)
         self.fair.of(request.frontend).running[slot] = request
         if request.admitted_at is None:
             request.admitted_at = self._clock()
@@ -619,9 +573,11 @@ class Scheduler:
         alive = self._rows.alive[slots]
         row, back = step.choices()
         keep, at = alive[row], ends[row] - back
-        if step.guessed.any():
+        if self._guesses is not None and step.guessed.any():
             keep &= standing(step, row, back, sampled, self._stops(slots[row], sampled))
-            self._settle(step, slots, ends, np.bincount(row[keep], minlength=len(slots)))
+            made, right = self._guesses.settle(step, slots, ends, np.bincount(row[keep], minlength=len(slots)))
+            self._count["draft_tokens"] += made
+            self._count["accepted_tokens"] += right
         rows, at, tokens = slots[row][keep], at[keep], sampled[keep]
         if pooled is None:
             self._rows.tokens[rows, at] = tokens
@@ -669,20 +625,6 @@ class Scheduler:
         for i in np.flatnonzero((stop == MANY_STOPS) & self._rows.alive[slots]):
             found[i] = int(tokens[i]) in self._running[int(slots[i])].stop_tokens
         return found
-
-    def _settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> None:
-        """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
-        guesses wrong guesses less."""
-        assert self._speculation is not None, "somebody guessed"
-        rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
-        slots, right = slots[guessing], brought[guessing] - 1
-        ends[guessing] += right - step.guessed[guessing]
-        rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
-        trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
-        rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
-        rows.trust[slots] = np.maximum(trust, 1)
-        self._count["draft_tokens"] += int(step.guessed[guessing].sum())
-        self._count["accepted_tokens"] += int(right.sum())
 
     def _end_pooled(self, slots: np.ndarray, results: Sequence[np.ndarray | Exception]) -> None:
         for slot, result in zip(slots.tolist(), results, strict=True):
@@ -759,8 +701,7 @@ class Scheduler:
         self._stalled = False
         if len(step.slots) == 1 and (step.num_tokens == 1 or not self._chunked):
             for request in requests:
-                self.suspects.clear(request)
-                self._finish(request, "error", error=error)
+                self.fail(request, error)
             return
         for request in requests:
             self._preempt(request)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ipc.config import SpeculativeConfig
+from .columns import Columns
 from .request import Request
-from .step import Step
+from .step import IN_FLIGHT, Step
 
 MOST_ROWS = 32  # tokens of a step up to which it is filled with guesses: past that a row costs what it may bring
 REST = 16  # tokens without a guess, after several that were wrong
@@ -75,3 +76,62 @@ def standing(step: Step, row: np.ndarray, back: np.ndarray, tokens: np.ndarray, 
     before = np.cumsum(last) - last
     found: np.ndarray = before == before[np.searchsorted(row, row)]
     return found
+
+
+class Guesses:
+    """Those in the rows of running requests, behind their own tokens."""
+
+    def __init__(self, speculation: Speculation, rows: Columns) -> None:
+        self._speculation, self._rows = speculation, rows
+
+    def seat(self, request: Request) -> None:
+        """A request got its slot."""
+        if may_speculate(request):
+            self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
+
+    def wait(self, slots: np.ndarray, num_running: int) -> np.ndarray:
+        """Which of the requests at `slots` compute nothing while a token of theirs is in flight (bool ``[slots]``):
+        those with guesses in flight, and, where a step has room for guesses, those that are to make some."""
+        rows = self._rows
+        waits: np.ndarray = rows.guessed[slots] > 0
+        if num_running < MOST_ROWS:
+            waits |= rows.guess_from[slots] <= rows.num_tokens[slots]
+        return waits
+
+    def fill(self, slots: np.ndarray, budget: int, extend: Callable[[int, int], bool]) -> None:
+        """Fill what is left of a small step with guesses of requests whose tokens are all known, for this step alone,
+        as far as there are free blocks: `extend` lets a slot's tables reach so many tokens, if it can."""
+        rows = self._rows
+        room = min(budget, MOST_ROWS) - int(rows.granted.sum())
+        if room <= 0:
+            return
+        known = rows.tokens[slots, rows.num_tokens[slots] - 1] != IN_FLIGHT
+        ready = known & ~rows.silent[slots] & (rows.granted[slots] == 1)
+        ready &= rows.num_computed[slots] + 1 == rows.num_tokens[slots]
+        able = slots[ready & (rows.guess_from[slots] <= rows.num_tokens[slots])].tolist()
+        share = -(-room // max(1, len(able)))
+        for slot in able:
+            start = int(rows.num_tokens[slot])
+            count = min(int(rows.trust[slot]), share, room, int(rows.max_len[slot]) - 1 - start)
+            guess = self._speculation.guess(rows.tokens[slot, :start], count) if count > 0 else ()
+            end = start + len(guess)
+            if end > rows.reach[slot] and not extend(slot, end):
+                end = int(rows.reach[slot])
+            count = end - start
+            if count > 0:
+                rows.tokens[slot, start:end] = guess[:count]
+                rows.num_tokens[slot], rows.guessed[slot] = end, count
+                rows.granted[slot] += count
+                room -= count
+
+    def settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> tuple[int, int]:
+        """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
+        guesses wrong guesses less. Returns how many guesses there were, and how many were right."""
+        rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
+        slots, right = slots[guessing], brought[guessing] - 1
+        ends[guessing] += right - step.guessed[guessing]
+        rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
+        trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
+        rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
+        rows.trust[slots] = np.maximum(trust, 1)
+        return int(step.guessed[guessing].sum()), int(right.sum())

@@ -36,11 +36,8 @@ class Worker:
         """
         if callable(method):
             return method(self, *args, **kwargs)
-        if (
-            not isinstance(args, list | tuple)
-            or not isinstance(kwargs, dict)
-            or not all(isinstance(name, str) for name in kwargs)
-        ):
+        named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+        if not isinstance(args, list | tuple) or not named:
             raise InvalidRequestError("args must be a list, and kwargs a dict of names")
         found = None if not isinstance(method, str) or method.startswith("_") else getattr(self, method, None)
         if not callable(found):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from . import BackendUnavailableError, prebuilt
 from .flashinfer_plan import AttentionPlan, Planner
 from .flashinfer_work import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
-from .interface import AttentionSpec, LayerCache, PagedBatch
+from .interface import AttentionSpec, Backend, LayerCache, PagedBatch
 from .reference import FP8_LARGEST, ReferenceBackend
 
 HALF = (torch.float16, torch.bfloat16)
@@ -35,7 +35,7 @@ class Gpu(NamedTuple):
     num_multiprocessors: int
 
 
-class FlashInferBackend:
+class FlashInferBackend(Backend):
     """See `interface.Backend` for what the methods promise.
 
     `plan` is for the dtypes that `refuses` was last asked about for that spec.
@@ -224,9 +224,6 @@ class FlashInferBackend:
 
     # ------------------------------------------------------------------ sampling
 
-    def decoder(self, *_: object) -> None:
-        """Layers run one by one."""
-
     def mask(
         self,
         scores: torch.Tensor,
@@ -250,10 +247,6 @@ class FlashInferBackend:
             floor = scores.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)  # where it is off, minus infinity
             scores = torch.where(scores < floor, -torch.inf, scores)
         return scores
-
-    def largest(self, scores: torch.Tensor) -> torch.Tensor:
-        """torch's own."""
-        return scores.argmax(dim=-1)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

@@ -55,6 +55,16 @@ class AttentionPlan(NamedTuple):
     parts: list[Part]
 
 
+class _Lists(NamedTuple):
+    """What a prefill wrapper is planned for: `kv_lens` keys of each request, and the rest as in `PagedBatch`."""
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor  # on the device
+    last_page_len: torch.Tensor
+    kv_lens: Ints
+
+
 class _Lane:
     """A wrapper, and the memory it plans in."""
 
@@ -167,18 +177,8 @@ class Planner:
         if self._backend(kind) == "fa2":  # FA3 would drop it; it shares no request's keys out
             tiles = self._programs // kind.spec.num_kv_heads
             options["disable_split_kv"] = kind.partial_bytes(tiles, kind.prefill_tile) > FLOAT_WORKSPACE
-        self._plan_many(
-            kind,
-            lane,
-            turn,
-            batch,
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            last_page_len,
-            kv_lengths(batch)[skipped:],
-            options,
-        )
+        lists = _Lists(qo_indptr, kv_indptr, kv_indices, last_page_len, kv_lengths(batch)[skipped:])
+        self._plan_many(kind, lane, turn, batch.block_size, lists, options)
         return Part(lane.wrapper, slice(skipped, int(batch.qo_indptr[-1])))
 
     def _plan_pieces(self, kind: Kind, batch: PagedBatch, on_device: DeviceBatch, turn: int) -> Iterator[Part]:
@@ -195,18 +195,14 @@ class Planner:
             these = Pieces(*(column[start:stop] for column in pieces))
             lane = self._lane(kind, batch.group, "pieces", lanes)
             kv_indptr = _indptr(these.num_pages)
-            self._plan_many(
-                kind,
-                lane,
-                turn,
-                batch,
+            lists = _Lists(
                 self._page_locked(_indptr(these.rows)),
                 self._page_locked(kv_indptr),
                 self._pages_of(these, kv_indptr, on_device),
                 self._page_locked(these.kv_len - (these.num_pages - 1) * batch.block_size),
                 these.kv_len,
-                {"fixed_split_size": DETERMINISTIC_SPLIT // batch.block_size},
             )
+            self._plan_many(kind, lane, turn, batch.block_size, lists, _fixed_split(batch))
             rows = int(these.rows.sum())
             yield Part(lane.wrapper, slice(row, row + rows))
             start, row, lanes = stop, row + rows, lanes + 1
@@ -220,32 +216,19 @@ class Planner:
         return on_device.kv_indices.index_select(0, places)
 
     def _plan_many(
-        self,
-        kind: Kind,
-        lane: _Lane,
-        turn: int,
-        batch: PagedBatch,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        kv_lens: Ints,
-        options: dict[str, Any],
+        self, kind: Kind, lane: _Lane, turn: int, block_size: int, lists: _Lists, options: dict[str, Any]
     ) -> None:
         """Plan a prefill wrapper. FlashInfer copies the lengths to the device from wherever they lie: from page-locked
         memory, without waiting. (Its ``max_sequence_kv`` would spare it a look for the longest, but FA2 then fails.)"""
         lane.take(turn).plan(
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            last_page_len,
+            *lists[:4],
             kind.spec.num_q_heads,
             kind.spec.num_kv_heads,
             kind.dim,
-            batch.block_size,
+            block_size,
             causal=True,
-            seq_lens=self._page_locked(kv_lens),
-            max_token_per_sequence=int(np.diff(qo_indptr.numpy()).max()),
+            seq_lens=self._page_locked(lists.kv_lens),
+            max_token_per_sequence=int(np.diff(lists.qo_indptr.numpy()).max()),
             **kind.common,
             **options,
         )
@@ -264,18 +247,9 @@ class Planner:
             raise RuntimeError(f"the arrays of a graph of {requests} requests moved; they must stay where they were")
         twins = on_device._replace(kv_indices=on_device.kv_indices[: int(batch.kv_indptr[-1])])
         if self._deterministic:
-            self._plan_many(
-                kind,
-                lane,
-                turn,
-                batch,
-                batch.qo_indptr,
-                batch.kv_indptr,
-                twins.kv_indices,
-                batch.last_page_len,
-                kv_lengths(batch),
-                {"fixed_split_size": DETERMINISTIC_SPLIT // batch.block_size},
-            )
+            qo_indptr, kv_indptr, _, last_page_len, *_ = batch
+            lists = _Lists(qo_indptr, kv_indptr, twins.kv_indices, last_page_len, kv_lengths(batch))
+            self._plan_many(kind, lane, turn, batch.block_size, lists, _fixed_split(batch))
         else:
             self._plan_rows(kind, lane, batch, twins, turn, graph=True)
         key = kind, batch.group, requests
@@ -335,6 +309,10 @@ class Planner:
 
     def _on_device(self, array: Ints) -> torch.Tensor:
         return self._page_locked(array).to(self._device, non_blocking=True)
+
+
+def _fixed_split(batch: PagedBatch) -> dict[str, Any]:
+    return {"fixed_split_size": DETERMINISTIC_SPLIT // batch.block_size}
 
 
 def _indptr(lengths: Ints) -> Ints:

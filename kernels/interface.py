@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from .decoder import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
@@ -79,7 +80,7 @@ class PagedBatch(NamedTuple):
 
 
 class Backend(Protocol):
-    """A kernel backend. Stateless between steps but for workspaces it owns."""
+    """A kernel backend. Stateless between steps but for workspaces it owns. What it does not say is plain torch's."""
 
     name: str
     deterministic: bool  # a row's bits depend on its request alone
@@ -89,9 +90,11 @@ class Backend(Protocol):
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """Why this attention, with queries of `dtype` and a cache of `kv_dtype`, is not for this backend, in words that
         complete "attention with … "; None: it is."""
+        return None
 
     def cache_dim(self, dim: int) -> int:
         """How many elements a head of `dim` takes in the cache; those beyond `dim` are zero."""
+        return dim
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
@@ -133,7 +136,9 @@ class Backend(Protocol):
         interleaved, 2i with 2i + 1."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x @ weight.T + bias``: ``[..., in]``, ``[out, in]``, ``[out]`` → ``[..., out]``."""
+        """``x @ weight.T + bias``: ``[..., in]``, ``[out, in]``, ``[out]`` → ``[..., out]``. torch's own gives a row
+        the same bits as long as their number is a multiple of `ROW_MULTIPLE`."""
+        return F.linear(x, weight, bias)
 
     def decoder(
         self,
@@ -149,6 +154,7 @@ class Backend(Protocol):
         bits: 8 or 4, of weights that are to be quantized. quantized: weights that are already, by the ``id`` of the
         tensor that holds their values.
         """
+        return None
 
     def mask(
         self,
@@ -162,6 +168,7 @@ class Backend(Protocol):
 
     def largest(self, scores: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` → the first of the largest in each row, int64 ``[rows]``."""
+        return scores.argmax(dim=-1)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

@@ -9,17 +9,14 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .decoder import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
-from .interface import AttentionSpec, LayerCache, PagedBatch
-from .native_build import cpu_features, load
-from .native_decoder import ACTIVATIONS as _ACTIVATIONS
-from .native_decoder import DTYPES as _DTYPES
-from .native_decoder import NativeDecoder
+from .interface import AttentionSpec, Backend, LayerCache, PagedBatch
+from .native_build import cpu_features, function, load
+from .native_decoder import ACTIVATIONS, DTYPES, NativeDecoder
 from .native_weights import linear
 from .reference import ReferenceBackend
 
@@ -32,6 +29,7 @@ _TOKENS = struct.Struct("=32q")
 _MASK = struct.Struct("=9q")
 _CHOOSE = struct.Struct("=10q")
 
+_FUNCTIONS = ("attention", "rms_norm", "add_rms_norm", "act_and_mul", "rotate_and_append", "mask", "choose")
 _NO_HEADS = (0, 0, 0, 0)
 _NO_CACHE = (0,) * 11
 
@@ -48,7 +46,7 @@ class NativePlan:
         self._forget(self.handle)
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """C++ on a CPU. See `interface.Backend` for what the methods promise.
 
     Raises:
@@ -63,8 +61,8 @@ class NativeBackend:
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of native_build.py; None: the best this processor has."""
         self._library = library = load(level)
-        self._call = {name: _function(library, name) for name in _FUNCTIONS}
-        self._plan = _function(library, "attention_plan", ctypes.c_void_p)
+        self._call = {name: function(library, name) for name in _FUNCTIONS}
+        self._plan = function(library, "attention_plan", ctypes.c_void_p)
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self._slow_halves = "avx512_bf16" not in cpu_features()
@@ -72,25 +70,21 @@ class NativeBackend:
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """Nothing a model of ours has."""
-        if dtype not in _DTYPES or kv_dtype not in _DTYPES:
+        if dtype not in DTYPES or kv_dtype not in DTYPES:
             return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
         return None
-
-    def cache_dim(self, dim: int) -> int:
-        """As long as it is."""
-        return dim
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """Write the keys and values of this step's tokens to their rows of the cache, in its dtype."""
-        if keys.dtype not in _DTYPES or values.dtype != keys.dtype:
+        if keys.dtype not in DTYPES or values.dtype != keys.dtype:
             return self._reference.append(cache, keys, values, blocks, rows)
         keys, values = _rows_contiguous(keys), _rows_contiguous(values)
         blocks, rows = blocks.int().contiguous(), rows.int().contiguous()
         self._call["rotate_and_append"](
             _TOKENS.pack(
-                len(keys), _DTYPES[keys.dtype], *_NO_HEADS, *_heads(keys), *_heads(values),
+                len(keys), DTYPES[keys.dtype], *_NO_HEADS, *_heads(keys), *_heads(values),
                 keys.shape[2], values.shape[2], 0, 0, 0, 0,
                 *_cache(cache), blocks.data_ptr(), rows.data_ptr(), torch.get_num_threads(),
             )
@@ -124,7 +118,7 @@ class NativeBackend:
         self._call["attention"](
             _ATTENTION.pack(
                 plan.handle, query.data_ptr(), query.stride(0), query.stride(1),
-                _DTYPES[query.dtype], _DTYPES[cache.keys.dtype],
+                DTYPES[query.dtype], DTYPES[cache.keys.dtype],
                 cache.keys.data_ptr(), *cache.keys.stride()[:3], cache.values.data_ptr(), *cache.values.stride()[:3],
                 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), len(query), torch.get_num_threads(),
             )
@@ -133,13 +127,13 @@ class NativeBackend:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """RMSNorm over the last dimension, in fp32."""
-        if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+        if x.dtype not in DTYPES or weight.dtype not in DTYPES:
             return self._reference.rms_norm(x, weight, eps, offset)
         out = torch.empty(x.shape, dtype=x.dtype)
         x, view = _row_view(x)
         self._call["rms_norm"](
             _RMS_NORM.pack(
-                x.data_ptr(), *view, _DTYPES[x.dtype], weight.data_ptr(), _DTYPES[weight.dtype], x.shape[-1],
+                x.data_ptr(), *view, DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype], x.shape[-1],
                 eps, offset, out.data_ptr(), torch.get_num_threads(),
             )
         )  # fmt: skip
@@ -149,12 +143,12 @@ class NativeBackend:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the rounded sum, in the memory of `x`, and the sum, in that of `residual`."""
-        if not (x.dtype == residual.dtype in _DTYPES and x.is_contiguous() and residual.is_contiguous()):
+        if not (x.dtype == residual.dtype in DTYPES and x.is_contiguous() and residual.is_contiguous()):
             return self._reference.add_rms_norm(x, residual, weight, eps, offset)
         width = x.shape[-1]
         self._call["add_rms_norm"](
             _ADD_RMS_NORM.pack(
-                x.data_ptr(), residual.data_ptr(), _DTYPES[x.dtype], weight.data_ptr(), _DTYPES[weight.dtype],
+                x.data_ptr(), residual.data_ptr(), DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype],
                 x.numel() // width, width, eps, offset, torch.get_num_threads(),
             )
         )  # fmt: skip
@@ -166,17 +160,17 @@ class NativeBackend:
             return self._reference.rotate(query, key, cos_sin, interleaved)
         self._call["rotate_and_append"](
             _TOKENS.pack(
-                len(query), _DTYPES[query.dtype], *_heads(query), *_heads(key), *_NO_HEADS, query.shape[2], 0,
+                len(query), DTYPES[query.dtype], *_heads(query), *_heads(key), *_NO_HEADS, query.shape[2], 0,
                 *_angles(cos_sin), interleaved, *_NO_CACHE, torch.get_num_threads(),
             )
         )  # fmt: skip
 
     def _rotates(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        return query.dtype == key.dtype in _DTYPES and query.stride(2) == key.stride(2) == 1
+        return query.dtype == key.dtype in DTYPES and query.stride(2) == key.stride(2) == 1
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`. Where
-        the processor has no instructions for halves torch is slow with them, and ours takes its place."""
+        """torch's own. Where the processor has no instructions for halves it is slow with them, and ours takes its
+        place."""
         if x.dtype == torch.float32 or not self._slow_halves:
             return F.linear(x, weight, bias)
         return linear(self._library, x, weight, bias)
@@ -225,7 +219,7 @@ class NativeBackend:
         chosen = torch.empty(len(scores), dtype=torch.int64)
         self._call["choose"](
             _CHOOSE.pack(
-                scores.data_ptr(), _DTYPES[scores.dtype], *scores.shape, scores.stride(0),
+                scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
                 *(x.data_ptr() for x in keys), chosen.data_ptr(), torch.get_num_threads(),
             )
         )  # fmt: skip
@@ -233,31 +227,20 @@ class NativeBackend:
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; the native backend knows {', '.join(_ACTIVATIONS)}")
-        if gate_up.dtype not in _DTYPES:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; the native backend knows {', '.join(ACTIVATIONS)}")
+        if gate_up.dtype not in DTYPES:
             return self._reference.act_and_mul(gate_up, activation)
         gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up.dtype)
         self._call["act_and_mul"](
             _ACT_AND_MUL.pack(
-                gate_up.data_ptr(), gate_up.stride(0), _DTYPES[gate_up.dtype], _ACTIVATIONS[activation], rows, width,
+                gate_up.data_ptr(), gate_up.stride(0), DTYPES[gate_up.dtype], ACTIVATIONS[activation], rows, width,
                 out.data_ptr(), torch.get_num_threads(),
             )
         )  # fmt: skip
         return out
-
-
-_FUNCTIONS = ("attention", "rms_norm", "add_rms_norm", "act_and_mul", "rotate_and_append", "mask", "choose")
-
-
-def _function(library: ctypes.CDLL, name: str, result: Any = None) -> Any:
-    """A function that takes packed words; bytes go to it without a copy."""
-    function = library[f"mainspring_{name}"]
-    function.argtypes = [ctypes.c_char_p]
-    function.restype = result
-    return function
 
 
 def _heads(x: torch.Tensor) -> tuple[int, ...]:
@@ -268,13 +251,7 @@ def _heads(x: torch.Tensor) -> tuple[int, ...]:
 def _cache(cache: LayerCache) -> tuple[int, ...]:
     """Both CacheViews and the dtype."""
     keys, values = cache
-    return (
-        keys.data_ptr(),
-        *keys.stride()[:3],
-        values.data_ptr(),
-        *values.stride()[:3],
-        _DTYPES[keys.dtype],
-    )
+    return keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3], DTYPES[keys.dtype]
 
 
 def _angles(cos_sin: torch.Tensor) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch  # noqa: F401 -- loads its OpenMP runtime
 
@@ -87,6 +87,14 @@ def load(level: str | None = None) -> ctypes.CDLL:
         BackendUnavailableError: no compiler, a processor the kernels are not written for, or a failed build.
     """
     return _load(build(choose_level(level)))
+
+
+def function(library: ctypes.CDLL, name: str, result: Any = None) -> Any:
+    """A function that takes packed words; bytes go to it without a copy."""
+    found = getattr(library, f"mainspring_{name}")  # a CDLL keeps what it has given once
+    if found.argtypes is None:
+        found.argtypes, found.restype = [ctypes.c_char_p], result
+    return found
 
 
 def why_not() -> str | None:

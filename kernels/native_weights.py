@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import host_memory
+from .native_build import function
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
 GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
@@ -143,14 +144,7 @@ def linear(
 
 
 def _call(library: ctypes.CDLL, name: str, *words: int) -> None:
-    _function(library, name)(_WORDS[len(words)].pack(*words))
-
-
-def _function(library: ctypes.CDLL, name: str) -> Any:
-    function = getattr(library, f"mainspring_weight_{name}")  # a CDLL keeps what it has given once
-    if function.argtypes is None:
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64 if name == "bytes" else None
-    return function
+    function(library, f"weight_{name}")(_WORDS[len(words)].pack(*words))
 
 
 def _kind(weight: torch.Tensor) -> int:
@@ -166,7 +160,7 @@ def _allocate(
     rows, columns = weight.shape
     if gated and rows % (2 * GATE):
         raise ValueError(f"{rows} rows of gate and up; each must have a multiple of {GATE}")
-    size = _function(library, "bytes")(_WORDS[5].pack(kind, 0, rows, columns, group))
+    size = function(library, "weight_bytes", ctypes.c_int64)(_WORDS[5].pack(kind, 0, rows, columns, group))
     return PackedWeight(library, _memory.take(size), kind, rows, columns, group, dtype, gated)
 
 

@@ -18,10 +18,9 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 
 from .gumbel import keyed_choice
-from .interface import ROW_MULTIPLE, AttentionSpec, LayerCache, PagedBatch
+from .interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
 from .sampling import mask_top_k_top_p_min_p
 from .worklist import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
 
@@ -35,7 +34,7 @@ FP8_LARGEST = 448.0
 """of float8_e4m3fn, which has no infinity; some versions of torch make NaN of what is larger."""
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Plain torch. See `interface.Backend` for what the methods promise."""
 
     name = "reference"
@@ -47,14 +46,6 @@ class ReferenceBackend:
         self.deterministic = deterministic
         self._workspaces: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._exact_unpadded: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
-
-    def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-        """Nothing."""
-        return None
-
-    def cache_dim(self, dim: int) -> int:
-        """As long as it is."""
-        return dim
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
@@ -241,13 +232,6 @@ class ReferenceBackend:
             turned[..., 1, :].add_(across[..., 0, :])
             pairs.copy_(turned)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """torch's own, which gives a row the same bits as long as their number is a multiple of `ROW_MULTIPLE`."""
-        return F.linear(x, weight, bias)
-
-    def decoder(self, *_: object) -> None:
-        """Layers run one by one."""
-
     def mask(
         self,
         scores: torch.Tensor,
@@ -263,10 +247,6 @@ class ReferenceBackend:
             torch.ones(rows) if top_p is None else top_p,
             torch.zeros(rows) if min_p is None else min_p,
         )
-
-    def largest(self, scores: torch.Tensor) -> torch.Tensor:
-        """torch's own."""
-        return scores.argmax(dim=-1)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine, Key, blocks_for, expected_output
-from mainspring.core import scheduler
+from mainspring.core import speculation
 from mainspring.core.fair_share import Frontend
 from mainspring.core.step import Step
 from mainspring.ipc.messages import AddRequest, Sampling
@@ -211,7 +211,7 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
         defer(frontend)
 
     monkeypatch.setattr(Frontend, "defer", counted)
-    monkeypatch.setattr(scheduler, "MOST_ROWS", 6)  # of at most 8 seats
+    monkeypatch.setattr(speculation, "MOST_ROWS", 6)  # of at most 8 seats
 
     @settings(max_examples=max_examples)
     @given(schedules())

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
 from ...ipc.config import LoadConfig, ModelConfig
-from ...ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, UnsupportedModelError
+from ...ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ...kernels.interface import AttentionSpec, Backend
 from ...kernels.reference import ReferenceBackend
 from ..device import device_for
@@ -26,7 +26,7 @@ from .dry_run import record_attention
 from .fuse import fuse_model
 from .paged_model import PagedModel
 from .quantized import AwqWeights, read_awq, settle_quantization
-from .refuse import refuse_class, refuse_config
+from .refuse import refuse_class, refuse_config, trial_run
 from .rope import freeze_rope
 from .row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products
 from .streamed import StreamedLayers, stream_layers
@@ -64,13 +64,11 @@ def load_model(
         refuse_class(model_class)
     quantized: AwqWeights | None = None
     first = torch.device("cpu") if offload else device
-    with _quiet(load_config.use_tqdm_on_load):
-        if load_config.load_format == "dummy":
-            model = _random_model(config, model_config, first)
-        elif quantization == "awq":
+    if quantization == "awq" and load_config.load_format != "dummy":
+        with _quiet(load_config.use_tqdm_on_load):
             model, quantized = _awq_model(config, model_class, model_config, load_config)
-        else:
-            model = _pretrained_model(config, model_config, load_config, first)
+    else:
+        model = build_model(config, model_config, load_config, first)
     model.requires_grad_(False)
     streamed, note = stream_layers(model, offload, device_for(device)) if offload else (None, "")
     paged = page(model, max_model_len, backend, decisions, prepare, streamed)
@@ -92,13 +90,9 @@ def page(
     refuse_class(type(model))
     model.eval()
     backend = backend or ReferenceBackend()
-    try:
-        with RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
-            return _learned(model, max_model_len, backend, decisions, prepare, streamed)
-    except (MainspringError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # from the model's own code, which may be anybody's
-        raise UnsupportedModelError(f"{type(model).__name__} failed in a trial run: {error!r}") from error
+    routed = RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext()
+    with trial_run(type(model).__name__), routed:
+        return _learned(model, max_model_len, backend, decisions, prepare, streamed)
 
 
 def _learned(
@@ -188,7 +182,11 @@ def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[Pr
 
 
 def build_model(
-    config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device, auto: Any
+    config: PreTrainedConfig,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device: torch.device,
+    auto: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint. Errors as `load_model`."""
     with _quiet(load_config.use_tqdm_on_load):
@@ -198,7 +196,7 @@ def build_model(
 
 
 def _random_model(
-    config: PreTrainedConfig, model_config: ModelConfig, device: torch.device, auto: Any = AutoModelForCausalLM
+    config: PreTrainedConfig, model_config: ModelConfig, device: torch.device, auto: Any
 ) -> PreTrainedModel:
     dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
     with torch.random.fork_rng(), torch.device(device):
@@ -210,11 +208,7 @@ def _random_model(
 
 
 def _pretrained_model(
-    config: PreTrainedConfig,
-    model_config: ModelConfig,
-    load_config: LoadConfig,
-    device: torch.device,
-    auto: Any = AutoModelForCausalLM,
+    config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device, auto: Any
 ) -> PreTrainedModel:
     def load(name: str) -> Any:
         return auto.from_pretrained(

@@ -20,6 +20,7 @@ from ...kernels.interface import ROW_MULTIPLE, Backend
 from .fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 from .fused import JoinedProjections
 from .paged_model import PagedModel
+from .row_invariant import routed
 
 
 class Place(NamedTuple):
@@ -103,7 +104,7 @@ class AdaptedBackend:
         self._device = model.device
         for module in model.model.modules():
             if isinstance(module, nn.Linear) and is_plain_linear(module):
-                module.forward = _routed(module, self.linear)  # type: ignore[method-assign]
+                module.forward = routed(module, self.linear)  # type: ignore[method-assign]
         seen: dict[int, set[int]] = {}
         self._note = lambda key, rows: seen.setdefault(key, set()).add(rows)
         run_rows(model.model, slice(TEXT_ROWS))
@@ -152,7 +153,3 @@ class AdaptedBackend:
             assert lora is not None
             shares.append(_Share(lora, on_device, on_device[: len(rows)]))
         return shares
-
-
-def _routed(module: nn.Linear, linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    return lambda input: linear(input, module.weight, module.bias)

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache
+from ..kv_layout import KVLayout, plan_layout
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
 from .dry_run import AttentionCall
 from .parameters import ParameterMap
@@ -62,6 +63,10 @@ class PagedModel:
         # embeddings added in each layer are looked up by token id, which rows of embeddings do not tell
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
         self.accepts_embeddings = "inputs_embeds" in accepted and not per_layer
+
+    def lay_out(self, backend: Backend, block_size: int, dtype: torch.dtype) -> KVLayout:
+        """The layout of a cache of this `dtype` that `backend` reads."""
+        return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dim, backend.heads_first)
 
     def bind(self, caches: Sequence[LayerCache], backend: Backend) -> None:
         """Say where each attention call's keys and values lie, and which kernels run it."""

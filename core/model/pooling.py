@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ...ipc.config import LoadConfig, ModelConfig
-from ...ipc.errors import (
-    InvalidArgumentError,
-    InvalidRequestError,
-    MainspringError,
-    NotSupportedError,
-    UnsupportedModelError,
-)
+from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, UnsupportedModelError
 from ...ipc.messages import Pooling
 from ...ipc.tokenizer_files import checkpoint_folder
 from ...kernels.interface import AttentionSpec, Backend
@@ -42,14 +36,12 @@ from .dry_run import UNLIMITED
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .loader import build_model, page, read_config
 from .paged_model import PagedModel
-from .refuse import refuse_class, refuse_config
+from .refuse import refuse_class, refuse_config, trial_run
 from .rope import freeze_rope
 from .row_invariant import is_row_invariant, make_row_invariant
 from .verify import TOLERANCE
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_POOLED_BYTES = 128 << 20  # of what one request brings: half of what a message can carry
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -185,27 +177,21 @@ def load_pooling_model(
     model.requires_grad_(False).eval()
     trunk: Any = model.base_model
     refuse_class(type(trunk))
-    causal, notes = _tried(is_causal, trunk), []
+    notes: list[str] = []
+    with trial_run(type(trunk).__name__):
+        causal = is_causal(trunk)
     recipe = _recipe(_folder(model_config, load_config), "lasttoken" if causal else "cls")
     if model is not trunk:
-        notes.append(_tried(_verify_head, model))
+        with trial_run(type(model).__name__):
+            notes.append(_verify_head(model))
     if causal:
-        paged = page(trunk, model_config.max_model_len, backend, decisions, prepare)
-        pooling = PoolingModel(model, paged, tasks, recipe)
+        served: Any = page(trunk, model_config.max_model_len, backend, decisions, prepare)
     else:
-        pooling = PoolingModel(model, _tried(_encoder, trunk, notes), tasks, recipe)
+        with trial_run(type(trunk).__name__):
+            served = _encoder(trunk, notes)
+    pooling = PoolingModel(model, served, tasks, recipe)
     pooling.notes += notes
     return pooling
-
-
-def _tried(function: Callable[..., T], model: PreTrainedModel, *arguments: Any) -> T:
-    """What `function` makes of a model whose own code, which may be anybody's, it runs."""
-    try:
-        return function(model, *arguments)
-    except (MainspringError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(f"{type(model).__name__} failed in a trial run: {error!r}") from error
 
 
 def _encoder(model: PreTrainedModel, notes: list[str]) -> EncoderModel:

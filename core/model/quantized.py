@@ -151,14 +151,12 @@ def read_awq(name: str, revision: str | None, cache_dir: str | None) -> tuple[di
     """
     where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
     index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
-    files: Any = (
-        [cached_file(name, SAFE_WEIGHTS_NAME, **where)]
-        if index is None
-        else get_checkpoint_shard_files(name, index, **where)[0]
-    )
-    tensors = {
-        key: tensor for file in files for key, tensor in load_file(file).items()
-    }  # which maps, and reads nothing
+    files: Any
+    if index is None:
+        files = [cached_file(name, SAFE_WEIGHTS_NAME, **where)]
+    else:
+        files, _ = get_checkpoint_shard_files(name, index, **where)
+    tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing
     weights = AwqWeights(tensors)
     plain = {key: tensor for key, tensor in tensors.items() if not key.endswith((".qweight", ".qzeros", ".scales"))}
     return {**plain, **{key: weights.plain(key) for key in weights}}, weights

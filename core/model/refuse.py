@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...ipc.errors import UnsupportedModelError
+from ...ipc.errors import MainspringError, UnsupportedModelError
 
 # Layers whose only memory is keys and values. Others (linear attention, convolutions, sparse attention with an index of
 # its own) may look the same on a few tokens, so they are not left to verification.
@@ -31,3 +34,14 @@ def refuse_class(model_class: type[PreTrainedModel]) -> None:
         raise UnsupportedModelError(f"{name} takes no positions, so several requests can't share a row of it")
     if not model_class._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not call its attention through transformers' attention interface")
+
+
+@contextmanager
+def trial_run(name: str, how: str = "") -> Iterator[None]:
+    """Around what runs a model's own code, which may be anybody's."""
+    try:
+        yield
+    except (MainspringError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{name} failed in a trial run{how}: {error!r}") from error

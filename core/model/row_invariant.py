@@ -15,7 +15,7 @@ is put only around the modules that need it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
@@ -140,19 +140,22 @@ class RoutedProducts(TorchFunctionMode):
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what `RowInvariant` would replace, under the innermost module that was given all the rows: one that deals
-    rows out is named, not what gets some of them. What fused modules do inside is the backend's promise."""
+    """Notes what `RowInvariant` would replace in a pass over `model`, under the innermost module that was given all the
+    rows: one that deals rows out is named, not what gets some of them. What fused modules do inside is the backend's
+    promise."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.found: dict[str, set[str]] = {}
+        self.found: defaultdict[str, set[str]] = defaultdict(set)
         self._stack: list[tuple[str, nn.Module, bool]] = []
+        with self:
+            run_rows(model, slice(TEXT_ROWS), self._before, self._after)
 
-    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
         self._stack.append((path, module, x is not None and x.shape[:-1].numel() % TEXT_ROWS == 0))
 
-    def after(self, *_: Any) -> None:
+    def _after(self, *_: Any) -> None:
         self._stack.pop()
 
     def __torch_function__(
@@ -170,7 +173,7 @@ class _Watch(TorchFunctionMode):
     def _note(self, what: str) -> None:
         if self._stack and not isinstance(self._stack[-1][1], FusedMLP | FusedRMSNorm):
             path = next((path for path, _, whole in reversed(self._stack) if whole), self._stack[0][0])
-            self.found.setdefault(path, set()).add(what)
+            self.found[path].add(what)
 
 
 def make_row_invariant(model: PreTrainedModel) -> list[str]:
@@ -179,12 +182,9 @@ def make_row_invariant(model: PreTrainedModel) -> list[str]:
     To be called on a loaded model in eval mode, after `fuse_model`. Changes no parameter and no name.
     `is_row_invariant` tells whether anything is left.
     """
-    watch = _Watch()
-    with watch:
-        run_rows(model, slice(TEXT_ROWS), watch.before, watch.after)
-    lines = Counter[str]()
-    for path, why in watch.found.items():
-        if any(path.startswith(f"{outer}.") for outer in watch.found):
+    found, lines = _Watch(model).found, Counter[str]()
+    for path, why in found.items():
+        if any(path.startswith(f"{outer}.") for outer in found):
             continue  # runs in what is set around the outer one
         module = model.get_submodule(path)
         module.forward = _invariant(module.forward)
@@ -205,36 +205,22 @@ def route_products(model: PreTrainedModel, linear: Function) -> None:
     """Let every linear layer that fusing left alone be computed by `linear`, a backend's."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.forward = _routed(module, linear)  # type: ignore[method-assign]
+            module.forward = routed(module, linear)  # type: ignore[method-assign]
 
 
-def _routed(module: nn.Linear, linear: Function) -> Function:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        return linear(input, module.weight, module.bias)  # type: ignore[no-any-return]
-
-    return forward
+def routed(module: nn.Linear, linear: Function) -> Function:
+    """A forward of this linear layer."""
+    return lambda input: linear(input, module.weight, module.bias)
 
 
 def stray_products(model: PreTrainedModel) -> set[str]:
     """Modules with matrix products of torch's own, once `route_products` was called: few rows may not show that their
     bits depend on how many there are."""
-    watch = _Products()
-    with watch:
-        run_rows(model, slice(TEXT_ROWS), watch.before, watch.after)
-    return watch.found
+    return set(_Products(model).found)
 
 
-class _Products(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self._running: list[str] = []
-
-    def before(self, _: str, module: nn.Module, *__: Any) -> None:
-        self._running.append(type(module).__name__)
-
-    def after(self, *_: Any) -> None:
-        self._running.pop()
+class _Products(_Watch):
+    """Notes them under the class of the innermost module."""
 
     def __torch_function__(
         self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -242,8 +228,8 @@ class _Products(TorchFunctionMode):
         at = 0 if func in (torch._grouped_mm, torch.einsum) else LEFT_OPERAND.get(func)
         left = args[at] if at is not None and len(args) > at else None
         # products of one term each, which rotary embeddings have, are exact
-        if at is not None and self._running and not (isinstance(left, torch.Tensor) and left.shape[-1] == 1):
-            self.found.add(self._running[-1])
+        if at is not None and self._stack and not (isinstance(left, torch.Tensor) and left.shape[-1] == 1):
+            self.found[type(self._stack[-1][1]).__name__].add(func.__name__)
         return func(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,6 @@ import torch
 from ...ipc.errors import UnsupportedModelError
 from ...kernels.interface import Backend
 from ...kernels.reference import ReferenceBackend
-from ..kv_layout import plan_layout
 from ..model_runner import ModelRunner
 from .attention import attention_set
 from .paged_model import PagedModel
@@ -139,9 +138,7 @@ def paged_logits(
 ) -> list[torch.Tensor]:
     """Logits ``[length, vocab]`` of each sequence, from steps that cover it, through a cache made for the purpose."""
     count, longest = len(sequences), max(map(len, sequences))
-    layout = plan_layout(
-        model.layers, model.sources, BLOCK_SIZE, dtype or model.dtype, backend.cache_dim, backend.heads_first
-    )
+    layout = model.lay_out(backend, BLOCK_SIZE, dtype or model.dtype)
     groups, columns = len(layout.groups), -(-longest // BLOCK_SIZE)
     limit = max(longest, model.max_position or 4096)
     tokens = max(sum(chunk.end - chunk.start for chunk in step) for step in steps)

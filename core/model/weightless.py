@@ -11,11 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ...ipc.config import LoadConfig, ModelConfig
-from ...ipc.errors import MainspringError, UnsupportedModelError
 from ...kernels.interface import AttentionSpec
 from .dry_run import record_attention
 from .loader import read_config
-from .refuse import refuse_class, refuse_config
+from .refuse import refuse_class, refuse_config, trial_run
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -31,7 +30,7 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
     refuse_config(config, model_config.model or "")
     dtype: Any = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
     limit = model_config.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
-    try:
+    with trial_run(str(model_config.model), " without weights"):
         with META:
             model = AutoModelForCausalLM.from_config(
                 config,
@@ -42,10 +41,6 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
         refuse_class(type(model))
         with _Weightless():  # type: ignore[no-untyped-call]
             calls = record_attention(model.eval(), limit)
-    except MainspringError:
-        raise
-    except Exception as error:  # from the model's own code, which may be anybody's
-        raise UnsupportedModelError(f"{model_config.model} failed in a trial run without weights: {error!r}") from error
     return [call.spec for call in calls], dtype
 
 
