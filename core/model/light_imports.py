@@ -35,7 +35,8 @@ class _Later(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
-        assert spec is not None and spec.loader is not None, "there is no such package"
+        assert spec is not None
+        assert spec.loader is not None
         if name.startswith("__") and (name != "__path__" or spec.submodule_search_locations is None):
             raise AttributeError(name)
         self.__class__ = ModuleType  # type: ignore[assignment]
