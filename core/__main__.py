@@ -91,10 +91,11 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
     from .engine_core import EngineCore
     from .executor import executor_for
+    from .model.kept import KeptDecisions
 
     gc.freeze()
     gc.enable()
-    decisions = msgspec.msgpack.decode(launch.decisions)
+    decisions = msgspec.msgpack.decode(launch.decisions) or {"fusing": KeptDecisions(), "device_bytes": 0}
     core = EngineCore(
         launch.config,
         functools.partial(executor_for, decisions=decisions),

@@ -11,6 +11,9 @@ from typing import Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -23,6 +26,7 @@ from ...kernels.interface import AttentionSpec, Backend
 from ...kernels.reference import ReferenceBackend
 from .dry_run import record_attention
 from .fuse import fuse_model
+from .kept import KeptDecisions
 from .paged_model import PagedModel
 from .quantized import AwqWeights, read_awq, settle_quantization
 from .refuse import refuse_class, refuse_config
@@ -41,7 +45,7 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     backend: Backend | None = None,
-    decisions: Mapping[str, Any] | None = None,
+    decisions: Mapping[str, Any] | KeptDecisions | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
@@ -76,7 +80,7 @@ def page(
     model: PreTrainedModel,
     max_model_len: int | None = None,
     backend: Backend | None = None,
-    decisions: Mapping[str, Any] | None = None,
+    decisions: Mapping[str, Any] | KeptDecisions | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
 ) -> PagedModel:
     """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
@@ -96,7 +100,7 @@ def _learned(
     model: PreTrainedModel,
     max_model_len: int | None,
     backend: Backend,
-    decisions: Mapping[str, Any] | None,
+    decisions: Mapping[str, Any] | KeptDecisions | None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
 ) -> PagedModel:
     limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -106,7 +110,8 @@ def _learned(
         raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
     if prepare is not None:
         prepare([call.spec for call in calls], model.dtype)
-    fused = fuse_model(model, backend, decisions=decisions)
+    kept = decisions if isinstance(decisions, KeptDecisions) else None
+    fused = fuse_model(model, backend, decisions=kept.find(model, backend) if kept else decisions)
     notes += fused.lines()
     on_gpu = model.device.type == "cuda"
     if not on_gpu:
@@ -117,6 +122,8 @@ def _learned(
     paged.decisions = dict(fused.decisions)
     paged.stack = fused.stack
     notes.append(verify(paged, backend))
+    if kept:
+        kept.keep(fused.decisions)
     stray = stray_products(model) if backend.deterministic and on_gpu else set()
     if backend.deterministic and (stray or not is_row_invariant(model)):
         if on_gpu:
@@ -252,7 +259,8 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
     """What `load` makes of a folder or hub id, a model and how loading it went, unless it went wrong."""
     name = str(Path(model_config.model or "").expanduser())
     try:
-        model, info = load(name)
+        with _WithoutSympy():
+            model, info = load(name)
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
     except OSError as error:
@@ -268,6 +276,26 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
     if info["unexpected_keys"]:
         logger.warning("%d tensors of %s are not used by the model", len(info["unexpected_keys"]), name)
     return cast("PreTrainedModel", model)
+
+
+class _WithoutSympy(TorchFunctionMode):
+    """Most operations on the meta device, where transformers builds a model, are Python code of torch that imports
+    sympy, a large part of a core's start. The usual ones need not run there: random values for weights, which have no
+    values, and frequencies of rotary embeddings, which are made again once weights are read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, nn.init.normal_) and (x := args[0] if args else kwargs["tensor"]).is_meta:
+            return x
+        if func is torch.arange and str(kwargs.get("device")) == "meta":
+            kwargs["device"] = "cpu"
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if not any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                raise
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))  # it was of both devices
+            return func(*args, **kwargs)
 
 
 @contextmanager
