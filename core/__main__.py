@@ -95,10 +95,10 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
 
     gc.freeze()
     gc.enable()
-    decisions = msgspec.msgpack.decode(launch.decisions) or {"fusing": KeptDecisions(), "device_bytes": 0}
+    decisions = msgspec.msgpack.decode(launch.decisions)
     core = EngineCore(
         launch.config,
-        functools.partial(executor_for, decisions=decisions),
+        functools.partial(executor_for, decisions=decisions, kept=KeptDecisions()),
         journal=journal,
         suspects=launch.suspects,
         quarantined=launch.quarantined,

@@ -26,6 +26,7 @@ from .host_cache import count_slots, offloading_bytes
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .logprobs import Scores
 from .memory import count_blocks, free_host_bytes
+from .model.kept import KeptDecisions
 from .model.loader import load_model
 from .model.lora import AdaptedBackend
 from .model.paged_model import PagedModel
@@ -90,19 +91,24 @@ class Executor(Protocol):
         """Wait for log probabilities: those of rows that sample, and those of each of the step's prompt parts."""
 
 
-def executor_for(config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> Executor:
-    """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools."""
+def executor_for(
+    config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+) -> Executor:
+    """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools. `decisions`
+    are those of the core before; for a first core, `kept` may have some of fusing."""
     from .model.pooling import wants_pooling
     from .pooling_executor import PoolingExecutor  # which is made of parts of this file
 
     kind = PoolingExecutor if wants_pooling(config.model_config, config.load_config) else UniprocExecutor
-    return kind(config, decisions)
+    return kind(config, decisions, kept)
 
 
 class UniprocExecutor:
     """The model in this process, on one device."""
 
-    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+    ) -> None:
         self._config, cache, scheduler = config, config.cache_config, config.scheduler_config
         self._device = device = pick_device(config.device_config.device)
         host_bytes = offloading_bytes(cache)
@@ -115,7 +121,7 @@ class UniprocExecutor:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
         backend = self._backend
-        model = self._load(None if decisions is None else decisions["fusing"])
+        model = self._load(kept if decisions is None else decisions["fusing"])
         self.lora_limits = None if self._loras is None else _lora_limits(config, model, self._loras)
         self._explained = model.explain()
         kv_dtype = cache_dtype(cache.kv_cache_dtype, model.dtype)
@@ -146,7 +152,7 @@ class UniprocExecutor:
         self._make_runners()
         self.asynchronous = self.runner.device.asynchronous
 
-    def _load(self, decisions: Mapping[str, Any] | None) -> PagedModel:
+    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PagedModel:
         config, backend = self._config, self._backend
         kv_dtype = config.cache_config.kv_cache_dtype
         model = load_model(

@@ -23,6 +23,7 @@ from .gpu import choose_backend, free_bytes, pick_device, prepare_kernels, wait_
 from .kv_layout import KVLayout, cache_dtype, plan_layout
 from .memory import count_blocks
 from .model.encoder import EncoderModel
+from .model.kept import KeptDecisions
 from .model.paged_model import PagedModel
 from .model.pooling import PoolingModel, load_pooling_model
 from .model_runner import ModelRunner
@@ -47,7 +48,9 @@ class PoolingExecutor:
     num_host_blocks = 0
     lora_limits: LoRALimits | None = None
 
-    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+    ) -> None:
         _refuse(config)
         self._config = config
         options, cache = config.device_config, config.cache_config
@@ -58,7 +61,7 @@ class PoolingExecutor:
         backend = choose_backend(options, device)
         self._backend, self._dropped = backend, False
         self._device = device_for(device)
-        self.model = self._load(None if decisions is None else decisions["fusing"])
+        self.model = self._load(kept if decisions is None else decisions["fusing"])
         trunk, replace = self.model.trunk, msgspec.structs.replace
         self._fingerprint = fingerprint(self.model.model)
         self._runner: ModelRunner | None = None
@@ -81,7 +84,7 @@ class PoolingExecutor:
         self._requests: dict[int, Request] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come
 
-    def _load(self, decisions: Mapping[str, Any] | None) -> PoolingModel:
+    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PoolingModel:
         config, kv_dtype = self._config, self._config.cache_config.kv_cache_dtype
         return load_pooling_model(
             config.model_config,

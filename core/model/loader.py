@@ -110,8 +110,10 @@ def _learned(
         raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
     if prepare is not None:
         prepare([call.spec for call in calls], model.dtype)
-    kept = decisions if isinstance(decisions, KeptDecisions) else None
-    fused = fuse_model(model, backend, decisions=kept.find(model, backend) if kept else decisions)
+    kept = None
+    if isinstance(decisions, KeptDecisions):
+        kept, decisions = decisions, decisions.find(model, backend)
+    fused = fuse_model(model, backend, decisions=decisions)
     notes += fused.lines()
     on_gpu = model.device.type == "cuda"
     if not on_gpu:
