@@ -89,14 +89,18 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         parent,
         lambda: _leave(launch),
     )
+    gc.disable()  # what modules make stays, and looking through it again and again takes a tenth of their import
     from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
     from .engine_core import EngineCore
     from .executor import executor_for
+    from .model.kept import KeptDecisions
 
+    gc.freeze()
+    gc.enable()
     decisions = msgspec.msgpack.decode(launch.decisions)
     core = EngineCore(
         launch.config,
-        functools.partial(executor_for, decisions=decisions),
+        functools.partial(executor_for, decisions=decisions, kept=KeptDecisions()),
         journal=journal,
         suspects=launch.suspects,
         quarantined=launch.quarantined,

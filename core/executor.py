@@ -26,6 +26,7 @@ from .host_cache import count_slots, offloading_bytes
 from .kv_layout import KVLayout, cache_dtype
 from .logprobs import Scores
 from .memory import count_blocks, free_host_bytes
+from .model.kept import KeptDecisions
 from .model.loader import load_model
 from .model.lora import AdaptedBackend
 from .model.paged_model import PagedModel
@@ -94,13 +95,16 @@ class Executor(Protocol):
         """Wait for log probabilities: those of rows that sample, and those of each of the step's prompt parts."""
 
 
-def executor_for(config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> Executor:
-    """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools."""
+def executor_for(
+    config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+) -> Executor:
+    """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools. `decisions`
+    are those of the core before; for a first core, `kept` may have some of fusing."""
     from .model.pooling import wants_pooling
     from .pooling_executor import PoolingExecutor  # which is made of parts of this file
 
     kind = PoolingExecutor if wants_pooling(config.model_config, config.load_config) else UniprocExecutor
-    return kind(config, decisions)
+    return kind(config, decisions, kept)
 
 
 class LocalExecutor(Executor):
@@ -168,7 +172,9 @@ class LocalExecutor(Executor):
 class UniprocExecutor(LocalExecutor):
     """One that chooses tokens."""
 
-    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+    ) -> None:
         scheduler, host_bytes = config.scheduler_config, offloading_bytes(config.cache_config)
         super().__init__(config, decisions)
         self._offload = offloaded_bytes(config, self._device)
@@ -176,7 +182,7 @@ class UniprocExecutor(LocalExecutor):
         if config.lora_config.enable_lora:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
-        model = self._load(None if decisions is None else decisions["fusing"])
+        model = self._load(kept if decisions is None else decisions["fusing"])
         self.lora_limits = None if self._loras is None else _lora_limits(config, model, self._loras)
         self._explained = model.explain()
         self.layout = self._lay_out(model)
@@ -196,7 +202,7 @@ class UniprocExecutor(LocalExecutor):
         self._make_runners()
         self.asynchronous = self.runner.device.asynchronous
 
-    def _load(self, decisions: Mapping[str, Any] | None) -> PagedModel:
+    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PagedModel:
         config, backend = self._config, self._backend
         model = load_model(
             config.model_config,

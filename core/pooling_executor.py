@@ -19,6 +19,7 @@ from .executor import LocalExecutor, empty, fingerprint, lack_of_memory, tensors
 from .kv_layout import KVLayout
 from .memory import count_blocks
 from .model.encoder import EncoderModel
+from .model.kept import KeptDecisions
 from .model.paged_model import PagedModel
 from .model.pooling import PoolingModel, load_pooling_model
 from .request import Request
@@ -39,11 +40,13 @@ class PoolingExecutor(LocalExecutor):
     """See `Executor`. No tokens are chosen: what a row that samples brings is what `pooled` gives. Layers run one by
     one on a CPU too, for a whole model's native call ends in logits."""
 
-    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+    ) -> None:
         _refuse(config)
         super().__init__(config, decisions)
         self._copies = device_for(self._device)
-        self.model = self._load(None if decisions is None else decisions["fusing"])
+        self.model = self._load(kept if decisions is None else decisions["fusing"])
         trunk, replace = self.model.trunk, msgspec.structs.replace
         if isinstance(trunk, EncoderModel):
             self.layout = KVLayout(config.cache_config.block_size, trunk.dtype, 0, (), (), (), (), ())
@@ -65,7 +68,7 @@ class PoolingExecutor(LocalExecutor):
         self._requests: dict[int, Request] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come
 
-    def _load(self, decisions: Mapping[str, Any] | None) -> PoolingModel:
+    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PoolingModel:
         config = self._config
         return load_pooling_model(
             config.model_config, config.load_config, self._device, self._backend, decisions, self._prepare

@@ -160,7 +160,7 @@ class ScriptedCore(StandInCore):
         return []
 
 
-def make_executor(config: EngineConfig, decisions: Any = None) -> _Executor:
+def make_executor(config: EngineConfig, decisions: Any = None, kept: Any = None) -> _Executor:
     return _Executor(secrets.token_hex(4) if decisions is None else decisions)
 
 

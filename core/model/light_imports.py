@@ -1,8 +1,10 @@
-"""Import transformers without what it brings along for torch.compile and for models spread over several processes:
-neither is used here, and both take a large part of a core's start and memory.
+"""Import transformers without what it brings along for torch.compile, for models spread over several processes and for
+training: none is used here, and all take a large part of a core's start and memory.
 
 transformers only marks functions that are not to be compiled, so ``torch._dynamo`` is imported when somebody asks for
-more of it. That there is ``torch.distributed`` transformers is not told, for as long as its modules come in.
+more of it. That there is ``torch.distributed`` transformers is not told, for as long as its modules come in. Losses get
+functions of scipy that import it when they are called. And ``transformers.models``, whose own code reads every model
+file only to know what names there are, does so when it is asked for one; its modules are found without.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,14 +24,37 @@ _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transf
 class _Later(ModuleType):
     """A package that runs its own code when it is first asked for what it has not: a name, or where its modules are."""
 
+    @classmethod
+    def take(cls, name: str) -> ModuleType:
+        """Put one in the place of the package of this name."""
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, f"there is no {name}"
+        package = sys.modules[name] = importlib.util.module_from_spec(spec)
+        package.__class__ = cls
+        return package
+
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
-        if (name.startswith("__") and name != "__path__") or spec is None or spec.loader is None:
+        assert spec is not None
+        assert spec.loader is not None
+        if name.startswith("__") and (name != "__path__" or spec.submodule_search_locations is None):
             raise AttributeError(name)
         self.__class__ = ModuleType  # type: ignore[assignment]
-        self.__path__ = list(spec.submodule_search_locations or ())
+        if spec.submodule_search_locations is not None:
+            self.__path__ = spec.submodule_search_locations
         spec.loader.exec_module(self)
+        if (other := sys.modules[spec.name]) is not self:  # its code has put another in its place
+            vars(self)["__getattr__"] = partial(getattr, other)
         return getattr(self, name)
+
+
+class _Called(ModuleType):
+    """A module of functions, in the place of one that is imported when one of them is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
@@ -37,19 +63,21 @@ def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def _import() -> None:
-    spec = importlib.util.find_spec("torch._dynamo")
-    assert spec is not None, "torch has no _dynamo"
-    dynamo = torch._dynamo = sys.modules["torch._dynamo"] = importlib.util.module_from_spec(spec)
-    dynamo.__class__ = _Later
+    dynamo = torch._dynamo = _Later.take("torch._dynamo")
     for decorator in ("disable", "allow_in_graph", "assume_constant_result"):
         setattr(dynamo, decorator, _as_it_is)
-    there = torch.distributed.is_available
+    if "transformers.models" not in sys.modules:
+        _Later.take("transformers.models")
+    there, optimize = torch.distributed.is_available, _Called("scipy.optimize")
     torch.distributed.is_available = lambda: False
+    sys.modules.setdefault(optimize.__name__, optimize)
     try:
         for module in _MODULES:
             importlib.import_module(module)
     finally:
         torch.distributed.is_available = there
+        if sys.modules[optimize.__name__] is optimize:
+            del sys.modules[optimize.__name__]
         if isinstance(dynamo, _Later):
             del dynamo.__path__
 

@@ -11,6 +11,9 @@ from typing import Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -24,6 +27,7 @@ from ...kernels.reference import ReferenceBackend
 from ..device import device_for
 from .dry_run import record_attention
 from .fuse import fuse_model
+from .kept import KeptDecisions
 from .paged_model import PagedModel
 from .quantized import AwqWeights, read_awq, settle_quantization
 from .refuse import refuse_class, refuse_config, trial_run
@@ -43,7 +47,7 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     backend: Backend | None = None,
-    decisions: Mapping[str, Any] | None = None,
+    decisions: Mapping[str, Any] | KeptDecisions | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
     offload: int = 0,
 ) -> PagedModel:
@@ -82,7 +86,7 @@ def page(
     model: PreTrainedModel,
     max_model_len: int | None = None,
     backend: Backend | None = None,
-    decisions: Mapping[str, Any] | None = None,
+    decisions: Mapping[str, Any] | KeptDecisions | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
     streamed: StreamedLayers | None = None,
 ) -> PagedModel:
@@ -99,7 +103,7 @@ def _learned(
     model: PreTrainedModel,
     max_model_len: int | None,
     backend: Backend,
-    decisions: Mapping[str, Any] | None,
+    decisions: Mapping[str, Any] | KeptDecisions | None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
     streamed: StreamedLayers | None,
 ) -> PagedModel:
@@ -110,8 +114,12 @@ def _learned(
         raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
     if prepare is not None:
         prepare([call.spec for call in calls], model.dtype)
-    # what is joined is copied, so streamed layers stay as they are, and the others like them
-    fused = fuse_model(model, backend, decisions=decisions if streamed is None else {})
+    kept = None
+    if streamed is not None:  # what is joined is copied, so streamed layers stay as they are, and the others like them
+        decisions = {}
+    elif isinstance(decisions, KeptDecisions):
+        kept, decisions = decisions, decisions.find(model, backend)
+    fused = fuse_model(model, backend, decisions=decisions)
     notes += fused.lines()
     on_gpu = model.device.type == "cuda"
     if not on_gpu:
@@ -124,6 +132,8 @@ def _learned(
     if streamed is not None:
         paged.streamed, paged.parameters.packed = streamed, streamed.weights
     notes.append(verify(paged, backend))
+    if kept:
+        kept.keep(fused.decisions)
     stray = stray_products(model) if backend.deterministic and on_gpu else set()
     if backend.deterministic and (stray or not is_row_invariant(model)):
         if on_gpu:
@@ -259,7 +269,8 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
     """What `load` makes of a folder or hub id, a model and how loading it went, unless it went wrong."""
     name = str(Path(model_config.model or "").expanduser())
     try:
-        model, info = load(name)
+        with _WithoutSympy():
+            model, info = load(name)
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
     except OSError as error:
@@ -275,6 +286,26 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
     if info["unexpected_keys"]:
         logger.warning("%d tensors of %s are not used by the model", len(info["unexpected_keys"]), name)
     return cast("PreTrainedModel", model)
+
+
+class _WithoutSympy(TorchFunctionMode):
+    """Most operations on the meta device, where transformers builds a model, are Python code of torch that imports
+    sympy, a large part of a core's start. The usual ones need not run there: random values for weights, which have no
+    values, and frequencies of rotary embeddings, which are made again once weights are read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, nn.init.normal_) and (x := args[0] if args else kwargs["tensor"]).is_meta:
+            return x
+        if func is torch.arange and str(kwargs.get("device")) == "meta":
+            kwargs["device"] = "cpu"
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if not any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                raise
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))  # it was of both devices
+            return func(*args, **kwargs)
 
 
 @contextmanager

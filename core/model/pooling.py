@@ -34,6 +34,7 @@ from ...kernels.interface import AttentionSpec, Backend
 from .attention import attention_set
 from .dry_run import UNLIMITED
 from .encoder import EncoderModel, is_causal, verify_encoder
+from .kept import KeptDecisions
 from .loader import build_model, page, read_config
 from .paged_model import PagedModel
 from .refuse import refuse_class, refuse_config, trial_run
@@ -163,7 +164,7 @@ def load_pooling_model(
     load_config: LoadConfig,
     device: torch.device,
     backend: Backend,
-    decisions: Mapping[str, Any] | None,
+    decisions: Mapping[str, Any] | KeptDecisions | None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None],
 ) -> PoolingModel:
     """Load a checkpoint for pooling. Arguments and errors as `load_model`."""

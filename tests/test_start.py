@@ -1,0 +1,149 @@
+"""What a core's start leaves out or finds kept, and that nothing is missing for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from mainspring.core.model import fuse
+from mainspring.core.model.kept import KeptDecisions
+from mainspring.core.model.loader import _WithoutSympy, load_model
+from mainspring.core.model.paged_model import PagedModel
+from mainspring.ipc.config import LoadConfig, ModelConfig
+from mainspring.ipc.errors import UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+def load(path: Path, kept: KeptDecisions, **fields: Any) -> PagedModel:
+    return load_model(ModelConfig(model=str(path), **fields), LoadConfig(), torch.device("cpu"), decisions=kept)
+
+
+def in_a_new_process(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- Left out -------------------------------------------------------------------------------------
+
+LOADS = """
+import sys, torch
+from mainspring.core.model.loader import load_model
+from mainspring.ipc.config import LoadConfig, ModelConfig
+load_model(ModelConfig(model=sys.argv[1]), LoadConfig(), torch.device("cpu"))
+print(*sys.modules)
+"""
+
+
+def test_a_model_is_loaded_without_what_only_compiling_and_training_need(llama: Path) -> None:
+    modules = set(in_a_new_process(LOADS, str(llama)).split())
+    assert "transformers.models.llama.modeling_llama" in modules
+    assert not modules & {"sympy", "scipy", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"}
+
+
+def test_names_of_transformers_models_are_there_when_asked_for() -> None:
+    code = """
+import mainspring.core.model
+import transformers
+models = transformers.models
+from transformers.models import GemmaConfig
+from transformers.models.gemma.configuration_gemma import GemmaConfig as same
+assert GemmaConfig is same is models.GemmaConfig is transformers.GemmaConfig
+assert models.mixtral.MixtralConfig is transformers.MixtralConfig
+assert not hasattr(models, "NoSuchConfig")
+"""
+    in_a_new_process(code)
+
+
+def test_a_loss_that_needs_scipy_finds_it_when_it_is_called() -> None:
+    pytest.importorskip("scipy")
+    code = """
+import sys
+import mainspring.core.model
+from transformers.loss import loss_for_object_detection as loss
+assert "scipy.optimize" not in sys.modules
+rows, columns = loss.linear_sum_assignment([[1, 0], [0, 1]])
+import scipy.optimize
+assert columns.tolist() == scipy.optimize.linear_sum_assignment([[1, 0], [0, 1]])[1].tolist() == [1, 0]
+"""
+    in_a_new_process(code)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_neox"])
+def test_a_model_built_without_sympy_has_the_same_parameters_and_buffers(architecture: str, tmp_path: Path) -> None:
+    path = tiny.make(architecture, tmp_path)
+    own = AutoModelForCausalLM.from_pretrained(path)
+    with _WithoutSympy():
+        ours = AutoModelForCausalLM.from_pretrained(path)
+    before, after = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (own, ours))
+    assert list(before) == list(after)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_what_mixes_both_devices_is_made_on_the_meta_device_and_errors_stay() -> None:
+    with _WithoutSympy(), torch.device("meta"):
+        mixed = torch.arange(4) * torch.ones(4)
+        assert mixed.is_meta
+        assert torch.nn.Embedding(3, 2).weight.is_meta
+        with pytest.raises(RuntimeError, match="size"):
+            torch.ones(2, device="cpu") + torch.ones(3, device="cpu")
+
+
+# --- Kept -----------------------------------------------------------------------------------------
+
+
+def test_the_next_start_follows_what_was_decided_and_verifies_the_whole(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(llama, KeptDecisions(tmp_path))
+    monkeypatch.setattr(fuse._Fusing, "decide", None)
+    again = load(llama, KeptDecisions(tmp_path))
+    assert again.explain() == first.explain()
+    assert any(line.startswith("verified") for line in again.explain())
+    assert again.decisions.keys() == first.decisions.keys()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["weights", "dtype", "config"])
+def test_another_model_finds_nothing(change: str, llama: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    load(llama, KeptDecisions(kept))
+    path = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    if change == "weights":
+        model.lm_head.weight.data.mul_(2)
+    model.save_pretrained(path)
+    if change == "config":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    load(path, KeptDecisions(kept), dtype="bfloat16" if change == "dtype" else "auto")
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_a_start_that_fails_leaves_nothing_to_follow(llama: Path, tmp_path: Path) -> None:
+    load(llama, KeptDecisions(tmp_path))
+    (file,) = tmp_path.iterdir()
+    file.write_text('{"model.layers.7.mlp": ["gated MLP", true, "", ["gate", "up", "down", "silu"]]}')
+    with pytest.raises(UnsupportedModelError, match="does not fit the model"):
+        load(llama, KeptDecisions(tmp_path))
+    assert not file.exists()
+    file.write_text("{")  # nor does a file that can't be read
+    assert load(llama, KeptDecisions(tmp_path)).decisions
+    assert json.loads(file.read_bytes())
+
+
+def test_where_nothing_can_be_kept_a_model_loads_all_the_same(llama: Path) -> None:
+    assert load(llama, KeptDecisions(Path("/proc/nowhere"))).decisions
