@@ -9,6 +9,7 @@ the host writes where the model reads.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -107,7 +108,14 @@ class CudaDevice(Device):
         return torch.zeros(shape, dtype=dtype, device=self.torch)
 
     def host_blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        """Page-locked where it lies: what torch page-locks itself is rounded up to a power of two, and never given
+        back. It is let go with the tensor itself, not with the last view of it."""
+        memory = Device.zeros(self, shape, dtype)
+        if memory.nbytes:
+            runtime, address = torch.cuda.cudart(), memory.data_ptr()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, memory.nbytes, 0)))
+            weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return memory
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(host, device=self.torch, pin_memory=False)

@@ -20,6 +20,7 @@ from ..ipc.messages import ModelFacts
 from ..kernels import host_memory
 from ..kernels.interface import AttentionSpec, Backend
 from .adapter_files import LoRALimits
+from .device import device_for
 from .draft import Drafter, load_draft
 from .gpu import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .host_cache import count_slots, offloading_bytes
@@ -122,6 +123,7 @@ class LocalExecutor(Executor):
             wait_for_memory(self._device, decisions["device_bytes"])
         self._free_at_first = free_bytes(self._device)
         self._backend = choose_backend(config.device_config, self._device)
+        self._copies = device_for(self._device)  # that are no runner's
         self._dropped = False  # its weights
         self._runner: ModelRunner | None = None
         self.decisions: dict[str, Any] = {"device_bytes": 0}
@@ -255,9 +257,9 @@ class UniprocExecutor(LocalExecutor):
                 empty(tensors_of(model.model))
                 if model.streamed is not None:
                     model.streamed.sleep(drop=True)
-        elif self._device.type == "cuda" and not (self._on_host or self._dropped):
+        elif self._copies.asynchronous and not (self._on_host or self._dropped):
             tensors = [x for model in models for x in _resident(model)]
-            self._on_host = [(x, x.data.to("cpu").pin_memory()) for x in tensors]
+            self._on_host = [(x, self._copies.host_blocks(tuple(x.shape), x.dtype).copy_(x.data)) for x in tensors]
             empty(tensors)
             if self._model.streamed is not None:
                 self._model.streamed.sleep()
@@ -274,7 +276,6 @@ class UniprocExecutor(LocalExecutor):
                 if self._model.streamed is not None:
                     assert model.streamed is not None
                     self._model.streamed.wake(model.streamed)
-                    model.streamed.sleep()
             self._draft = load_draft(self._config, self._model, self.layout)
             self._dropped = False
         if weights:

@@ -13,8 +13,6 @@ from .block_pool import Key
 from .device import Device
 from .kv_layout import KVLayout
 
-CHUNK_BYTES = 64 << 20  # of host memory at once: torch rounds what is page-locked up to a power of two
-
 
 class Copies(NamedTuple):
     """Whole blocks to copy before a step computes anything, all saves first. Each is (block of the pool, host slot)."""
@@ -97,25 +95,18 @@ class HostCache:
 
 
 class HostBlocks:
-    """The memory of the slots, ``[slots, block_elements]`` in chunks, page-locked for a GPU. The host itself reads and
-    writes none of it: copies are work of the device, in order with its other work."""
+    """The memory of the slots, ``[slots, block_elements]``, page-locked for a GPU. The host itself reads and writes
+    none of it: copies are work of the device, in order with its other work."""
 
     def __init__(self, device: Device, layout: KVLayout, num_slots: int) -> None:
-        self._per_chunk = max(1, CHUNK_BYTES // layout.block_bytes)
-        self._chunks = [
-            device.host_blocks((min(self._per_chunk, num_slots - first), layout.block_elements), layout.dtype)
-            for first in range(0, num_slots, self._per_chunk)
-        ]
+        self._slots = device.host_blocks((num_slots, layout.block_elements), layout.dtype)
 
     def copy(self, copies: Copies, pool: torch.Tensor) -> None:
         """Launch `copies` from and to `pool` ``[blocks, block_elements]``. Takes no memory of the device."""
         for block, slot in copies.saves:
-            self._row(slot).copy_(pool[block], non_blocking=True)
+            self._slots[slot].copy_(pool[block], non_blocking=True)
         for block, slot in copies.loads:
-            pool[block].copy_(self._row(slot), non_blocking=True)
-
-    def _row(self, slot: int) -> torch.Tensor:
-        return self._chunks[slot // self._per_chunk][slot % self._per_chunk]
+            pool[block].copy_(self._slots[slot], non_blocking=True)
 
 
 def offloading_bytes(cache: CacheConfig) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from ..ipc.messages import Pooling
-from .device import Tokens, device_for
+from .device import Tokens
 from .executor import LocalExecutor, empty, fingerprint, lack_of_memory, tensors_of
 from .kv_layout import KVLayout
 from .memory import count_blocks
@@ -45,7 +45,6 @@ class PoolingExecutor(LocalExecutor):
     ) -> None:
         _refuse(config)
         super().__init__(config, decisions)
-        self._copies = device_for(self._device)
         self.model = self._load(kept if decisions is None else decisions["fusing"])
         trunk, replace = self.model.trunk, msgspec.structs.replace
         if isinstance(trunk, EncoderModel):

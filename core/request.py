@@ -27,6 +27,16 @@ class Request:
         processors: functions of the user that change its logits, see logit_rules.py.
     """
 
+    # many may wait: a fifth of the memory
+    __slots__ = tuple(
+        (
+            "admitted_at arrival complete digests embeds failure finished first_token_at follower frontend handle hold "
+            "keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks num_cached_tokens "
+            "num_preemptions num_virtual pending pooling priority processors prompt_len queued room root sampling seq "
+            "slot started stop_tokens tables tokens told"
+        ).split()
+    )
+
     def __init__(
         self,
         message: AddRequest,

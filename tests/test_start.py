@@ -63,6 +63,9 @@ from transformers.models import GemmaConfig
 from transformers.models.gemma.configuration_gemma import GemmaConfig as same
 assert GemmaConfig is same is models.GemmaConfig is transformers.GemmaConfig
 assert models.mixtral.MixtralConfig is transformers.MixtralConfig
+names = {}
+exec("from transformers.models import *", names)
+assert names["LlamaConfig"] is transformers.LlamaConfig
 assert not hasattr(models, "NoSuchConfig")
 """
     in_a_new_process(code)
@@ -131,6 +134,16 @@ def test_another_model_finds_nothing(change: str, llama: Path, tmp_path: Path) -
         (path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     load(path, KeptDecisions(kept), dtype="bfloat16" if change == "dtype" else "auto")
     assert len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": 1}', '{"a": ["x"]}', "{"])
+def test_a_file_that_holds_something_else_is_as_none(text: str, llama: Path, tmp_path: Path) -> None:
+    first = load(llama, KeptDecisions(tmp_path))
+    (file,) = tmp_path.iterdir()
+    good = file.read_bytes()
+    file.write_text(text)
+    assert load(llama, KeptDecisions(tmp_path)).explain() == first.explain()
+    assert file.read_bytes() == good
 
 
 def test_a_start_that_fails_leaves_nothing_to_follow(llama: Path, tmp_path: Path) -> None:

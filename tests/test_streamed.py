@@ -16,6 +16,7 @@ import tiny
 from late_device import LateDevice
 from mainspring import LLMEngine, SamplingParams
 from mainspring.core import executor
+from mainspring.core.executor import tensors_of
 from mainspring.core.model import loader
 from mainspring.core.model.streamed import StreamedLayers, stream_layers
 from mainspring.ipc.errors import UnsupportedModelError
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_generate(
     assert len(streams) == 1
 
 
-def test_with_adapters_drafts_and_guesses_too(tmp_path: Path, streams: list[LateDevice]) -> None:
+def test_with_drafts_and_guesses_too(tmp_path: Path, streams: list[LateDevice]) -> None:
     path = make_path(tmp_path)
     guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     draft = {"speculative_config": {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}}
@@ -130,18 +131,19 @@ def test_two_checkpoints_have_two_fingerprints_though_only_streamed_weights_diff
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_it_sleeps_and_wakes_with_its_weights(level: int, tmp_path: Path, streams: list[LateDevice]) -> None:
+def test_it_sleeps_and_wakes_with_its_weights(
+    level: int, tmp_path: Path, streams: list[LateDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "device_for", LateDevice)
     with make_engine(make_path(tmp_path), skip_tokenizer_init=True, cpu_offload_gb=1.0) as engine:
         before = tokens(engine)
         engine.sleep(level)
+        assert not streamed_of(engine)._places
+        assert all(not tensor.numel() for tensor in tensors_of(engine.engine_core.core.executor._model.model))  # type: ignore[attr-defined]
         engine.wake_up()
         assert tokens(engine) == before
         streamed = streamed_of(engine)
-        streamed.sleep()  # as level 1 does on a GPU
-        assert not streamed._places
-        streamed.wake()
-        engine.reset_prefix_cache()
-        assert tokens(engine) == before
+        assert streamed._places
     assert len(streams) == level
 
 
@@ -160,6 +162,27 @@ def test_a_forward_that_fails_half_way_spoils_none_after_it(tmp_path: Path, stre
         layer = model.model.layers[1]  # alone, and then all
         layer(model.model.embed_tokens(ids), position_embeddings=model.model.rotary_emb(wanted, torch.arange(20)[None]))
         assert torch.equal(model(ids).logits, wanted)
+
+
+class Aside(torch.nn.Module):
+    """Runs a layer's parts itself."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> Any:
+        return type(self.layer).forward(self.layer, hidden, **kwargs)
+
+
+def test_a_model_that_runs_layers_without_calling_them_is_refused(
+    tmp_path: Path, streams: list[LateDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_path(tmp_path)).eval().requires_grad_(False)
+    streamed, _ = stream_layers(model, 1 << 30, loader.device_for(torch.device("cpu")))
+    model.model.layers = torch.nn.ModuleList(Aside(layer) for layer in model.model.layers)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM runs layers without calling them"):
+        loader.page(model, streamed=streamed)
 
 
 def test_parameters_that_layers_share_stay_and_a_model_without_layers_is_refused(streams: list[LateDevice]) -> None:

@@ -32,7 +32,7 @@ class KeptDecisions:
     """Of the one model that a process loads. `folder`: by default ``fusing`` beside the native kernels."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or cache_folder().with_name("fusing")
+        self._folder = folder
         self._path: Path | None = None
 
     def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Any] | None:
@@ -40,26 +40,26 @@ class KeptDecisions:
         which may import what no digest knows."""
         if model.device.type != "cpu" or not type(model).__module__.startswith("transformers."):
             return None
-        self._path = self._folder / f"{_digest(model, backend)}.json"
         try:
+            folder = self._folder or cache_folder().with_name("fusing")
+            self._path = folder / f"{_digest(model, backend)}.json"
             data = self._path.read_bytes()
             self._path.unlink()
-            decisions: dict[str, Any] = msgspec.json.decode(data)
-        except (OSError, msgspec.DecodeError):
+            return msgspec.json.decode(data, type=dict[str, tuple[str, bool, str, list[Any]]])
+        except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
             return None
-        return decisions
 
     def keep(self, decisions: Mapping[str, Any]) -> None:
         """Call it after `find`, when the model is right."""
         if self._path is None:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             new = self._path.with_suffix(".new")
             new.write_bytes(msgspec.json.encode(decisions))
             new.replace(self._path)
         except OSError as error:
-            logger.info("decisions of fusing can't be kept in %s: %s", self._folder, error)
+            logger.info("decisions of fusing can't be kept in %s: %s", self._path.parent, error)
 
 
 def _digest(model: PreTrainedModel, backend: Backend) -> str:

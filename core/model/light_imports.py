@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+_LOSSES = "transformers.loss.loss_utils"
 _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 
 
@@ -37,7 +38,8 @@ class _Later(ModuleType):
         spec = self.__spec__
         assert spec is not None
         assert spec.loader is not None
-        if name.startswith("__") and (name != "__path__" or spec.submodule_search_locations is None):
+        asked = ("__all__", "__path__") if spec.submodule_search_locations is not None else ()
+        if name.startswith("__") and name not in asked:
             raise AttributeError(name)
         self.__class__ = ModuleType  # type: ignore[assignment]
         if spec.submodule_search_locations is not None:
@@ -70,14 +72,15 @@ def _import() -> None:
         _Later.take("transformers.models")
     there, optimize = torch.distributed.is_available, _Called("scipy.optimize")
     torch.distributed.is_available = lambda: False
-    sys.modules.setdefault(optimize.__name__, optimize)
     try:
+        sys.modules.setdefault(optimize.__name__, optimize)
+        importlib.import_module(_LOSSES)
+        if sys.modules[optimize.__name__] is optimize:
+            del sys.modules[optimize.__name__]
         for module in _MODULES:
             importlib.import_module(module)
     finally:
         torch.distributed.is_available = there
-        if sys.modules[optimize.__name__] is optimize:
-            del sys.modules[optimize.__name__]
         if isinstance(dynamo, _Later):
             del dynamo.__path__
 

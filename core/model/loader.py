@@ -112,6 +112,10 @@ def _learned(
     calls = record_attention(model, limit)
     if not calls:
         raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
+    if streamed is not None and streamed.unseen:
+        raise UnsupportedModelError(
+            f"cpu_offload_gb is set, and {type(model).__name__} runs layers without calling them"
+        )
     if prepare is not None:
         prepare([call.spec for call in calls], model.dtype)
     kept = None
@@ -291,7 +295,8 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
 class _WithoutSympy(TorchFunctionMode):
     """Most operations on the meta device, where transformers builds a model, are Python code of torch that imports
     sympy, a large part of a core's start. The usual ones need not run there: random values for weights, which have no
-    values, and frequencies of rotary embeddings, which are made again once weights are read."""
+    values, and frequencies of rotary embeddings, which are made again once weights are read: so it does no harm that
+    what is written in place into one of both devices is lost."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -126,7 +126,7 @@ class PagedModel:
     @contextmanager
     def unpacked(self) -> Iterator[PreTrainedModel]:
         """The model with all its parameters in their places; those that a backend has packed are copies, and what
-        changes in them is kept."""
+        changes in them is kept. Streamed ones are in host memory: such a model can be read and changed, not run."""
         copies = {}
         for name in self.parameters.names():
             tensor = self.parameters.slot(name).tensor
@@ -138,9 +138,9 @@ class PagedModel:
             yield self.model
         finally:
             for tensor, packed, before in copies.values():
-                if not torch.equal(tensor.data, packed.unpack()):
-                    packed.replace(tensor.data)
-                tensor.data = before
+                now, tensor.data = tensor.data, before
+                if not torch.equal(now.to((whole := packed.unpack()).device), whole):
+                    packed.replace(now)
 
     def explain(self) -> list[str]:
         """What was learned and decided at load, for ``--explain-model``."""

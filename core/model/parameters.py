@@ -76,8 +76,8 @@ class ParameterMap:
             raise KeyError(f"the model has no parameter {name!r} (it has {len(self._slots)} others)") from None
 
     def get(self, name: str) -> torch.Tensor:
-        """A view of the parameter, in its checkpoint shape: writing to it writes to the model. Of what is
-        elsewhere, a copy."""
+        """A view of the parameter, in its checkpoint shape: writing to it writes to the model. Of what a
+        backend has packed, a copy."""
         slot = self.slot(name)
         packed = self.packed.get(id(slot.tensor))
         if packed is None:
@@ -102,21 +102,19 @@ class ParameterMap:
     def set(self, name: str, value: torch.Tensor, start: int = 0) -> None:
         """Copy `value` over the parameter, in place, or over its rows from `start` on. Shape and dtype must be the
         parameter's; the device need not."""
-        target = self.get(name)
+        slot = self.slot(name)
+        packed = self.packed.get(id(slot.tensor))
+        whole = slot.tensor.detach() if packed is None else packed.unpack()
+        target = whole if slot.length is None else whole.narrow(0, slot.start, slot.length)
         if start or (target.dim() and value.dim() and len(value) < len(target)):
             target = target[start : start + len(value)]
         if value.shape != target.shape:
             raise ValueError(f"parameter {name!r} has shape {tuple(target.shape)}, but got {tuple(value.shape)}")
         if value.dtype != target.dtype:
             raise ValueError(f"parameter {name!r} has dtype {target.dtype}, but got {value.dtype}")
-        slot = self.slot(name)
-        packed = self.packed.get(id(slot.tensor))
-        if packed is None:
-            target.copy_(value)
-            return
-        whole = packed.unpack()
-        whole[slot.start + start : slot.start + start + len(value)] = value
-        packed.replace(whole)
+        target.copy_(value)
+        if packed is not None:
+            packed.replace(whole)
 
     def move(self, name: str, slot: Slot) -> None:
         """Say that the parameter, whose value the caller has copied, lives in `slot` from now on."""

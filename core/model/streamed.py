@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,72 +24,89 @@ ALIGNMENT = 256  # bytes, of tensors in a place
 PLACES = 2
 
 
-class HeldWeight:
-    """A parameter of a streamed layer; see `Elsewhere`."""
+class StreamedLayer:
+    """Parameters that lie one after another in ``held`` (uint8, in host memory) and, for its run, in a place."""
 
-    def __init__(self, held: torch.Tensor, device: Device) -> None:
-        self.held = held
-        self._device = device
+    def __init__(self, parameters: Sequence[nn.Parameter], device: Device) -> None:
+        self.parameters = parameters
+        self._shapes = [one.shape for one in parameters]
+        self._starts = list(accumulate((_room(one) for one in parameters), initial=0))
+        self.held = device.host_blocks((self._starts.pop(),), torch.uint8)
+        for one, room in zip(parameters, self.views(self.held), strict=True):
+            room.copy_(one.data)
+            one.data = torch.empty(0, dtype=one.dtype, device=device.torch)
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters as they lie in `memory`, uint8."""
+        parts = zip(self.parameters, self._shapes, self._starts, strict=True)
+        return [
+            memory[start : start + shape.numel() * one.dtype.itemsize].view(one.dtype).view(shape)
+            for one, shape, start in parts
+        ]
+
+
+class HeldWeight:
+    """One parameter of a streamed layer; see `Elsewhere`."""
+
+    def __init__(self, layer: StreamedLayer, index: int, device: Device) -> None:
+        self._layer, self._index, self._device = layer, index, device
 
     def unpack(self) -> torch.Tensor:
-        """The tensor in host memory itself; no copy out of it is under way."""
+        """Where it lies in host memory; no copy out of it is under way."""
         self._device.mark().wait()
-        return self.held
+        return self._layer.views(self._layer.held)[self._index]
 
     def replace(self, weight: torch.Tensor) -> None:
-        self.held.copy_(weight)
+        if weight.data_ptr() != (held := self.unpack()).data_ptr():
+            held.copy_(weight)
 
 
 class StreamedLayers:
     """The streamed layers of a model, whose own code runs them.
 
-    ``weights`` is by the `id` of a parameter, in a fixed order.
+    ``weights`` is by the `id` of a parameter. ``unseen`` are layers that no forward has called.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], device: Device) -> None:
         self._device = device
         self.weights: dict[int, HeldWeight] = {}
-        self._layers: list[list[tuple[nn.Parameter, torch.Size, HeldWeight]]] = []
         uses = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
-        for layer in layers:
-            self._layers.append([])
-            for tensor in layer.parameters():
-                if uses[id(tensor)] == 1:  # others, which layers share, stay on the GPU
-                    held = device.host_blocks(tuple(tensor.shape), tensor.dtype)
-                    held.copy_(tensor.data)
-                    self.weights[id(tensor)] = HeldWeight(held, device)
-                    self._layers[-1].append((tensor, tensor.shape, self.weights[id(tensor)]))
-                    tensor.data = torch.empty(0, dtype=tensor.dtype, device=device.torch)
+        # others, which layers share, stay on the GPU
+        own = [[tensor for tensor in layer.parameters() if uses[id(tensor)] == 1] for layer in layers]
+        self._layers = [StreamedLayer(parameters, device) for parameters in own]
+        for layer in self._layers:
+            for index, parameter in enumerate(layer.parameters):
+                self.weights[id(parameter)] = HeldWeight(layer, index, device)
+        self.unseen = set(range(len(layers)))
         self._places: list[torch.Tensor] = []
         self.wake()
-        for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(partial(self._before, number))
-            layer.register_forward_hook(partial(self._after, number))
+        for number, module in enumerate(layers):
+            module.register_forward_pre_hook(partial(self._before, number))
+            module.register_forward_hook(partial(self._after, number))
         model.register_forward_pre_hook(self._begin)
 
     def sleep(self, drop: bool = False) -> None:
         """Give back the GPU's memory, and with `drop` what is in the host's."""
         self._places = []
         for layer in self._layers:
-            for tensor, _, weight in layer:
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                if drop:
-                    weight.held = torch.empty(0, dtype=tensor.dtype)
+            for parameter in layer.parameters:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device.torch)
+            if drop:
+                layer.held = torch.empty(0, dtype=torch.uint8)
 
     def wake(self, loaded: StreamedLayers | None = None) -> None:
-        """Undo `sleep`; what was dropped is what `loaded` has."""
-        for mine, theirs in zip(self.weights.values(), loaded.weights.values() if loaded else (), strict=False):
-            mine.held = theirs.held
-        size = max(sum(_room(tensor, shape) for tensor, shape, _ in layer) for layer in self._layers)
+        """Undo `sleep`; what was dropped is what `loaded` has, which then sleeps for good."""
+        if loaded is not None:
+            loaded.sleep()
+            for mine, theirs in zip(self._layers, loaded._layers, strict=True):
+                mine.held = theirs.held
+        size = max(len(layer.held) for layer in self._layers)
         self._places = [self._device.zeros((size,), torch.uint8) for _ in self._layers[:PLACES]]
         self._holds: list[int | None] = [None] * PLACES  # which layer's weights are in a place, or on their way
         self._arrived: list[Callable[[], None]] = [_nothing] * PLACES
         for number, layer in enumerate(self._layers):
-            first = 0
-            for tensor, shape, _ in layer:
-                room = self._places[number % PLACES][first : first + shape.numel() * tensor.dtype.itemsize]
-                tensor.data = room.view(tensor.dtype).view(shape)
-                first += _room(tensor, shape)
+            for parameter, room in zip(layer.parameters, layer.views(self._places[number % PLACES]), strict=True):
+                parameter.data = room
 
     def _begin(self, *_: Any) -> None:
         for number in range(len(self._places)):
@@ -98,6 +116,7 @@ class StreamedLayers:
         if self._holds[number % PLACES] != number:  # layers run in another order than they stand
             self._fetch(number)
         self._arrived[number % PLACES]()
+        self.unseen.discard(number)
 
     def _after(self, number: int, *_: Any) -> None:
         if number + PLACES < len(self._layers):
@@ -109,8 +128,8 @@ class StreamedLayers:
         self._arrived[number % PLACES] = self._device.beside(partial(self._copy, number))
 
     def _copy(self, number: int) -> None:
-        for tensor, _, weight in self._layers[number]:
-            tensor.data.copy_(weight.held, non_blocking=True)
+        held = self._layers[number].held
+        self._places[number % PLACES][: len(held)].copy_(held, non_blocking=True)
 
 
 def offloaded_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -153,11 +172,11 @@ def stream_layers(model: nn.Module, num_bytes: int, device: Device) -> tuple[Str
 
 
 def _size(module: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in module.parameters())
+    return sum(tensor.nbytes for tensor in module.parameters())
 
 
-def _room(tensor: torch.Tensor, shape: torch.Size) -> int:
-    return -(-shape.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _nothing() -> None:
