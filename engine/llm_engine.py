@@ -298,5 +298,5 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         self._statistics().log()
 
     def do_log_stats_with_interval(self) -> None:
-        """The same, if they have not for `LOG_SECONDS`; `step` does it by itself."""
+        """As `do_log_stats`, if they have not for `LOG_SECONDS`. An engine that is at work does it by itself."""
         self._statistics().log_with_interval()
