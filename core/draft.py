@@ -63,7 +63,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
         lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
     )
     make_whole(model, backend, None, model.quantized)
-    model.quantized = None
+    model.quantized = model.verified = None
     if model.vocab_size != target.vocab_size:
         raise InvalidArgumentError(
             f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "

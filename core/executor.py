@@ -221,6 +221,7 @@ class UniprocExecutor(LocalExecutor):
         if self._loras is None:
             make_whole(model, backend, bits, model.quantized)
         model.is_quantized, model.quantized = bits is not None or model.quantized is not None, None
+        model.verified = None
         return model
 
     def _make_runners(self) -> None:

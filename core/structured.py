@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError
+from ..ipc.errors import InvalidRequestError
 from .grammar_text import reason, to_lark
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self._num_text = 0  # tokens accepted
-        self._num_eos = 0  # after them
+        self._ended = False
 
     def fill(self, row: np.ndarray) -> None:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` for token ``i``. Without the GIL.
@@ -88,10 +88,9 @@ class Matcher:
         """
         vocabulary = self._vocabulary
         if token in vocabulary.eos_ids:
-            allowed = self._num_eos > 0 or self._matcher.is_accepting()
-            self._num_eos += allowed
-            return allowed
-        if self._num_eos or not _has(vocabulary, token):
+            self._ended = self._ended or self._matcher.is_accepting()
+            return self._ended
+        if self._ended or not _has(vocabulary, token):
             return False
         allowed = self._matcher.try_consume_tokens([token]) == 1
         self._num_text += allowed
@@ -101,22 +100,7 @@ class Matcher:
     @property
     def finished(self) -> bool:
         """Whether nothing but the end may come."""
-        return self._num_eos > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were accepted.
-
-        Raises:
-            InvalidArgumentError: there are fewer.
-        """
-        if not 0 <= num_tokens <= self._num_text + self._num_eos:
-            raise InvalidArgumentError(f"num_tokens is {num_tokens}; {self._num_text + self._num_eos} were accepted")
-        ends = min(num_tokens, self._num_eos)
-        self._num_eos -= ends
-        if num_tokens > ends:
-            self._num_text -= num_tokens - ends
-            self._matcher.rollback(num_tokens - ends)
-            self._check()
+        return self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def _check(self) -> None:
         if self._matcher.is_error():

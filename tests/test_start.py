@@ -71,6 +71,31 @@ assert not hasattr(models, "NoSuchConfig")
     in_a_new_process(code)
 
 
+NAMES = """
+import mainspring.core.model
+from transformers.utils import import_utils
+from pathlib import Path
+import transformers
+models = Path(transformers.__file__).parent / "models"
+assert import_utils.define_import_structure.func.__name__ == "_names"
+kept = import_utils.define_import_structure
+print(kept(models, prefix="models") == kept.args[0](models, prefix="models"))
+"""
+
+
+def test_the_names_in_model_files_are_kept_as_transformers_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path))
+    for _ in range(2):
+        assert in_a_new_process(NAMES) == "True\n"
+    (file,) = tmp_path.glob("names/*")
+    before = file.read_bytes()
+    file.write_text("[3]")
+    assert in_a_new_process(NAMES) == "True\n"
+    assert sorted(file.read_bytes()) == sorted(before)
+
+
 def test_a_loss_that_needs_scipy_finds_it_when_it_is_called() -> None:
     pytest.importorskip("scipy")
     code = """

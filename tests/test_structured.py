@@ -368,21 +368,6 @@ def test_a_resumed_matcher_goes_on_as_the_first_would(compiler: GrammarCompiler)
             assert first.accept(tokens[-1])
 
 
-def test_tokens_can_be_taken_back(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile("json", json.dumps(ANSWER)).matcher()
-    masks = [allowed(matcher)]
-    tokens = [*encode('{"a": 12}'), EOS, EOS]
-    for token in tokens:
-        assert matcher.accept(token)
-        masks.append(allowed(matcher))
-    for taken in range(len(tokens) + 1):
-        matcher.rollback(taken)
-        assert allowed(matcher) == masks[len(tokens) - taken]
-        assert all(matcher.accept(token) for token in tokens[len(tokens) - taken :])
-    with pytest.raises(InvalidArgumentError, match=f"num_tokens is {len(tokens) + 1}; {len(tokens)} were"):
-        matcher.rollback(len(tokens) + 1)
-
-
 def test_matchers_of_a_grammar_know_nothing_of_each_other(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile("regex", "ab")
     one, other = grammar.matcher(), grammar.matcher()

@@ -3,21 +3,33 @@ training: none is used here, and all take a large part of a core's start and mem
 
 transformers only marks functions that are not to be compiled, so ``torch._dynamo`` is imported when somebody asks for
 more of it. That there is ``torch.distributed`` transformers is not told, for as long as its modules come in. Losses get
-functions of scipy that import it when they are called. And ``transformers.models``, whose own code reads every model
-file only to know what names there are, does so when it is asked for one; its modules are found without.
+functions of scipy that import it when they are called. And what names there are in model files, all of which
+transformers reads to know, is kept in a file for as long as they stay the same; ``transformers.models``, whose own code
+does so once more, is to do it when it is asked for a name: its modules are found without.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
 from functools import partial
+from glob import glob
+from hashlib import blake2b
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 
+from ...kernels.native_build import cache_folder
+
+_NAMES = "transformers.utils.import_utils"
 _LOSSES = "transformers.loss.loss_utils"
 _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 
@@ -59,6 +71,54 @@ class _Called(ModuleType):
         return lambda *args, **kwargs: getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
 
 
+class _KeepingNames(MetaPathFinder):
+    """Lets `define_import_structure` of transformers find again what it once found in the model files."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != _NAMES or (spec := PathFinder.find_spec(fullname, path)) is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            if define := getattr(module, "define_import_structure", None):
+                module.define_import_structure = partial(_names, define)  # type: ignore[attr-defined]
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _names(define: Callable[..., Any], module_path: Any, prefix: str | None = None) -> Any:
+    """What `define` gives: by what must be installed for them, the names in each module."""
+    if prefix != "models":  # one model's
+        return define(module_path, prefix)
+    file = None
+    try:
+        hashed = blake2b(digest_size=16)
+        for found in sorted(glob(os.path.join(module_path, "*", "*.py"))):
+            stat = os.stat(found)
+            hashed.update(f"{found} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        file = cache_folder().with_name("names") / f"{hashed.hexdigest()}.json"
+        kept = msgspec.json.decode(file.read_bytes(), type=list[tuple[frozenset[str], dict[str, set[str]]]])
+        return dict(kept)
+    except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
+        names = define(module_path, prefix)
+    if file is not None:
+        _keep(file, names)
+    return names
+
+
+def _keep(file: Path, names: Any) -> None:
+    try:
+        data = msgspec.json.encode(list(names.items()))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_bytes(data)
+        new.replace(file)
+    except (OSError, TypeError):  # another version has another form
+        pass
+
+
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
     """In the place of a decorator, with arguments or without."""
     return function if callable(function) else _as_it_is
@@ -69,7 +129,12 @@ def _import() -> None:
     for decorator in ("disable", "allow_in_graph", "assume_constant_result"):
         setattr(dynamo, decorator, _as_it_is)
     if "transformers.models" not in sys.modules:
-        _Later.take("transformers.models")
+        names = _KeepingNames()
+        sys.meta_path.insert(0, names)
+        try:
+            _Later.take("transformers.models")  # imports the package
+        finally:
+            sys.meta_path.remove(names)
     there, optimize = torch.distributed.is_available, _Called("scipy.optimize")
     torch.distributed.is_available = lambda: False
     try:

@@ -50,6 +50,7 @@ class PagedModel:
         self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
         self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
+        self.verified: tuple[Backend, torch.Tensor] | None = None  # on what, and the logits that `verify` saw there
         self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # those whose weights are in host memory
         self.whole: WholeModel | None = None  # where a backend runs all of it

@@ -49,11 +49,12 @@ def verify(model: PagedModel, backend: Backend) -> str:
     """
     sequences = random_sequences(model)
     dtype = model.dtype
-    error = _difference(model, sequences, backend, dtype)
+    error, logits = _difference(model, sequences, backend, dtype)
+    model.verified = backend, logits
     if dtype != torch.float32 and not error <= TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32
         with _widened(model.model):
-            error = _difference(model, sequences, ReferenceBackend(), dtype)
+            error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
     if not error <= TOLERANCE[dtype]:  # also when it is not a number
         raise UnsupportedModelError(
             f"{type(model.model).__name__} gives other logits with a paged cache than alone (they differ by "
@@ -64,8 +65,11 @@ def verify(model: PagedModel, backend: Backend) -> str:
     return f"verified: logits of the paged path within {error:.1e} standard deviations of the model's own, in {kind}"
 
 
-def _difference(model: PagedModel, sequences: list[torch.Tensor], backend: Backend, dtype: torch.dtype) -> float:
-    """The largest difference of any row in fp32, of the middle row of any chunk in half precision."""
+def _difference(
+    model: PagedModel, sequences: list[torch.Tensor], backend: Backend, dtype: torch.dtype
+) -> tuple[float, torch.Tensor]:
+    """The largest difference of any row in fp32, of the middle row of any chunk in half precision; and the paged path's
+    logits of all rows."""
     steps = schedule([len(sequence) for sequence in sequences])
     own = _own_logits(model, sequences)
     paged = paged_logits(model, sequences, steps, backend, dtype)
@@ -75,7 +79,7 @@ def _difference(model: PagedModel, sequences: list[torch.Tensor], backend: Backe
         ours = paged[chunk.sequence][chunk.start : chunk.end].float()
         rows = (ours - alone[chunk.start : chunk.end]).abs().amax(1) / alone.std().clamp_min(1e-12)
         worst.append(rows.amax() if dtype == torch.float32 else rows.median())
-    return float(torch.stack(worst).amax())
+    return float(torch.stack(worst).amax()), torch.cat(paged)
 
 
 def random_sequences(model: PagedModel) -> list[torch.Tensor]:

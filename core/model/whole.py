@@ -99,7 +99,9 @@ def make_whole(
     try:
         with RoutedProducts(backend.linear):
             stack, head, embed_scale = _recognise(model)
-            before = _logits(model, backend)
+            on, logits = model.verified or (None, None)
+            # nothing has changed since then
+            before = logits.float() if logits is not None and on is backend else _logits(model, backend)
         tensors = None if quantized is None else JoinedWeights(quantized, model.parameters)
         decoder = backend.decoder(stack.layers, stack.norm, head.linear, bits, tensors)
         if decoder is None:
