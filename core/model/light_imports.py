@@ -90,12 +90,13 @@ class _KeepingNames(MetaPathFinder):
 
 def _names(define: Callable[..., Any], module_path: Any, prefix: str | None = None) -> Any:
     """What `define` gives: by what must be installed for them, the names in each module."""
-    if prefix != "models":  # one model's
+    files = sorted(glob(os.path.join(module_path, "*", "*.py")))
+    if prefix != "models" or not files:  # one model's
         return define(module_path, prefix)
     file = None
     try:
         hashed = blake2b(digest_size=16)
-        for found in sorted(glob(os.path.join(module_path, "*", "*.py"))):
+        for found in (os.path.join(module_path, "..", "utils", "import_utils.py"), *files):
             stat = os.stat(found)
             hashed.update(f"{found} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         file = cache_folder().with_name("names") / f"{hashed.hexdigest()}.json"
