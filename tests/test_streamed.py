@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from late_device import LateDevice
-from mainspring import LLMEngine, SamplingParams
+from mainspring import LLMEngine, LoRARequest, SamplingParams
 from mainspring.core import executor
 from mainspring.core.executor import tensors_of
 from mainspring.core.model import loader
 from mainspring.core.model.streamed import StreamedLayers, stream_layers
 from mainspring.ipc.errors import UnsupportedModelError
-from plain import make_engine
+from peft_folders import make_lora
+from plain import collect, make_engine
 from plain import run as run_jobs
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 from test_late_device import late, run  # noqa: F401  # a fixture
@@ -196,3 +197,21 @@ def test_parameters_that_layers_share_stay_and_a_model_without_layers_is_refused
     assert model[0][0].bias.shape == (8,)
     with pytest.raises(UnsupportedModelError, match="cpu_offload_gb is set, and Linear has no list of layers"):
         stream_layers(torch.nn.Linear(2, 2), 1, device)
+
+
+def test_adapters_change_them_before_and_after_sleep(tmp_path: Path, streams: list[LateDevice]) -> None:
+    path = make_path(tmp_path / "model")
+    folder = make_lora(path, tmp_path / "lora", 1, r=4, lora_alpha=16, target_modules=["q_proj", "o_proj", "down_proj"])
+    lora, found = LoRARequest("adapter", 1, str(folder)), []
+    for more in ({}, {"cpu_offload_gb": 1.0}):
+        with make_engine(path, skip_tokenizer_init=True, enable_lora=True, max_lora_rank=8, **more) as engine:
+            for asleep in (False, True):
+                if asleep:
+                    engine.sleep(2)
+                    engine.wake_up()
+                engine.add_request("with", PROMPT, PARAMS, lora_request=lora)  # type: ignore[arg-type]
+                engine.add_request("without", PROMPT, PARAMS)  # type: ignore[arg-type]
+                outputs = {name: seen[-1].outputs[0].token_ids for name, seen in collect(engine).items()}
+                assert outputs["with"] != outputs["without"]
+                found.append(outputs)
+    assert found == found[:1] * 4
