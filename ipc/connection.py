@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
@@ -176,12 +177,13 @@ class Connection:
         self._dead: EngineDeadError | None = None
         self.closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []  # the one in use, and its monitor
+        self._end = weakref.finalize(self, _abandon, self._context, self._sockets, self._pid)
         self._open()
         try:
             self._greeted(connect_timeout)
         except BaseException:
-            self._close_socket(0)
-            self._context.term()
+            self._end()
             raise
 
     @classmethod
@@ -395,6 +397,7 @@ class Connection:
     def _open(self) -> None:
         self._socket = make_dealer(self._context, self._keys)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._sockets[:] = self._socket, self._monitor
         self._socket.connect(self._core.address)
         self.num_sockets += 1
         self._opened_at = time.monotonic()
@@ -474,7 +477,7 @@ class Connection:
         if self._ready is not None:
             self._send(Bye("closed"))
         self._close_socket(CLOSE_MS if self._ready is not None else 0)
-        self._context.term()
+        self._end()
         self._core.close()
 
     def _check(self) -> None:
@@ -486,6 +489,15 @@ class Connection:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
+
+
+def _abandon(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]], pid: int) -> None:
+    """The end of every connection, also of one that nobody closed: a context that is collected with sockets still open
+    would wait for them for ever."""
+    if os.getpid() == pid:
+        for socket in sockets:
+            socket.close(linger=0)
+        context.term()
 
 
 def _keys(address: str, key: str | None, server_key: str | None) -> tuple[str, str, str] | None:

@@ -4,10 +4,12 @@ in test_recovery.py."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -583,6 +585,18 @@ def test_who_turns_us_away_is_not_asked_again_at_once(tmp_path: Path) -> None:
         other.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert 2 <= visits <= 40
+
+
+def test_a_client_that_nobody_closed_can_be_collected(owner: StandInOwner) -> None:
+    client: Any = SyncClient(Connection(owner))
+    client._connection.itself = client  # as an error's traceback would hold it
+    gone = weakref.ref(client._connection)
+    del client
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(PROMPTLY)
+    assert not collecting.is_alive(), "it waits for sockets that nobody closes"
+    assert gone() is None
 
 
 def test_connections_lost_and_found_leave_no_descriptor(client: SyncClient, owner: StandInOwner) -> None:
