@@ -52,6 +52,7 @@ struct Plan {
     Spec spec;
     int block_size;
     int64_t num_rows;  // query rows that belong to requests
+    std::vector<int64_t> row_begin;  // per request
     std::vector<int64_t> table_begin;  // per request, into blocks
     std::vector<int32_t> blocks;
     std::vector<Unit> units;  // the most expensive first
@@ -82,7 +83,7 @@ inline std::unique_ptr<Plan> plan_attention(
     int64_t total = 0, items = 0;
     std::vector<int64_t> lengths(requests);
     for (int r = 0; r < requests; ++r) {
-        plan->table_begin.push_back(kv_indptr[r]);
+        plan->row_begin.push_back(qo_indptr[r]), plan->table_begin.push_back(kv_indptr[r]);
         lengths[r] = int64_t(kv_indptr[r + 1] - kv_indptr[r] - 1) * block_size + last_page_len[r];
         const int64_t tokens = qo_indptr[r + 1] - qo_indptr[r];
         const int64_t begin = lengths[r] - tokens;
@@ -139,6 +140,24 @@ inline std::unique_ptr<Plan> plan_attention(
     plan->parts.resize(parts_at);
     std::stable_sort(plan->units.begin(), plan->units.end(), [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
     return plan;
+}
+
+// The same for some of its rows alone, each at its position: every one as a request of one token.
+inline std::unique_ptr<Plan> plan_rows(
+    const Plan& all, int64_t count, const int64_t* rows, const int64_t* positions, int threads
+) {
+    std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, blocks, last_page_len;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t position = positions[rows[i]];
+        const auto after = std::upper_bound(all.row_begin.begin(), all.row_begin.end(), rows[i]);
+        const auto table = all.blocks.begin() + all.table_begin[after - all.row_begin.begin() - 1];
+        blocks.insert(blocks.end(), table, table + position / all.block_size + 1);
+        qo_indptr.push_back(int32_t(i + 1)), kv_indptr.push_back(int32_t(blocks.size()));
+        last_page_len.push_back(int32_t(position % all.block_size + 1));
+    }
+    return plan_attention(
+        all.spec, int(count), qo_indptr.data(), kv_indptr.data(), blocks.data(), last_page_len.data(), all.block_size, threads
+    );
 }
 
 }  // namespace mainspring

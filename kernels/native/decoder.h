@@ -103,16 +103,19 @@ class Decoder {
 
     DecoderOf of_;
     std::vector<LayerOf> layers_;
-    Buffer rows_, own_, joined_, activated_, added_, workspace_;  // what is never needed at once shares one
+    Buffer rows_, own_, joined_, activated_, added_, wanted_, workspace_;  // what is never needed at once shares one
 };
 
 // A step in the eyes of one member of the team.
 template <class T>
 class Forward {
   public:
-    Forward(Decoder& decoder, const StepOf& step, Team& team, int rank)
-        : d_(decoder), step_(step), team_(team), rank_(rank), rows_(step.rows), width_(decoder.of_.hidden),
-          own_(rows_ <= FEW && team.size > 1), share_(rows_, rank, team.size) {
+    // wanted: the plan of attention for the rows of which there are to be logits, if the last layer is to leave the
+    // others out once their keys and values are in the cache; or null.
+    Forward(Decoder& decoder, const StepOf& step, Plan* wanted, Team& team, int rank)
+        : d_(decoder), step_(step), wanted_(wanted), team_(team), rank_(rank), width_(decoder.of_.hidden),
+          hidden_((T*)step.hidden), share_(0, 0, 1) {
+        turn_to(step.rows);
         if (rank_ == 0) began_ = now();
     }
 
@@ -128,7 +131,9 @@ class Forward {
             x = normed(layer.input_norm);
             product(layer.qkv, x, width_, joined(), layer.qkv.N, nullptr), done(QKV);
             heads(layer, kind), done(HEADS);
-            attend(layer, kind), done(ATTENTION);
+            const bool last = wanted_ && i + 1 == d_.layers_.size();
+            if (last) keep_wanted(layer), done(HEADS);
+            attend(layer, last ? wanted_ : kind.plan), done(ATTENTION);
             adds(layer.output, layer.attention_norm, layer.multiplier, attended(), layer.output.K, OUTPUT);
             x = normed(layer.mlp_norm);
             mlp(layer, x), done(GATE_UP);
@@ -153,11 +158,28 @@ class Forward {
         began_ = at;
     }
 
-    T* hidden() const { return (T*)step_.hidden; }
+    T* hidden() const { return hidden_; }
     T* joined() const { return (T*)d_.joined_.data; }
     T* attended() const { return (T*)d_.rows_.data; }
     T* activated(const LayerOf& layer) const { return layer.gated ? joined() : (T*)d_.activated_.data; }
     T* added() const { return (T*)d_.added_.data; }
+
+    void turn_to(int64_t rows) {
+        rows_ = rows, own_ = rows <= FEW && team_.size > 1, share_ = Share(rows, rank_, team_.size);
+    }
+
+    // From here on there are only the rows that are wanted: `hidden` of them, and behind it their queries.
+    void keep_wanted(const LayerOf& layer) {
+        turn_to(step_.num_wanted);
+        T* kept = (T*)d_.wanted_.data;
+        for (int64_t i = share_.begin; i < share_.end; ++i) {
+            const int64_t row = step_.wanted[i];
+            std::memcpy(kept + i * width_, hidden_ + row * width_, width_ * sizeof(T));
+            std::memcpy(queries(layer) + i * layer.q_size, joined() + row * layer.qkv.N, layer.q_size * sizeof(T));
+        }
+        hidden_ = kept;
+    }
+    T* queries(const LayerOf& layer) const { return (T*)d_.wanted_.data + step_.num_wanted * width_; }
 
     void norm_row(const NormOf& norm, const T* from, int64_t n, T* to) const {
         with_dtype(norm.dtype, [&](auto w) {
@@ -231,10 +253,12 @@ class Forward {
         });
     }
 
-    void attend(const LayerOf& layer, const KindOfLayer& kind) {
+    void attend(const LayerOf& layer, Plan* plan) {
+        const bool all = plan != wanted_;
         AttentionCall call;
-        call.plan = kind.plan;
-        call.query = (const char*)joined(), call.query_row = layer.qkv.N, call.query_head = layer.key_dim;
+        call.plan = plan;
+        call.query = (const char*)(all ? joined() : queries(layer)), call.query_row = all ? layer.qkv.N : layer.q_size;
+        call.query_head = layer.key_dim;
         call.query_dtype = d_.of_.dtype, call.cache_dtype = layer.cache.dtype;
         call.keys = layer.cache.keys, call.values = layer.cache.values;
         call.sinks = layer.sinks;
@@ -284,7 +308,7 @@ class Forward {
         T* to = (T*)d_.rows_.data;
         const Share share(step_.num_wanted, rank_, team_.size);
         for (int64_t i = share.begin; i < share.end; ++i)
-            norm_row(norm, hidden() + step_.wanted[i] * width_, width_, to + i * width_);
+            norm_row(norm, hidden() + (wanted_ ? i : step_.wanted[i]) * width_, width_, to + i * width_);
         done(NORM);
         Product p = {head.weight(), d_.of_.dtype, to, width_, int(step_.num_wanted), step_.logits, head.N, head.bias};
         multiply(p, d_.workspace_.data, team_, rank_);
@@ -293,11 +317,14 @@ class Forward {
 
     Decoder& d_;
     const StepOf& step_;
+    Plan* const wanted_;
     Team& team_;
     const int rank_;
-    const int64_t rows_, width_;
-    const bool own_;
-    const Share share_;
+    const int64_t width_;
+    T* hidden_;
+    int64_t rows_;
+    bool own_;  // each member normalises all rows
+    Share share_;  // of the rows
     int64_t began_ = 0;
 };
 
@@ -317,10 +344,17 @@ inline void Decoder::run(const StepOf& step) {
     rows_.reserve(std::max({bytes * attended, bytes * of_.hidden, step.num_wanted * size * of_.hidden}));
     joined_.reserve(bytes * joined), activated_.reserve(bytes * activated), added_.reserve(bytes * added);
     workspace_.reserve(workspace);
+    std::unique_ptr<Plan> wanted;
+    if (2 * step.num_wanted <= step.rows) {
+        const LayerOf& last = layers_.back();
+        wanted_.reserve(step.num_wanted * size * (of_.hidden + last.q_size));
+        const Plan& plan = *step.kinds[step.kind_of_layer[layers_.size() - 1]].plan;
+        wanted = plan_rows(plan, step.num_wanted, step.wanted, step.positions, threads);
+    }
     with_dtype(of_.dtype, [&](auto t) {
         using T = decltype(t);
         own_.reserve(threads * Forward<T>::own_bytes(of_.hidden));
-        run_team(threads, [&](Team& team, int rank) { Forward<T>(*this, step, team, rank).run(); });
+        run_team(threads, [&](Team& team, int rank) { Forward<T>(*this, step, wanted.get(), team, rank).run(); });
     });
 }
 

@@ -711,10 +711,13 @@ void quantize_weight(const T* weight, int N, int K, int group, char* packed, int
 // ---------------------------------------------------------------- linear
 
 // How the work is divided. Tiles of x times panels of W are numbered block of rows by block of rows, in a block panel by
-// panel; thread t does the t-th part.
+// panel, and cut into parts. Most of them are shared out from the beginning, in long stretches. The rest goes to whoever
+// comes for it: to few in a thread that others share its core with, for who waits for whom is decided by the slowest.
 struct LinearPlan {
     Tiles tiles;
     int panels, blocks;
+    int grain;  // panels that go together
+    int parts, own;  // for each thread; of these, its own
     bool alone;  // one tile and little of it: each thread packs x for itself, which is sooner done than waiting for others
     size_t x_bytes, sums_bytes, piece_bytes;
 
@@ -729,6 +732,9 @@ struct LinearPlan {
             const int64_t longest = (int64_t)ceil_div(ceil_div(tiles.count * panels, num_threads), block) * block;
             if (longest < least - least / 10) least = longest, blocks = b;
         }
+        grain = M <= 2 ? Weight::PANELS_AT_A_TIME : 1;
+        parts = std::max(1, std::min(16, tiles.count * panels / (grain * num_threads)));
+        own = num_threads == 1 ? parts : parts - parts / 4;
         alone = M <= 8 && M * weight.K <= Weight::ALONE;
         x_bytes = M * weight.row_bytes();
         sums_bytes = weight.sums_bytes(ceil_div(tiles.count, blocks) * Weight::MAX_ROWS);
@@ -736,17 +742,17 @@ struct LinearPlan {
     }
     int first_tile(int block) const { return share(tiles.count, block, blocks); }
 
-    // Where a thread's work begins: at the block and panel before which the earlier threads' share of the tiles lies.
+    // Where a part begins: at the block and panel before which the earlier parts' share of the tiles lies.
     struct Place {
         int block, panel;
     };
-    Place begin(int thread, int num_threads) const {
-        const int before = share(tiles.count * panels, thread, num_threads);
+    Place begin(int part, int num_threads) const {
+        const int before = share(tiles.count * panels, part, parts * num_threads);
         int block = 0;
         while (block < blocks && first_tile(block + 1) * panels <= before) ++block;
         if (block == blocks) return {blocks, 0};
         const int height = first_tile(block + 1) - first_tile(block);
-        return {block, (before - first_tile(block) * panels) / height};
+        return {block, (before - first_tile(block) * panels) / (height * grain) * grain};
     }
     // The workspace: packed x of all, then each thread's own: sums, a piece of a panel, packed x where it packs alone.
     size_t thread_bytes() const { return sums_bytes + piece_bytes + (alone ? x_bytes : 0); }
@@ -763,9 +769,10 @@ size_t linear_workspace(const Weight& weight, int M, int num_threads) {
 //
 // `workspace` is shared by the team. Calls `barrier` at most once, inside; the caller sees to it that all threads have
 // left one call before any enters another with the same workspace, and before any reads the result: a barrier after.
-template <class Weight, class X, class Epilogue, class Barrier>
+// `take` counts from 0, for all threads together, since the last barrier.
+template <class Weight, class X, class Epilogue, class Barrier, class Take>
 void linear(const X* x, ptrdiff_t x_stride, int M, const Weight& weight, const Epilogue& epilogue, void* workspace, int thread,
-            int num_threads, Barrier&& barrier) {
+            int num_threads, Barrier&& barrier, Take&& take) {
     if (M == 0 || weight.N == 0) return;
     const LinearPlan plan(weight, M, num_threads);
     const Tiles& tiles = plan.tiles;
@@ -781,18 +788,21 @@ void linear(const X* x, ptrdiff_t x_stride, int M, const Weight& weight, const E
     }
     if (!plan.alone) barrier();
 
-    // From where this thread's work begins to where the next one's does.
     constexpr int most = Weight::PANELS_AT_A_TIME;
-    const auto begin = plan.begin(thread, num_threads), end = plan.begin(thread + 1, num_threads);
-    for (int block = begin.block; block < plan.blocks && block <= end.block; ++block) {
-        const int end_panel = block == end.block ? end.panel : plan.panels;
-        for (int p = block == begin.block ? begin.panel : 0, group; p < end_panel; p += group) {
-            group = M <= 2 && p + most <= end_panel && (p + most) * PANEL <= weight.N ? most : 1;
-            const int columns = std::min(PANEL, weight.N - p * PANEL);
-            weight.multiply(p, group, tiles, plan.first_tile(block), plan.first_tile(block + 1), packed, (float*)mine, piece,
-                            [&](int row, int g, const float* sums) { epilogue(row, (p + g) * PANEL, sums, columns); });
+    const auto multiply = [&](int part, int end_part) {
+        const auto begin = plan.begin(part, num_threads), end = plan.begin(end_part, num_threads);
+        for (int block = begin.block; block < plan.blocks && block <= end.block; ++block) {
+            const int end_panel = block == end.block ? end.panel : plan.panels;
+            for (int p = block == begin.block ? begin.panel : 0, group; p < end_panel; p += group) {
+                group = M <= 2 && p + most <= end_panel && (p + most) * PANEL <= weight.N ? most : 1;
+                const int columns = std::min(PANEL, weight.N - p * PANEL);
+                weight.multiply(p, group, tiles, plan.first_tile(block), plan.first_tile(block + 1), packed, (float*)mine, piece,
+                                [&](int row, int g, const float* sums) { epilogue(row, (p + g) * PANEL, sums, columns); });
+            }
         }
-    }
+    };
+    multiply(thread * plan.own, (thread + 1) * plan.own);
+    for (int part; (part = num_threads * plan.own + int(take())) < num_threads * plan.parts;) multiply(part, part + 1);
 }
 
 }  // namespace mainspring

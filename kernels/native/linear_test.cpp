@@ -27,7 +27,7 @@ static double cpu_seconds() {
 
 struct Team {
     int size;
-    std::atomic<int> arrived{0}, round{0};
+    std::atomic<int> arrived{0}, round{0}, taken{0};
     std::vector<double> waited;  // CPU seconds a thread spent in barriers
 
     explicit Team(int size) : size(size), waited(size) {}
@@ -35,7 +35,7 @@ struct Team {
         const double start = cpu_seconds();
         const int now = round.load(std::memory_order_acquire);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-            arrived.store(0, std::memory_order_relaxed);
+            arrived.store(0, std::memory_order_relaxed), taken.store(0, std::memory_order_relaxed);
             round.store(now + 1, std::memory_order_release);
         } else {
             for (int spins = 0; round.load(std::memory_order_acquire) == now; ++spins)
@@ -88,7 +88,7 @@ static void by_team(int num_threads, const X* x, int x_stride, const T* w, int M
     Memory workspace(linear_workspace(weight, M, num_threads));
     Team team(num_threads);
     team.run([&](int t) {
-        linear(x, x_stride, M, weight, epilogue, workspace.at, t, num_threads, [&] { team.wait(t); });
+        linear(x, x_stride, M, weight, epilogue, workspace.at, t, num_threads, [&] { team.wait(t); }, [&] { return team.taken++; });
     });
 }
 
@@ -252,7 +252,7 @@ static void check_quantized(int M, int N, int K, int group, std::mt19937& rng) {
             team.run([&](int t) {
                 for (int m = 0; m < M; m += rows, team.wait(t))
                     linear(x.data() + (size_t)m * stride, stride, rows, weight, Store<float, bf16>{y.data() + (size_t)m * N, N}, workspace.at, t,
-                           num_threads, [&] { team.wait(t); });
+                           num_threads, [&] { team.wait(t); }, [&] { return team.taken++; });
             });
             CHECK(!std::memcmp(y.data(), expected.data(), sizeof(float) * M * N), "%d bits M %d by %d N %d K %d group %d, %d threads: bits differ",
                   BITS, M, rows, N, K, group, num_threads);
@@ -382,7 +382,8 @@ static void bench_kind(const char* name, Of of, const std::vector<int>& rows, do
                 const double speed = rate(num_threads, (double)calls / num_threads, 1, [&](Team& team, int t) {
                     for (int i = 0; i < calls; ++i) {
                         char* at = memory + size * ((next + i) % copies);
-                        linear((const X*)x.at, K, M, of(at, N, K), Store<X>{(X*)y.at, N}, work.at, t, num_threads, [&] { team.wait(t); });
+                        linear((const X*)x.at, K, M, of(at, N, K), Store<X>{(X*)y.at, N}, work.at, t, num_threads, [&] { team.wait(t); },
+                               [&] { return team.taken++; });
                         team.wait(t);
                     }
                 });

@@ -20,7 +20,8 @@ void multiply_typed(const Product& p, const Typed& weight, void* workspace, Team
         const T* residual = p.residual ? (const T*)p.residual + first * p.y_stride : nullptr;
         T* y = (T*)p.y + first * p.y_stride;
         const auto with = [&](const auto& epilogue) {
-            linear(x, p.x_stride, rows, weight, epilogue, workspace, rank, team.size, [&] { team.barrier(); });
+            linear(x, p.x_stride, rows, weight, epilogue, workspace, rank, team.size, [&] { team.barrier(); },
+                   [&] { return team.take(); });
         };
         if (!p.gated)
             with(Store<T>{y, p.y_stride, bias, residual});
