@@ -18,7 +18,7 @@ constexpr int TILES_PER_RANGE = 8;
 constexpr int RUN = 8;
 
 // Not part of them: a row's arithmetic is the same whatever rows it shares a unit with.
-constexpr int UNIT_ROWS = 96;  // query rows (tokens x query heads of a KV head) that share a packed tile of keys
+constexpr int UNIT_ROWS = 192;  // query rows (tokens x query heads of a KV head) that share a packed tile of keys
 
 struct Spec {
     int q_heads, kv_heads, key_dim, value_dim;
