@@ -37,6 +37,7 @@ from ..ipc.messages import (
 from ..ipc.server import CoreServer, Credit, Event
 from ..ipc.supervisor import write_message
 from ..ipc.transport import CoreLaunch, ProcessWatch, remove_runtime_dir
+from .held import Held
 
 if TYPE_CHECKING:
     from .engine_core import EngineCore
@@ -137,12 +138,13 @@ class ServeLoop:
         self._published = 0.0
         self._counts: list[tuple[float, int]] = []  # (time, tokens generated), of the last seconds
         self._drain_until: float | None = None
+        self._held = Held()
         journal.set_phase(Phase.SERVING)
         self._publish(self._started)
 
     def run(self) -> None:
         """For ever, or until drained."""
-        core, server, journal = self._core, self._server, self._journal
+        core, server, journal, held = self._core, self._server, self._journal, self._held
         while True:
             journal.beat()
             events = server.receive(wait=not core.has_work)
@@ -154,9 +156,13 @@ class ServeLoop:
                     journal.set_phase(before if self._drain_until is None else Phase.DRAINING)
                 else:
                     handle(core, server, event)
-            if core.has_work:
-                for frontend, outputs in core.step().items():
-                    server.send(frontend, outputs)
+                if isinstance(event.message, AddRequest):
+                    held.added(event.frontend, event.message)
+                elif isinstance(event.message, Bye):
+                    held.forget(event.frontend)
+            brought = core.step() if core.has_work else {}
+            for frontend, outputs in held.due(brought, time.monotonic(), core.has_work):
+                server.send(frontend, outputs)
             now, at_rest = time.monotonic(), bool(events) and not core.has_work
             if at_rest or now - self._published > PUBLISH_SECONDS:
                 self._publish(now)

@@ -12,7 +12,7 @@ from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import LoRAConfig
 from ..ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
 from ..ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
-from ..ipc.params import SamplingParams, is_text
+from ..ipc.params import RequestOutputKind, SamplingParams, is_text
 from ..ipc.pooling_params import PoolingParams
 from .pooling import no_tokens, settled
 from .prompts import Embeds, ParsedPrompt, parse_prompt
@@ -275,6 +275,7 @@ def core_message(
         resumed=beam is not None,
         lora=None if request.lora_request is None else request.lora_request.message,
         prompt_adapter=None if request.prompt_adapter_request is None else request.prompt_adapter_request.message,
+        patient=params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop,
     )
 
 

@@ -122,6 +122,7 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True):
     pooling: Pooling | None = None  # in place of tokens; `sampling` is then of no use
     lora: Adapter | None = None
     prompt_adapter: Adapter | None = None
+    patient: bool = False  # nobody looks at its tokens before it has ended: they may come several steps' at a time
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):

@@ -79,12 +79,13 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             Pooling("embed", 8, False, 2),
             Adapter(1, "a", "/a"),
             Adapter(2, "b", "/b", 4),
+            True,
         ),
-        "9dcd012ca3722d319205ce00011170"
+        "9ecd012ca3722d319205ce00011170"
         "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
-        "94a5656d62656408c2029401a161a22f61009402a162a22f6204",
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
     6: (
@@ -149,7 +150,8 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
     ),
 }
 
-NO_ADAPTERS: dict[str, Any] = {"pooling": None, "lora": None, "prompt_adapter": None}
+NOT_PATIENT: dict[str, Any] = {"patient": False}
+NO_ADAPTERS: dict[str, Any] = {"pooling": None, "lora": None, "prompt_adapter": None} | NOT_PATIENT
 # What versions before sent, whose messages had fewer fields: (kind, body, the fields that were not there)
 EARLIER: list[tuple[int, str, dict[str, Any]]] = [
     (1, "9401c402aabba57069642037cb4004000000000000", {"session": b""}),
@@ -172,6 +174,15 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
         NO_ADAPTERS,
+    ),
+    (
+        4,
+        "9dcd012ca3722d319205ce00011170"
+        "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204",
+        NOT_PATIENT,
     ),
     (6, "9307a470696e679101", {"tensors": []}),
     (

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ...kernels.interface import Backend
 from ...kernels.native_build import cache_folder, cpu_features
+from .light_imports import keep
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,7 @@ class KeptDecisions:
         if self._path is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = self._path.with_suffix(".new")
-            new.write_bytes(msgspec.json.encode(decisions))
-            new.replace(self._path)
+            keep(self._path, decisions)
         except OSError as error:
             logger.info("decisions of fusing can't be kept in %s: %s", self._path.parent, error)
 

@@ -10,6 +10,7 @@ does so once more, is to do it when it is asked for a name: its modules are foun
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -105,19 +106,18 @@ def _names(define: Callable[..., Any], module_path: Any, prefix: str | None = No
     except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
         names = define(module_path, prefix)
     if file is not None:
-        _keep(file, names)
+        with contextlib.suppress(OSError, TypeError):  # another version has another form
+            keep(file, list(names.items()))
     return names
 
 
-def _keep(file: Path, names: Any) -> None:
-    try:
-        data = msgspec.json.encode(list(names.items()))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_bytes(data)
-        new.replace(file)
-    except (OSError, TypeError):  # another version has another form
-        pass
+def keep(file: Path, what: Any) -> None:
+    """Write it as JSON, for starts to come. Raises OSError, and TypeError for what is none."""
+    data = msgspec.json.encode(what)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(f".{os.getpid()}")
+    new.write_bytes(data)
+    new.replace(file)
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:

@@ -1,0 +1,47 @@
+"""Tokens that nobody waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from ..ipc.messages import AddRequest, Outputs
+
+HOLD_SECONDS = 0.2
+
+
+class Held:
+    """Keeps tokens back from frontends that have patient requests alone, for each message takes a little of the time
+    of both processes: they go out with the next first token or end, or after `HOLD_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[float, Outputs]] = {}  # by frontend, with the time of the first
+        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # by frontend: requests that are not patient
+
+    def added(self, frontend: int, request: AddRequest) -> None:
+        if not request.patient:
+            self._awaited[frontend].add(request.handle)
+
+    def forget(self, frontend: int) -> None:
+        self._held.pop(frontend, None)
+        self._awaited.pop(frontend, None)
+
+    def due(self, outputs: Mapping[int, Outputs], now: float, more: bool = True) -> Iterator[tuple[int, Outputs]]:
+        """What is to be told after a step that brought `outputs`; `more`: others follow."""
+        for frontend, new in outputs.items():
+            since, held = self._held.pop(frontend, (now, None))
+            if held is not None and new.logprobs:  # which count the tokens of their own message
+                yield frontend, held
+            elif held is not None:
+                tokens = {"handles": held.handles + new.handles, "token_ids": held.token_ids + new.token_ids}
+                new = msgspec.structs.replace(new, **tokens, stats=new.stats or held.stats)
+            if new.started or new.finished or new.logprobs or self._awaited[frontend] or now - since >= HOLD_SECONDS:
+                yield frontend, new
+                self._awaited[frontend].difference_update(one.handle for one in new.finished)
+            else:
+                self._held[frontend] = since, new
+        while self._held and not more:
+            frontend, (_, held) = self._held.popitem()
+            yield frontend, held

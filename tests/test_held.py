@@ -1,0 +1,93 @@
+"""Tokens of patient requests are told some steps at a time, and nobody else's."""
+
+from __future__ import annotations
+
+import pytest
+
+from mainspring.core.held import HOLD_SECONDS, Held
+from mainspring.engine.input_processor import core_message
+from mainspring.ipc.messages import AddRequest, Finished, Logprobs, Outputs, Sampling, Started, Stats
+from mainspring.ipc.params import RequestOutputKind, SamplingParams
+from test_input import PROCESSOR
+
+US, THEM = 0, 1
+
+
+def request(handle: int, patient: bool = True) -> AddRequest:
+    return AddRequest(handle, "", [1], Sampling(9), patient=patient)
+
+
+@pytest.fixture
+def held() -> Held:
+    held = Held()
+    held.added(US, request(1))
+    held.added(US, request(2))
+    return held
+
+
+def told(held: Held, now: float, **by_frontend: Outputs) -> list[tuple[int, Outputs]]:
+    return list(held.due({US if name == "us" else THEM: outputs for name, outputs in by_frontend.items()}, now))
+
+
+def test_tokens_wait_for_the_next_end_and_come_in_order(held: Held) -> None:
+    assert told(held, 0.0, us=Outputs([1, 2], [5, 6], stats=Stats(num_running=2))) == []
+    assert told(held, 0.1, us=Outputs([1], [7])) == []
+    last = Outputs([1, 2], [8, 9], finished=[Finished(2, "length")])
+    everything = Outputs([1, 2, 1, 1, 2], [5, 6, 7, 8, 9], finished=last.finished, stats=Stats(num_running=2))
+    assert told(held, 0.15, us=last) == [(US, everything)]
+    assert list(held.due({}, 0.2, more=False)) == []
+
+
+@pytest.mark.parametrize("now", [HOLD_SECONDS, 5.0])
+def test_no_token_waits_for_long(held: Held, now: float) -> None:
+    assert told(held, 0.0, us=Outputs([1], [5])) == []
+    assert told(held, now, us=Outputs([1], [6])) == [(US, Outputs([1, 1], [5, 6]))]
+    assert told(held, now, us=Outputs([1], [7])) == [], "the time counts anew"
+
+
+def test_a_first_token_is_told_at_once(held: Held) -> None:
+    first = Outputs([1], [5], [Started(1, 0.0, 0.1, 0)])
+    assert told(held, 0.0, us=first) == [(US, first)]
+
+
+def test_log_probabilities_keep_the_message_whose_tokens_they_count(held: Held) -> None:
+    scored = Outputs([2], [6], logprobs=[Logprobs(1, b"", b"", b"", [0])])
+    assert told(held, 0.0, us=Outputs([1], [5])) == []
+    assert told(held, 0.1, us=scored) == [(US, Outputs([1], [5])), (US, scored)]
+
+
+def test_a_frontend_with_a_request_that_is_awaited_gets_all_at_once(held: Held) -> None:
+    held.added(US, request(3, patient=False))
+    assert told(held, 0.0, us=Outputs([1], [5])) == [(US, Outputs([1], [5]))]
+    end = Outputs([1, 3], [6, 7], finished=[Finished(3, "stop")])
+    assert told(held, 0.1, us=end) == [(US, end)]
+    assert told(held, 0.2, us=Outputs([1], [8])) == []
+
+
+def test_frontends_wait_each_for_itself(held: Held) -> None:
+    held.added(THEM, request(1, patient=False))
+    assert told(held, 0.0, us=Outputs([1], [5]), them=Outputs([1], [6])) == [(THEM, Outputs([1], [6]))]
+    assert list(held.due({}, 0.1, more=False)) == [(US, Outputs([1], [5]))]
+
+
+def test_who_has_left_is_told_nothing(held: Held) -> None:
+    held.added(US, request(3, patient=False))
+    held.forget(US)
+    held.added(US, request(1))  # somebody else, of the same number
+    assert told(held, 0.0, us=Outputs([1], [5])) == []
+    held.forget(US)
+    assert list(held.due({}, 0.1, more=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "patient"),
+    [
+        ({}, False),
+        ({"output_kind": RequestOutputKind.DELTA}, False),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY}, True),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": "."}, False),
+    ],
+)
+def test_a_request_is_patient_if_its_tokens_are_read_at_the_end(params: dict[str, object], patient: bool) -> None:
+    asked = PROCESSOR.process_inputs("r", {"prompt_token_ids": [1]}, SamplingParams(max_tokens=2, **params))  # type: ignore[arg-type]
+    assert core_message(asked, 0).patient is patient
