@@ -87,6 +87,9 @@ inline Best largest_of(const T* scores, int64_t begin, int64_t end, const RowKey
     return all;
 }
 
+// Comparisons that take as long as it may take the team to wake up.
+constexpr int64_t WORTH_WAKING = 1 << 18;
+
 // The choice of each row: the largest score, plus noise where the row is sampled.
 inline void choose(
     const void* scores, Dtype dtype, int64_t rows, int64_t vocab, int64_t stride, const int64_t* seeds,
@@ -98,7 +101,9 @@ inline void choose(
     std::vector<Best> bests(rows * pieces);
     with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        const int wanted = rows * vocab < (1 << 14) ? 1 : int(std::min<int64_t>(threads, rows * pieces));
+        int64_t cost = 0;  // in scores that are only compared: noise takes about eight times as long
+        for (int64_t row = 0; row < rows; ++row) cost += sampled && sampled[row] ? 8 * vocab : vocab;
+        const int wanted = cost < WORTH_WAKING ? 1 : int(std::min<int64_t>(threads, rows * pieces));
         run_team(wanted, [&](Team& team, int) {
             for (int64_t i = team.take(); i < rows * pieces; i = team.take()) {
                 const int64_t row = i / pieces, piece = i % pieces;
