@@ -36,7 +36,7 @@ from plain import collect, make_engine
 from stand_in_core import StandInOwner, stand_in
 from test_offloading import SETTINGS as OFFLOADING
 from test_offloading import SIZE, one_by_one, requests, stats
-from wire import PROMPTLY, Raw, eventually
+from wire import PROMPTLY, Raw, eventually, sees_the_loss
 
 PROMPT = list(range(5, 45))
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -448,7 +448,7 @@ def test_after_one_death_a_call_is_made_again_but_not_one_that_may_do_anything(
             once.result(PROMPTLY)
         assert calls(owner, "collective_rpc") == 0
         owner.kill()
-        client.abort([])  # sees the loss
+        assert sees_the_loss(client)
         late = pool.submit(client.call, "collective_rpc", 2, timeout=PROMPTLY)
         assert eventually(lambda: client._connection._calls)
         owner.restart()

@@ -28,7 +28,7 @@ from mainspring.ipc.messages import AddRequest, Hello, Outputs
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import Endpoints
 from stand_in_core import StandInOwner, open_descriptors, stand_in
-from wire import PROMPTLY, Raw, collect, eventually, request, take
+from wire import PROMPTLY, Raw, collect, eventually, request, sees_the_loss, take
 
 LONG = 1_000_000  # tokens, never reached
 
@@ -99,7 +99,7 @@ def test_a_request_that_was_sent_comes_again_with_its_tokens_and_age_and_the_mar
     assert client.get_outputs(PROMPTLY) is not None
     owner.kill()
     age = time.monotonic() - began
-    client.abort([])  # takes in what had come
+    assert sees_the_loss(client)  # and all that had come
     received = [7, *(t for outputs in client._connection.outputs for t in outputs.token_ids)]
     owner.restart()
     assert eventually(lambda: client.abort([]) or owner.core.added)
@@ -141,7 +141,7 @@ def test_a_request_added_while_the_connection_is_lost_is_new_to_the_next_core(
     client: SyncClient, owner: StandInOwner
 ) -> None:
     owner.kill()
-    client.abort([])  # sees the loss
+    assert sees_the_loss(client)
     client.add_request(request(0, max_tokens=2))
     owner.restart()
     assert collect(client, 1) == {0: [100, 101]}
@@ -216,7 +216,7 @@ def test_what_is_added_and_aborted_while_the_connection_is_lost_ends_here_and_is
     client: SyncClient, owner: StandInOwner
 ) -> None:
     owner.kill()
-    client.abort([])  # sees the loss
+    assert sees_the_loss(client)
     client.add_request(request(0))
     client.add_request(request(1))
     client.abort([0])

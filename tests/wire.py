@@ -47,6 +47,11 @@ def eventually(holds: Callable[[], Any], timeout: float = PROMPTLY) -> bool:
     return bool(holds())
 
 
+def sees_the_loss(client: SyncClient) -> bool:
+    """Of the core, which is gone."""
+    return eventually(lambda: client.abort([]) or client._connection.patience is not None)
+
+
 class Raw:
     """A frontend that sends what it likes, and reads when it likes."""
 
