@@ -101,8 +101,8 @@ inline void choose(
     std::vector<Best> bests(rows * pieces);
     with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        int64_t cost = 0;  // in scores that are only compared: noise takes about eight times as long
-        for (int64_t row = 0; row < rows; ++row) cost += sampled && sampled[row] ? 8 * vocab : vocab;
+        int64_t cost = 0;  // in scores that are only compared: noise takes some sixteen times as long
+        for (int64_t row = 0; row < rows; ++row) cost += sampled && sampled[row] ? 16 * vocab : vocab;
         const int wanted = cost < WORTH_WAKING ? 1 : int(std::min<int64_t>(threads, rows * pieces));
         run_team(wanted, [&](Team& team, int) {
             for (int64_t i = team.take(); i < rows * pieces; i = team.take()) {
