@@ -555,6 +555,7 @@ EVERYTHING = AddRequest(
     Tensor(0, "float32", [3, 4]),
     1.5,
     True,
+    patient=True,
 )  # fmt: skip
 
 
