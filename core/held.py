@@ -9,7 +9,7 @@ import msgspec
 
 from ..ipc.messages import AddRequest, Outputs
 
-HOLD_SECONDS = 0.2
+HOLD_SECONDS = 0.2  # at most
 
 
 class Held:
@@ -37,11 +37,10 @@ class Held:
             elif held is not None:
                 tokens = {"handles": held.handles + new.handles, "token_ids": held.token_ids + new.token_ids}
                 new = msgspec.structs.replace(new, **tokens, stats=new.stats or held.stats)
-            if new.started or new.finished or new.logprobs or self._awaited[frontend] or now - since >= HOLD_SECONDS:
+            if new.started or new.finished or new.logprobs or self._awaited[frontend]:
                 yield frontend, new
                 self._awaited[frontend].difference_update(one.handle for one in new.finished)
             else:
                 self._held[frontend] = since, new
-        while self._held and not more:
-            frontend, (_, held) = self._held.popitem()
-            yield frontend, held
+        for frontend in [f for f, (since, _) in self._held.items() if not more or now - since >= HOLD_SECONDS]:
+            yield frontend, self._held.pop(frontend)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mainspring import EngineArgs, LLMEngine
 from mainspring.core.held import HOLD_SECONDS, Held
 from mainspring.engine.input_processor import core_message
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, Outputs, Sampling, Started, Stats
@@ -43,6 +44,11 @@ def test_no_token_waits_for_long(held: Held, now: float) -> None:
     assert told(held, 0.0, us=Outputs([1], [5])) == []
     assert told(held, now, us=Outputs([1], [6])) == [(US, Outputs([1, 1], [5, 6]))]
     assert told(held, now, us=Outputs([1], [7])) == [], "the time counts anew"
+
+
+def test_nor_while_only_others_get_any(held: Held) -> None:
+    assert told(held, 0.0, us=Outputs([1], [5])) == []
+    assert told(held, HOLD_SECONDS, them=Outputs([1], [6])) == [(US, Outputs([1], [5]))]
 
 
 def test_a_first_token_is_told_at_once(held: Held) -> None:
@@ -91,3 +97,24 @@ def test_who_has_left_is_told_nothing(held: Held) -> None:
 def test_a_request_is_patient_if_its_tokens_are_read_at_the_end(params: dict[str, object], patient: bool) -> None:
     asked = PROCESSOR.process_inputs("r", {"prompt_token_ids": [1]}, SamplingParams(max_tokens=2, **params))  # type: ignore[arg-type]
     assert core_message(asked, 0).patient is patient
+
+
+def test_a_core_process_lets_tokens_wait_for_nobody_but_the_patient() -> None:
+    with LLMEngine.from_engine_args(EngineArgs(skip_tokenizer_init=True, max_model_len=256)) as engine:
+        client, messages = engine.engine_core, []
+        receive = client.get_outputs
+
+        def noted(timeout: float | None = None) -> Outputs | None:
+            outputs = receive(timeout)
+            messages.append(0 if outputs is None else len(outputs.token_ids))
+            return outputs
+
+        client.get_outputs = noted  # type: ignore[method-assign]
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+            messages.clear()
+            params = SamplingParams(max_tokens=60, ignore_eos=True, detokenize=False, output_kind=kind)
+            engine.add_request("r", {"prompt_token_ids": [5, 6]}, params)
+            while engine.has_unfinished_requests():
+                engine.step()
+            assert sum(messages) == 60
+            assert (max(messages) == 1) == (kind == RequestOutputKind.DELTA), messages

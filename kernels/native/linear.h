@@ -712,7 +712,7 @@ void quantize_weight(const T* weight, int N, int K, int group, char* packed, int
 
 // How the work is divided. Tiles of x times panels of W are numbered block of rows by block of rows, in a block panel by
 // panel, and cut into parts. Most of them are shared out from the beginning, in long stretches. The rest goes to whoever
-// comes for it: to few in a thread that others share its core with, for who waits for whom is decided by the slowest.
+// comes for it, which is less often a thread that others share its core with: all wait for the slowest.
 struct LinearPlan {
     Tiles tiles;
     int panels, blocks;
