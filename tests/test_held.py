@@ -33,8 +33,8 @@ def told(held: Held, now: float, **by_frontend: Outputs) -> list[tuple[int, Outp
 def test_tokens_wait_for_the_next_end_and_come_in_order(held: Held) -> None:
     assert told(held, 0.0, us=Outputs([1, 2], [5, 6], stats=Stats(num_running=2))) == []
     assert told(held, 0.1, us=Outputs([1], [7])) == []
-    last = Outputs([1, 2], [8, 9], finished=[Finished(2, "length")])
-    everything = Outputs([1, 2, 1, 1, 2], [5, 6, 7, 8, 9], finished=last.finished, stats=Stats(num_running=2))
+    last = Outputs([2, 1], [8, 9], finished=[Finished(2, "length")])
+    everything = Outputs([1, 2, 1, 2, 1], [5, 6, 7, 8, 9], finished=last.finished, stats=Stats(num_running=2))
     assert told(held, 0.15, us=last) == [(US, everything)]
     assert list(held.due({}, 0.2, more=False)) == []
 
