@@ -450,7 +450,7 @@ struct Packed {
 // so that w is symmetric. 4 bits: each group has a zero of its own (AWQ's form). x is quantized as it is packed: each row's
 // each group to int8 with a scale of its own. Then the sums within a group are sums of whole numbers, exact in any order,
 //
-//   dot = sum q * x  by VPDPBUSD,   sum w * x = scale * x_scale * (dot - zero * sum x),
+//   dot = sum q * x,   sum w * x = scale * x_scale * (dot - zero * sum x),
 //
 // and only the groups' sums are added up in fp32, in order of K. 64 products an instruction: one row runs near the memory's
 // speed (4-bit weights as fp32 would need three instructions for 16), many rows 1.6 times as fast as bf16. The price is the
@@ -468,8 +468,10 @@ struct Quantized {
     // AVX2: 8 accumulators, of 2 rows, or of half a panel of 4.
     static constexpr int MAX_ROWS = LANES == 8 ? 4 : BITS == 8 ? 12 : 10;
     static constexpr int STREAM_AHEAD = LANES == 8 ? 2048 : AHEAD;  // bytes: more, and Zen 3 reads a tenth slower
-    static constexpr int PANELS_AT_A_TIME = 1, ALONE = 4096;
-    static constexpr int X_WORDS = 8 / BITS, K_PER_STEP = 4 * X_WORDS, STEP_BYTES = 4 * PANEL;
+    static constexpr int PANELS_AT_A_TIME = LANES == 8 && BITS == 8 ? GROUP : 1, ALONE = 4096;
+    static constexpr int X_BYTES = BITS == 8 && !AT_ONCE ? 2 : 1;  // of a value of packed x
+    static constexpr int K_PER_STEP = 32 / BITS, X_WORDS = K_PER_STEP * X_BYTES / 4, STEP_BYTES = 4 * PANEL;
+    static constexpr int TURN = 4;  // steps that are done together: so many sums of 4-bit products fit in int16
 
     const char* data;  // as `quantize_weight` or `pack_quantized` left it
     int N, K, group;   // group: a multiple of 32
@@ -479,7 +481,7 @@ struct Quantized {
     size_t panel_bytes() const { return groups() * group_bytes(); }
     size_t bytes() const { return ceil_div(N, PANEL) * panel_bytes(); }
 
-    // What a group of a row of x comes with. A sum of 8-bit products starts at -zero * sum x, of 4-bit ones it is taken off.
+    // What a group of a row of x comes with. A sum of 8-bit products starts at -128 * sum x, of 4-bit ones it is taken off.
     struct Scale {
         float scale;
         union {
@@ -487,11 +489,12 @@ struct Quantized {
             float sum;
         };
     };
-    // A packed row of x: whole lines of int8, then the groups' scales. A tile: [lines][rows][64], then [groups][rows].
-    size_t line_bytes() const { return (size_t)ceil_div(groups() * group, 64) * 64; }
+    // A packed row of x: whole lines of values, then the groups' scales. A tile: [lines][rows][64], then [groups][rows].
+    size_t line_bytes() const { return (size_t)ceil_div(groups() * group * X_BYTES, 64) * 64; }
+    static size_t place_of(size_t k, int rows) { return k * X_BYTES / 64 * rows * 64 + k * X_BYTES % 64; }
     size_t row_bytes() const { return line_bytes() + ceil_div(groups(), 8) * 64; }
     size_t row_bytes_at_a_time() const { return row_bytes(); }
-    size_t sums_bytes(int) const { return MAX_ROWS * PANEL * sizeof(float); }
+    size_t sums_bytes(int) const { return std::max(2 * PANELS_AT_A_TIME, MAX_ROWS) * PANEL * sizeof(float); }
     size_t piece_bytes() const { return 0; }
 
     template <class X>
@@ -508,120 +511,124 @@ struct Quantized {
                 const F32 values = here - i >= LANES ? load(x + k0 + i) : here > i ? load_n(x + k0 + i, here - i) : zero();
                 const I32 q = nearest(mul(values, inverse));
                 total = add(total, q);
-                const int k = k0 + i;
-                store_as_bytes((int8_t*)tile + (size_t)(k / 64) * rows * 64 + r * 64 + k % 64, q);
+                char* to = tile + place_of(k0 + i, rows) + r * 64;
+                X_BYTES == 1 ? store_as_bytes(to, q) : store_as_shorts(to, q);
             }
             const float sum_x = sum(to_float(total));  // of whole numbers, far below 2^24: exact
             Scale& scale = ((Scale*)(tile + rows * line_bytes()))[g * rows + r];
             scale.scale = top / 127;
             if (BITS == 8)
-                scale.minus_zeros = (BYTE_ZERO - 128) * (int)sum_x;
+                scale.minus_zeros = -128 * (int)sum_x;
             else
                 scale.sum = sum_x;
         }
     }
 
-    // c[ROWS][32] = the whole product, as `tile` above. (Several panels side by side, which help bf16, halve the speed
-    // here.)
-    template <int ROWS, bool STREAM>
+    // c[PANELS][ROWS][32] = the whole product, as `tile` above. Several panels take turns of 4 steps: as many streams, with
+    // which the hardware fetches further ahead than we could ask it to.
+    template <int ROWS, int PANELS, bool STREAM>
     MAINSPRING_NOINLINE void tile(const char* w, const char* x, float* c, Upcoming ahead) const {
         constexpr int VECS = LANES == 8 && ROWS > 2 ? VECTORS / 2 : VECTORS;  // at a time
-        constexpr bool PAIRS = BITS == 4 && LANES == 8 && !AT_ONCE && ROWS > 1;
         const Scale* x_scales = (const Scale*)(x + ROWS * line_bytes());
         const int length = group, total = groups() * length;
-        const size_t values_bytes = (size_t)length / K_PER_STEP * STEP_BYTES;
-        for (int i = 0; i < ROWS * PANEL; i += LANES) store(c + i, zero());
+        const size_t values_bytes = (size_t)length / K_PER_STEP * STEP_BYTES, panel = panel_bytes();
+        for (int i = 0; i < PANELS * ROWS * PANEL; i += LANES) store(c + i, zero());
         for (int k0 = 0; k0 < total; k0 += length, w += group_bytes(), x_scales += ROWS)
             for (int v0 = 0; v0 < VECTORS; v0 += VECS) {
-                I32 acc[ROWS][VECS];
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; ++r)
+                I32 acc[PANELS][ROWS][VECS];
 #pragma GCC unroll 4
-                    for (int v = 0; v < VECS; ++v) acc[r][v] = set_int(BITS == 8 ? x_scales[r].minus_zeros : 0);
+                for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 16
+                    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+                        for (int v = 0; v < VECS; ++v) acc[p][r][v] = set_int(BITS == 8 ? x_scales[r].minus_zeros : 0);
 
                 const char* values = w + v0 * LANES * 4;
-                for (size_t k = k0; k < size_t(k0 + length); k += 32) {  // 8 words of x
+                for (size_t k = k0; k < size_t(k0 + length); k += TURN * K_PER_STEP, values += TURN * STEP_BYTES) {
                     if (!STREAM && v0 == 0)
                         for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T0);
-                    const char* words = x + k / 64 * ROWS * 64 + k % 64;
-                    I32 pairs[ROWS][VECS];
-#pragma GCC unroll 16
-                    for (int r = 0; PAIRS && r < ROWS; ++r)
-#pragma GCC unroll 4
-                        for (int v = 0; v < VECS; ++v) pairs[r][v] = set_int(0);
-#pragma GCC unroll 8
-                    for (int word = 0; word < 8; word += X_WORDS, values += STEP_BYTES) {
-                        if (STREAM && v0 == 0)
-                            for (int byte = 0; byte < STEP_BYTES; byte += 64)
-                                _mm_prefetch(values + STREAM_AHEAD + byte, _MM_HINT_T0);
-                        step<PAIRS>(PAIRS ? pairs : acc, values, words + 4 * word);
-                        if (LANES == 8) asm volatile("" ::: "memory");
-                    }
-#pragma GCC unroll 16
-                    for (int r = 0; PAIRS && r < ROWS; ++r)
-#pragma GCC unroll 4
-                        for (int v = 0; v < VECS; ++v) acc[r][v] = add(acc[r][v], join_pairs(pairs[r][v]));
+                    const char* words = x + place_of(k, ROWS);
+#pragma GCC unroll 1
+                    for (int p = 0; p < PANELS; ++p) turn<STREAM>(acc[p], values + p * panel, words, v0 == 0);
                 }
 
-                const fp16* parameters = (const fp16*)(w + values_bytes) + v0 * LANES;
+#pragma GCC unroll 1
+                for (int p = 0; p < PANELS; ++p) {
+                    const fp16* parameters = (const fp16*)(w + p * panel + values_bytes) + v0 * LANES;
 #pragma GCC unroll 4
-                for (int v = 0; v < VECS; ++v) {
-                    const F32 scale = load(parameters + v * LANES);
-                    const F32 zero_point = BITS == 8 ? zero() : load(parameters + PANEL + v * LANES);
+                    for (int v = 0; v < VECS; ++v) {
+                        const F32 scale = load(parameters + v * LANES);
+                        const F32 zero_point = BITS == 8 ? zero() : load(parameters + PANEL + v * LANES);
 #pragma GCC unroll 16
-                    for (int r = 0; r < ROWS; ++r) {
-                        F32 exact = to_float(acc[r][v]);
-                        if (BITS == 4) exact = fnma(zero_point, set(x_scales[r].sum), exact);
-                        float* to = c + r * PANEL + (v0 + v) * LANES;
-                        store(to, fma(exact, mul(scale, set(x_scales[r].scale)), load(to)));
+                        for (int r = 0; r < ROWS; ++r) {
+                            F32 exact = to_float(acc[p][r][v]);
+                            if (BITS == 4) exact = fnma(zero_point, set(x_scales[r].sum), exact);
+                            float* to = c + (p * ROWS + r) * PANEL + (v0 + v) * LANES;
+                            store(to, fma(exact, mul(scale, set(x_scales[r].scale)), load(to)));
+                        }
                     }
                 }
                 asm volatile("" ::: "memory");  // or gcc keeps all of c in registers, and spills them within the steps
             }
     }
 
-    // acc: int32, or (PAIRS) sums of pairs.
-    template <bool PAIRS, int ROWS, int VECS>
-    MAINSPRING_INLINE static void step(I32 (&acc)[ROWS][VECS], const char* w, const char* x) {
-        I32 bytes[VECS], low[VECS], high[VECS];  // halves of bytes are 4 bits each
+    // `TURN` steps of a panel.
+    template <bool STREAM, int ROWS, int VECS>
+    MAINSPRING_INLINE static void turn(I32 (&acc)[ROWS][VECS], const char* w, const char* x, bool fetch) {
+        constexpr bool SHORT = BITS == 4 && !AT_ONCE;
+        I32 sums[ROWS][VECS];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) {
-            bytes[v] = load_bytes(w + v * LANES * 4);
-            low[v] = low_halves(bytes[v]), high[v] = high_halves(bytes[v]);
+            for (int v = 0; v < VECS; ++v) sums[r][v] = SHORT ? set_int(0) : acc[r][v];
+#pragma GCC unroll 4
+        for (int i = 0; i < TURN; ++i, w += STEP_BYTES, x += 4 * X_WORDS) {
+            if (STREAM && fetch)
+                for (int byte = 0; byte < STEP_BYTES; byte += 64) _mm_prefetch(w + STREAM_AHEAD + byte, _MM_HINT_T0);
+            I32 first[VECS], second[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) take_apart<BITS>(load_bytes(w + v * LANES * 4), first[v], second[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; ++r) {
+                const I32 b = set_int(*(const int*)(x + r * 64));
+                const I32 c = X_WORDS == 2 ? set_int(*(const int*)(x + r * 64 + 4)) : b;
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; ++v) {
+                    sums[r][v] = dot<BITS>(sums[r][v], first[v], second[v], b, c);
+                    if (LANES == 8) asm("" : "+x"(sums[r][v]));  // or gcc adds in an order of its own, and spills what has to wait
+                }
+            }
+            if (LANES == 8) asm volatile("" ::: "memory");
         }
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const I32 first = set_int(*(const int*)(x + r * 64));
-            const I32 second = BITS == 4 ? set_int(*(const int*)(x + r * 64 + 4)) : first;
+        for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) {
-                acc[r][v] = BITS == 8 ? dot_bytes(acc[r][v], bytes[v], first)
-                            : PAIRS   ? pairs_of_halves(acc[r][v], low[v], high[v], first, second)
-                                      : dot_halves(acc[r][v], low[v], high[v], first, second);
-                if (LANES == 8) asm("" : "+x"(acc[r][v]));  // or gcc adds in an order of its own, and spills what has to wait
-            }
-        }
+            for (int v = 0; v < VECS; ++v) acc[r][v] = SHORT ? add(acc[r][v], join_shorts(sums[r][v])) : sums[r][v];
     }
 
     template <int ROWS = MAX_ROWS>
-    void tile_of(int rows, bool stream, const char* w, const char* x, float* c, Upcoming ahead) const {
-        if (rows == ROWS) return stream ? tile<ROWS, true>(w, x, c, ahead) : tile<ROWS, false>(w, x, c, ahead);
-        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, stream, w, x, c, ahead);
+    void tile_of(int rows, int panels, bool stream, const char* w, const char* x, float* c, Upcoming ahead) const {
+        if (rows == ROWS) {
+            if constexpr (ROWS <= 2 && PANELS_AT_A_TIME > 1)
+                if (panels > 1) return tile<ROWS, PANELS_AT_A_TIME, false>(w, x, c, Upcoming{w, 0});
+            return stream ? tile<ROWS, 1, true>(w, x, c, ahead) : tile<ROWS, 1, false>(w, x, c, ahead);
+        }
+        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, panels, stream, w, x, c, ahead);
     }
 
     template <class Done>
-    void multiply(int p, int, const Tiles& tiles, int first, int end, const char* packed, float* sums, char*,
+    void multiply(int p, int panels, const Tiles& tiles, int first, int end, const char* packed, float* sums, char*,
                   const Done& done) const {
         const char* w = data + p * panel_bytes();
-        const int per_turn = 8 / X_WORDS * STEP_BYTES / 64;  // lines of W in 8 words of x
-        Upcoming ahead = {w + panel_bytes(), ceil_div(per_turn, end - first)};
+        Upcoming ahead = {w + panel_bytes(), ceil_div(TURN * STEP_BYTES / 64, end - first)};
         const char* ahead_end = ahead.at + panel_bytes();
         for (int t = first; t < end; ++t) {
             const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
             if (ahead.at >= ahead_end) ahead.lines = 0;
-            tile_of(rows, end - first == 1, w, packed + row * row_bytes(), sums, ahead);
-            ahead.at += (size_t)groups() * (group / 32) * ahead.lines * 64;
-            for (int r = 0; r < rows; ++r) done(row + r, 0, sums + r * PANEL);
+            tile_of(rows, panels, end - first == 1, w, packed + row * row_bytes(), sums, ahead);
+            ahead.at += (size_t)groups() * (group / (TURN * K_PER_STEP)) * ahead.lines * 64;
+            for (int g = 0; g < panels; ++g)
+                for (int r = 0; r < rows; ++r) done(row + r, g, sums + (g * rows + r) * PANEL);
         }
     }
 };

@@ -132,20 +132,22 @@ inline void store_bytes(void* p, I32 a) { _mm512_storeu_si512(p, a); }
 inline I32 set_int(int x) { return _mm512_set1_epi32(x); }
 inline I32 low_halves(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }  // of each byte
 inline I32 high_halves(I32 a) { return low_halves(_mm512_srli_epi16(a, 4)); }
-// For dot_bytes and dot_halves, below.
+inline I32 even_bytes(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }  // as int16
+inline I32 odd_bytes(I32 a) { return _mm512_srli_epi16(a, 8); }
+// For `dot`, below.
 #if MAINSPRING_VNNI
-inline I32 dot_bytes_at_once(I32 sum, I32 a, I32 b) { return _mm512_dpbusd_epi32(sum, a, b); }
+inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return _mm512_dpbusd_epi32(sum, a, b); }
 #endif
-inline I32 pair_sums(I32 a, I32 b) { return _mm512_maddubs_epi16(a, b); }  // of unsigned times signed bytes; int16
-inline I32 add_pairs(I32 a, I32 b) { return _mm512_add_epi16(a, b); }
-inline I32 join_pairs(I32 a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
-inline I32 less_128(I32 a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
-inline I32 sizes(I32 a) { return _mm512_abs_epi8(a); }
-inline I32 with_sign(I32 a, I32 b) {  // a, or -a where b is below 0
-    return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(b), _mm512_setzero_si512(), a);
+inline I32 byte_pairs(I32 a, I32 b) { return _mm512_maddubs_epi16(a, b); }  // sums of two products, unsigned times signed
+inline I32 short_pairs(I32 a, I32 b) { return _mm512_madd_epi16(a, b); }  // of int16; int32
+inline I32 add_shorts(I32 a, I32 b) { return _mm512_add_epi16(a, b); }
+inline I32 join_shorts(I32 a) { return short_pairs(a, _mm512_set1_epi16(1)); }
+// Whole numbers, which lie in -128..127, as bytes; or as int16, of each 4 the first, third, second, fourth.
+inline void store_as_bytes(void* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+inline void store_as_shorts(void* p, I32 a) {
+    const __m256i shorts = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(_mm512_cvtepi32_epi16(a), 0xd8), 0xd8);
+    _mm256_storeu_si256((__m256i*)p, shorts);
 }
-// The nearest whole numbers, which lie in -128..127, as bytes; and those as int32.
-inline void store_as_bytes(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 inline I32 nearest(F32 a) { return _mm512_cvtps_epi32(a); }
 inline I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
 
@@ -242,19 +244,20 @@ inline void store_bytes(void* p, I32 a) { _mm256_storeu_si256((__m256i*)p, a); }
 inline I32 set_int(int x) { return _mm256_set1_epi32(x); }
 inline I32 low_halves(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 inline I32 high_halves(I32 a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+inline I32 even_bytes(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+inline I32 odd_bytes(I32 a) { return _mm256_srli_epi16(a, 8); }
 #if defined(__AVXVNNI__)
 #define MAINSPRING_VNNI 1
-inline I32 dot_bytes_at_once(I32 sum, I32 a, I32 b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
+inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
 #endif
-inline I32 pair_sums(I32 a, I32 b) { return _mm256_maddubs_epi16(a, b); }
-inline I32 add_pairs(I32 a, I32 b) { return _mm256_add_epi16(a, b); }
-inline I32 join_pairs(I32 a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
-inline I32 less_128(I32 a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
-inline I32 sizes(I32 a) { return _mm256_abs_epi8(a); }
-inline I32 with_sign(I32 a, I32 b) { return _mm256_sign_epi8(a, b); }
-inline void store_as_bytes(int8_t* p, I32 a) {
-    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
+inline I32 byte_pairs(I32 a, I32 b) { return _mm256_maddubs_epi16(a, b); }
+inline I32 short_pairs(I32 a, I32 b) { return _mm256_madd_epi16(a, b); }
+inline I32 add_shorts(I32 a, I32 b) { return _mm256_add_epi16(a, b); }
+inline I32 join_shorts(I32 a) { return short_pairs(a, _mm256_set1_epi16(1)); }
+inline __m128i shorts(I32 a) { return _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)); }
+inline void store_as_bytes(void* p, I32 a) { _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(shorts(a), shorts(a))); }
+inline void store_as_shorts(void* p, I32 a) {
+    _mm_storeu_si128((__m128i*)p, _mm_shufflehi_epi16(_mm_shufflelo_epi16(shorts(a), 0xd8), 0xd8));
 }
 inline I32 nearest(F32 a) { return _mm256_cvtps_epi32(a); }
 inline I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
@@ -263,33 +266,36 @@ inline I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
 
 // ---------------------------------------------------------------- sums of products of bytes
 
-// Per lane: sum + the 4 products of a's bytes, less BYTE_ZERO, with b's signed ones, which lie in -127..127; exact on every
-// machine. Sums of pairs in int16 would overflow with bytes up to 255, but do not with sizes up to 128.
+// Products of unsigned numbers of 8 or 4 bits with signed ones, which lie in -127..127, are added up in int32, 4 or 8 to a
+// lane, exactly. AT_ONCE: by one instruction. Without it bytes are multiplied as int16, for two products of bytes up to 255
+// are more than fits there, and sums of products of 4 bits are kept in int16, where up to 16 fit, for `join_shorts`.
 #if MAINSPRING_VNNI
 constexpr bool AT_ONCE = true;
-constexpr int BYTE_ZERO = 0;
-inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return dot_bytes_at_once(sum, a, b); }
 #else
 constexpr bool AT_ONCE = false;
-constexpr int BYTE_ZERO = 128;
-inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
-    const I32 centred = less_128(a);
-    return add(sum, join_pairs(pair_sums(sizes(centred), with_sign(b, centred))));
-}
 #endif
 
-// sum + the products of the low halves of a's bytes with b, and of the high halves with c.
-inline I32 dot_halves(I32 sum, I32 low, I32 high, I32 b, I32 c) {
+// Bytes of W → what `dot` takes.
+template <int BITS>
+inline void take_apart(I32 bytes, I32& first, I32& second) {
+    if (BITS == 4)
+        first = low_halves(bytes), second = high_halves(bytes);
+    else if (AT_ONCE)
+        first = second = bytes;
+    else
+        first = even_bytes(bytes), second = odd_bytes(bytes);
+}
+
+// sum + the products of `first` with b, and (but for bytes AT_ONCE) of `second` with c.
+template <int BITS>
+inline I32 dot(I32 sum, I32 first, I32 second, I32 b, I32 c) {
 #if MAINSPRING_VNNI
-    return dot_bytes_at_once(dot_bytes_at_once(sum, low, b), high, c);
+    const I32 half = dot_bytes(sum, first, b);
+    return BITS == 8 ? half : dot_bytes(half, second, c);
 #else
-    return add(sum, join_pairs(add_pairs(pair_sums(low, b), pair_sums(high, c))));
+    return BITS == 8 ? add(add(sum, short_pairs(first, b)), short_pairs(second, c))
+                     : add_shorts(add_shorts(sum, byte_pairs(first, b)), byte_pairs(second, c));
 #endif
-}
-
-// The same, added to sums of pairs in int16, for `join_pairs` to join later. Four times fit: 16 products of up to 15 * 127.
-inline I32 pairs_of_halves(I32 pairs, I32 low, I32 high, I32 b, I32 c) {
-    return add_pairs(add_pairs(pairs, pair_sums(low, b)), pair_sums(high, c));
 }
 
 // ---------------------------------------------------------------- one number
