@@ -95,7 +95,7 @@ def drive(model: PagedModel, prompts: list[list[int]], max_tokens: int) -> list[
         )
         for spec in model.layers
     ]
-    model.bind([caches[source] for source in model.sources], backend)
+    model.bind([caches[source] for source in model.sources])
     waiting, running = list(requests), []
     while waiting or running:
         if waiting:
@@ -137,7 +137,7 @@ def _step(model: PagedModel, backend: ReferenceBackend, running: list[_Request])
     rows = [position % BLOCK_SIZE for position in positions]
     plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
     where = _padded(blocks), _padded(rows)
-    attention = [StepAttention(plans[spec], *where) for spec in model.layers]
+    attention = [StepAttention(plans[spec], *where, backend) for spec in model.layers]
     logits = model.forward(_padded(ids), _padded(positions), attention, _padded(last_rows))
     for row, request in enumerate(chosen):
         if request.computed == len(request.tokens):

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from demo_questions import ANIMALS, GIRLS, Question, heldout_other, heldout_sums, is_right, long_story
-from mainspring import LLM, EngineArgs, SamplingParams, kernels
+from mainspring import LLM, EngineArgs, SamplingParams
 from mainspring.core.kv_layout import plan_layout
 from mainspring.core.model.loader import load_model
 from mainspring.core.model.paged_model import PagedModel
@@ -33,6 +33,7 @@ from mainspring.engine.llm_engine import make_client
 from mainspring.ipc.client import CoreClient
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.messages import AddRequest, Sampling, Stats
+from mainspring.kernels.flashinfer import FlashInferBackend
 from mainspring.kernels.interface import Backend
 from mainspring.kernels.reference import ReferenceBackend
 from report import ROOT
@@ -157,7 +158,7 @@ class Setup(NamedTuple):
     def backend(self) -> Backend:
         if self.rehearse:
             return ReferenceBackend()
-        return kernels.flashinfer_backend(self.device, False, self.kernels_dir)
+        return FlashInferBackend(self.device, False, self.kernels_dir)
 
     def options(self) -> dict[str, Any]:
         """Of every engine: one that falls back on other kernels than those to be shown is not to be measured."""
@@ -280,6 +281,21 @@ def check_embedded(setup: Setup, say: Say) -> None:
     )
     agree = _share(base.argmax(-1) == _own_logits(setup, MODEL_PATH, torch.bfloat16, sequences).argmax(-1))
     say("embedded model, largest logit as in transformers", f"{agree:.2%} of {len(base):,}", agree >= 0.99)
+
+    def around_sleep(client: CoreClient) -> list[tuple[list[list[int]], list[int]]]:
+        requests, found = _mixed_requests(4, VOCAB, 40, 12), []
+        for level in (1, 2, 0):
+            core: Any = client.core  # type: ignore[attr-defined]  # in this process
+            found.append((complete(client, requests), core.executor.runner.graph_sizes))
+            if level:
+                client.call("sleep", level)
+                client.call("wake_up")
+        return found
+
+    outputs, sizes = zip(*with_client(setup, MODEL_PATH, around_sleep, dtype="bfloat16"), strict=True)
+    same, graphs = outputs[1:] == outputs[:1] * 2, bool(sizes[0]) and sizes[1:] == sizes[:1] * 2
+    told = f"{'the same' if same else 'other'} tokens, {', '.join(str(len(size)) for size in sizes)} graphs"
+    say("embedded model, tokens and graphs after sleep", told, same and (graphs or setup.rehearse))
 
 
 def _right(llm: LLM, questions: list[Question]) -> float:
@@ -585,6 +601,7 @@ BARS: dict[str, list[Bar]] = {
         Bar("embedded model, other questions right with an fp8 KV cache", "at most 1 point less"),
         Bar("embedded model, logits with an fp8 KV cache"),
         Bar("embedded model, largest logit as in transformers", "≥ 99% of positions"),
+        Bar("embedded model, tokens and graphs after sleep", "as before, after each level"),
     ],
     "exact": [Bar(f"exact in fp32: {family}", "all requests") for family in FAMILIES],
     "half": [

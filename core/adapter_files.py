@@ -164,10 +164,12 @@ def _deltas(config: dict[str, Any], tensors: dict[str, torch.Tensor], limits: Lo
 def _is_own(name: str, tensor: torch.Tensor, parameters: ParameterMap) -> bool:
     """Whether this is a parameter of the model as it is."""
     try:
-        own = parameters.get(name)
+        held = parameters.slot(name).tensor
     except KeyError:
         return False
-    return torch.equal(tensor.to(own.dtype), own.cpu())
+    if not (held.numel() or id(held) in parameters.packed):
+        raise InvalidRequestError("it holds weights of the model, which sleep: call wake_up first")
+    return torch.equal(tensor.to(held.dtype), parameters.get(name).cpu())
 
 
 def _patterns(given: dict[str, Any]) -> list[tuple[re.Pattern[str], float]]:

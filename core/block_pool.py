@@ -8,6 +8,7 @@ Block 0 is the null block: never given out, never freed. Padding rows write ther
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 NULL_BLOCK = 0
@@ -23,10 +24,12 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._key: list[Key | None] = [None] * num_blocks
         self._cached: dict[Key, int] = {}
-        # Doubly linked list of free blocks through two arrays; the null block is head and tail.
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
-        self.num_free = num_blocks - 1  # cached ones included
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))  # the least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Cached ones included."""
+        return len(self._free)
 
     @property
     def num_in_use(self) -> int:
@@ -35,13 +38,10 @@ class BlockPool:
     def take(self, n: int) -> list[int]:
         """`n` blocks with one reference each. The caller has checked `num_free`."""
         assert n <= self.num_free, "took more blocks than are free"
-        blocks = []
-        for _ in range(n):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
+        blocks = [self._free.popitem(last=False)[0] for _ in range(n)]
+        for block in blocks:
             self._forget(block)
             self._refs[block] = 1
-            blocks.append(block)
         return blocks
 
     def find(self, key: Key) -> int | None:
@@ -55,7 +55,7 @@ class BlockPool:
         """One reference more for each; a free one leaves the free list."""
         for block in blocks:
             if self._refs[block] == 0:
-                self._unlink(block)
+                del self._free[block]
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -68,7 +68,8 @@ class BlockPool:
             self._refs[block] -= 1
             assert self._refs[block] >= 0, "released a block that nobody held"
             if self._refs[block] == 0:
-                self._link(block, at_front=self._key[block] is None)
+                self._free[block] = None
+                self._free.move_to_end(block, last=self._key[block] is not None)
 
     def publish(self, block: int, key: Key) -> None:
         """Let `block` be found by `key`. Where another block holds the same prefix already, that one stays."""
@@ -81,35 +82,9 @@ class BlockPool:
         self._cached.clear()
         self._key = [None] * self.num_blocks
 
-    def check(self, references: dict[int, int]) -> None:
-        """Assert invariant 1, given how often live requests list each block. For tests."""
-        free, block = [], self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            free.append(block)
-            block = self._next[block]
-        assert len(free) == len(set(free)) == self.num_free, "free list and free count disagree"
-        assert all(self._refs[b] == 0 for b in free), "a free block has references"
-        for block in range(1, self.num_blocks):
-            assert self._refs[block] == references.get(block, 0), f"block {block}: references"
-        assert len(free) + sum(r > 0 for r in self._refs) == self.num_blocks - 1, "a block is neither free nor in use"
-        assert all(self._key[b] == k for k, b in self._cached.items()), "the hash map names a block that forgot it"
-
     def _forget(self, block: int) -> None:
         key = self._key[block]
         if key is not None:
             del self._cached[key]
             self._key[block] = None
             self.on_evict(block, key)
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-        self.num_free -= 1
-
-    def _link(self, block: int, at_front: bool) -> None:
-        before = NULL_BLOCK if at_front else self._prev[NULL_BLOCK]
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after
-        self.num_free += 1

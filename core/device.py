@@ -154,15 +154,21 @@ class CudaDevice(Device):
         return done.wait
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Runs it twice first, on a stream beside, so that libraries have set themselves up."""
+        """Runs it twice first, on a stream beside, so that libraries have set themselves up. Raises RuntimeError where
+        it waits for the device."""
         if self._beside is None:
             self._beside, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
         self._beside.wait_stream(current)
-        with torch.cuda.stream(self._beside):
-            run()
-            run()
-        current.wait_stream(self._beside)
+        try:
+            with torch.cuda.stream(self._beside):
+                run()
+                # seen here, not in a capture: torch's allocator does not recover from one that fails
+                torch.cuda.set_sync_debug_mode("error")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            current.wait_stream(self._beside)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # type: ignore[arg-type]

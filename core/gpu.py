@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from .. import kernels
 from ..ipc.config import DeviceConfig
 from ..ipc.errors import InvalidArgumentError
-from ..kernels import prebuilt
+from ..kernels import BackendUnavailableError, prebuilt
 from ..kernels.interface import AttentionSpec, Backend
 from ..kernels.reference import ReferenceBackend
 
@@ -72,9 +71,15 @@ def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
         return ReferenceBackend(deterministic=not on_gpu)
     try:
         if name == "native" or (name == "auto" and not on_gpu):
-            return kernels.native_kernels(device)
-        return kernels.flashinfer_backend(device, options.deterministic, options.kernels_dir)
-    except kernels.BackendUnavailableError as error:
+            from ..kernels.native_backend import NativeBackend
+
+            if on_gpu:
+                raise BackendUnavailableError(f"attention_backend='native' is for CPUs, and the device is {device}")
+            return NativeBackend()
+        from ..kernels.flashinfer import FlashInferBackend
+
+        return FlashInferBackend(device, options.deterministic, options.kernels_dir)
+    except BackendUnavailableError as error:
         if name != "auto" or (options.deterministic and on_gpu):
             raise InvalidArgumentError(str(error)) from error
         logger.warning("%s; until then the reference kernels run, many times slower", error)

@@ -79,12 +79,6 @@ class HostCache:
         self._pinned.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
-    def check(self) -> None:
-        """Assert that no slot is lost or has two names. For tests."""
-        assert sorted([*self._free, *self._slots.values()]) == list(range(self.num_slots)), "slots are lost or shared"
-        assert self._saves.keys() <= set(self._slots.values()), "a save without a name"
-        assert set(self._loads.values()) <= self._pinned, "a slot may be taken before it is loaded"
-
     def _oldest(self) -> int | None:
         """A slot to use anew, which loses its name; none if the next step loads from every one."""
         for key, slot in self._slots.items():

@@ -54,8 +54,7 @@ def count_blocks(
         if cache.kv_cache_memory_bytes is not None:
             memory = cache.kv_cache_memory_bytes
         elif model.device.type == "cuda":
-            share, seats = cache.gpu_memory_utilization, scheduler.max_num_seqs
-            memory = _profile_cuda(model, layout, backend, share, budget, seats, graph_sizes)
+            memory = _profile_cuda(config, layout, model, backend, graph_sizes)
         else:
             memory = min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
         available = memory // (layout.block_bytes + beside)
@@ -88,26 +87,23 @@ def free_host_bytes() -> int:
 
 
 def _profile_cuda(
-    model: PagedModel,
-    layout: KVLayout,
-    backend: Backend,
-    share: float,
-    budget: int,
-    seats: int,
-    graph_sizes: Sequence[int],
+    config: EngineConfig, layout: KVLayout, model: PagedModel, backend: Backend, graph_sizes: Sequence[int]
 ) -> int:
     """What the cache may take of a GPU: its share, less weights, the peak of the largest step or of choosing tokens for
     all seats, graphs and what other programs have."""
-    device = model.device
+    cache, scheduler, device = config.cache_config, config.scheduler_config, model.device
+    budget = scheduler.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(model, layout, backend, budget)
-    choosing = min(seats + PROMPT_LOGITS, budget) * model.vocab_size * CHOICE_BYTES
+    choosing = min(scheduler.max_num_seqs + PROMPT_LOGITS, budget) * model.vocab_size * CHOICE_BYTES
     peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + choosing)
     if graph_sizes:  # graphs keep the memory of the largest of them to themselves
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run_largest_step(model, layout, backend, max(graph_sizes), requests=max(graph_sizes))
         peak += torch.cuda.max_memory_allocated(device) - before + GRAPH_BYTES * len(graph_sizes)
+        # each keeps the place of its logits
+        peak += (sum(graph_sizes) - max(graph_sizes)) * model.vocab_size * model.dtype.itemsize
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -115,7 +111,7 @@ def _profile_cuda(
     logger.info(
         "a step takes up to %.2f GB of the GPU, weights included; others have %.2f GB", peak / 1e9, others / 1e9
     )
-    return max(0, int(total * share) - peak - others)
+    return max(0, int(total * cache.gpu_memory_utilization) - peak - others)
 
 
 def run_largest_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -32,17 +33,8 @@ class CoreMeter(Meter):
         self.ended(ended)
 
 
-class Latest:
-    """The latest `size` observations, in seconds."""
-
-    def __init__(self, size: int = 1000) -> None:
-        self._values = np.zeros(size)
-        self._count = 0
-
-    def add(self, seconds: float) -> None:
-        self._values[self._count % len(self._values)] = seconds
-        self._count += 1
+class Latest(deque[float]):
+    """The latest observations, in seconds."""
 
     def percentiles(self) -> Latency:
-        values = self._values[: self._count]
-        return Latency(*np.percentile(values, (50, 95, 99)).tolist()) if values.size else Latency()
+        return Latency(*np.percentile([*self], (50, 95, 99)).tolist()) if self else Latency()

@@ -83,7 +83,7 @@ class ModelRunner:
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
-        model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls], backend)
+        model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
@@ -117,6 +117,9 @@ class ModelRunner:
         """Let the system have the cache's memory. Nothing can be run any more."""
         host_memory.give_back(self.pool)
         self.model.unbind()
+        self._graphs.clear()
+        for backend in self._backends:
+            backend.forget_graphs()
 
     # ------------------------------------------------------------------ a step
 

@@ -66,7 +66,7 @@ class Scheduler:
         self._preemption = Preemption(self.fair, kv, self.suspects)
         self.paused: PauseMode | None = None
         self.sleep_level = 0  # for statistics
-        self.first_token, self.between_tokens = Latest(), Latest()
+        self.first_token, self.between_tokens = Latest(maxlen=1000), Latest(maxlen=1000)
         self.meter = CoreMeter()
         self.loras: LoRAs | None = None  # if requests may have adapters
         self._full_budget = config.max_num_batched_tokens
@@ -184,10 +184,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step, or an answer, is due."""
         return bool(self._outbox or (self.fair.num_requests and not self._stalled))
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -649,7 +645,7 @@ class Scheduler:
         now, num_firsts = self._clock(), int(self._rows.silent[rows].sum())
         gap = None if self._last_update is None else (now - self._last_update) * num_requests / max(1, len(rows))
         if gap is not None and num_firsts < len(rows):
-            self.between_tokens.add(gap)
+            self.between_tokens.append(gap)
         self.meter.brought(len(rows), num_firsts, gap)
         if rows.size:
             self._last_update = now
@@ -668,7 +664,7 @@ class Scheduler:
         self._rows.silent[slot] = False
         request.started = True
         request.first_token_at = now
-        self.first_token.add(now - request.arrival)
+        self.first_token.append(now - request.arrival)
         self.meter.began(request.prompt_len, now - request.arrival)
         admitted = request.admitted_at or now
         return request.frontend, Started(

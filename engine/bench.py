@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from .. import __version__
-from ..ipc.config import Doc, EngineConfig, Section
+from ..ipc.config import EngineConfig, Section
 from ..ipc.errors import InvalidArgumentError, NotSupportedError
 from .args import EngineArgs, check_least
 
@@ -35,43 +35,42 @@ N = TypeVar("N", int, float)
 class Benchmark(Section, frozen=True, kw_only=True):
     """What all of them take. Lengths are a number of tokens, or LEAST:MOST."""
 
-    input_len: Annotated[str, Doc("Random tokens of each prompt: a number, or LEAST:MOST.")] = "32:256"
-    output_len: Annotated[str, Doc("Tokens of each output, whatever the model would end with.")] = "32:128"
-    prefix_len: Annotated[int, Doc("Random tokens before those, the same in all prompts.")] = 0
-    seed: Annotated[int, Doc("Of lengths, tokens and arrivals, and of `load_format=dummy` weights.")] = 0
-    temperature: Annotated[float, Doc("0: greedy.")] = 0.0
-    output_json: Annotated[str | None, Doc("File for the figures, all options, machine, versions and date.")] = None
+    input_len: Annotated[str, "Random tokens of each prompt: a number, or LEAST:MOST."] = "32:256"
+    output_len: Annotated[str, "Tokens of each output, whatever the model would end with."] = "32:128"
+    prefix_len: Annotated[int, "Random tokens before those, the same in all prompts."] = 0
+    seed: Annotated[int, "Of lengths, tokens and arrivals, and of `load_format=dummy` weights."] = 0
+    temperature: Annotated[float, "0: greedy."] = 0.0
+    output_json: Annotated[str | None, "File for the figures, all options, machine, versions and date."] = None
 
 
 class Throughput(Benchmark, frozen=True, kw_only=True):
     """All requests at once: how many tokens a second."""
 
-    num_prompts: Annotated[int | None, Doc("How many requests; none: all of the file, or 100 random ones.")] = None
+    num_prompts: Annotated[int | None, "How many requests; none: all of the file, or 100 random ones."] = None
     dataset_path: Annotated[
-        str | None,
-        Doc("Requests instead of random ones: JSON lines of `prompt` or `prompt_token_ids`, `output_tokens`."),
+        str | None, "Requests instead of random ones: JSON lines of `prompt` or `prompt_token_ids`, `output_tokens`."
     ] = None
 
 
 class Latency(Benchmark, frozen=True, kw_only=True):
     """One batch, again and again: how long it takes."""
 
-    input_len: Annotated[str, Doc("Random tokens of each prompt: a number, or LEAST:MOST.")] = "32"
-    output_len: Annotated[str, Doc("Tokens of each output, whatever the model would end with.")] = "128"
-    batch_size: Annotated[str, Doc("Requests in the batch; several sizes like 1,4,16 are measured in turn.")] = "8"
-    num_iters: Annotated[int, Doc("How often each batch is timed.")] = 10
-    num_iters_warmup: Annotated[int, Doc("How often it is run before.")] = 2
-    output_png: Annotated[str | None, Doc("Picture of throughput against latency.")] = None
+    input_len: Annotated[str, "Random tokens of each prompt: a number, or LEAST:MOST."] = "32"
+    output_len: Annotated[str, "Tokens of each output, whatever the model would end with."] = "128"
+    batch_size: Annotated[str, "Requests in the batch; several sizes like 1,4,16 are measured in turn."] = "8"
+    num_iters: Annotated[int, "How often each batch is timed."] = 10
+    num_iters_warmup: Annotated[int, "How often it is run before."] = 2
+    output_png: Annotated[str | None, "Picture of throughput against latency."] = None
 
 
 class Serve(Throughput, frozen=True, kw_only=True):
     """Requests that arrive at a rate: how long each waits for its tokens."""
 
     request_rate: Annotated[
-        str, Doc("Requests a second, inf: all at once; several rates like 1,2,4,inf are measured in turn.")
+        str, "Requests a second, inf: all at once; several rates like 1,2,4,inf are measured in turn."
     ] = "inf"
-    burstiness: Annotated[float, Doc("1: Poisson arrivals; below: in bursts; above: more even.")] = 1.0
-    output_png: Annotated[str | None, Doc("Picture of throughput against latency.")] = None
+    burstiness: Annotated[float, "1: Poisson arrivals; below: in bursts; above: more even."] = 1.0
+    output_png: Annotated[str | None, "Picture of throughput against latency."] = None
 
 
 COMMANDS: dict[str, type[Benchmark]] = {"throughput": Throughput, "latency": Latency, "serve": Serve}

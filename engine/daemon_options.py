@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..ipc.config import Doc, EngineConfig, Section, fields_of
+from ..ipc.config import EngineConfig, Section, fields_of
 from ..ipc.errors import InvalidArgumentError, unknown_argument
 from .args import FIELDS, EngineArgs, add_flags, check_least, check_port, typed
 
@@ -21,25 +21,23 @@ class DaemonOptions(Section, frozen=True, kw_only=True):
     """Where a daemon listens, who may come in, and how it ends."""
 
     listen: Annotated[
-        str | None, Doc("Where to listen: ipc://PATH or tcp://HOST:PORT; none: core.sock in your runtime folder.")
+        str | None, "Where to listen: ipc://PATH or tcp://HOST:PORT; none: core.sock in your runtime folder."
     ] = None
     admin_listen: Annotated[
         str | None,
-        Doc(
-            "Where connections may change the engine for everyone; none: PATH.admin beside ipc://PATH, admin.sock "
-            "beside core.sock, and over tcp the keys listed with `admin`."
-        ),
+        "Where connections may change the engine for everyone; none: PATH.admin beside ipc://PATH, admin.sock "
+        "beside core.sock, and over tcp the keys listed with `admin`.",
     ] = None
-    key: Annotated[str | None, Doc("File of the daemon's secret key, for tcp.")] = None
+    key: Annotated[str | None, "File of the daemon's secret key, for tcp."] = None
     allowed_keys: Annotated[
-        str | None, Doc("File that lists the public keys let in; none: allowed_keys in ~/.config/mainspring.")
+        str | None, "File that lists the public keys let in; none: allowed_keys in ~/.config/mainspring."
     ] = None
-    insecure: Annotated[bool, Doc("Listen at tcp without keys: whoever reaches the port is let in.")] = False
-    http_host: Annotated[str, Doc("Address for http_port and metrics_port.")] = "127.0.0.1"
-    http_port: Annotated[int | None, Doc("Port for GET /healthz and /readyz; none: not served.")] = None
-    log_format: Annotated[Literal["text", "json"], Doc("Log lines as text or JSON.")] = "text"
+    insecure: Annotated[bool, "Listen at tcp without keys: whoever reaches the port is let in."] = False
+    http_host: Annotated[str, "Address for http_port and metrics_port."] = "127.0.0.1"
+    http_port: Annotated[int | None, "Port for GET /healthz and /readyz; none: not served."] = None
+    log_format: Annotated[Literal["text", "json"], "Log lines as text or JSON."] = "text"
     drain_timeout: Annotated[
-        float, Doc("Seconds that requests have to finish after SIGTERM or Ctrl-C; a second one ends them at once.")
+        float, "Seconds that requests have to finish after SIGTERM or Ctrl-C; a second one ends them at once."
     ] = 30.0
 
 

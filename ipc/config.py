@@ -10,12 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 
 import msgspec
 
-
-class Doc(NamedTuple):
-    """What a field means; `set_by_core` fields are no user's to set."""
-
-    text: str
-    set_by_core: bool = False
+SET_BY_CORE = object()  # beside what a field means: it is no user's to set
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,45 +22,40 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelConfig(Section, frozen=True, kw_only=True):
     """Which model, which tokenizer, how long a context."""
 
-    model: Annotated[str | None, Doc("Folder or Hugging Face id of the checkpoint; none: the embedded model.")] = None
-    tokenizer: Annotated[str | None, Doc("Folder or id of the tokenizer; none: the model's.")] = None
+    model: Annotated[str | None, "Folder or Hugging Face id of the checkpoint; none: the embedded model."] = None
+    tokenizer: Annotated[str | None, "Folder or id of the tokenizer; none: the model's."] = None
     tokenizer_mode: Annotated[
         Literal["auto", "hf"],
-        Doc("`auto`: the Rust tokenizer where a tokenizer.json exists; `hf`: transformers' AutoTokenizer."),
+        "`auto`: the Rust tokenizer where a tokenizer.json exists; `hf`: transformers' AutoTokenizer.",
     ] = "auto"
-    skip_tokenizer_init: Annotated[bool, Doc("Load no tokenizer: token ids in, token ids out.")] = False
-    trust_remote_code: Annotated[bool, Doc("Run Python code that comes with a checkpoint.")] = False
-    revision: Annotated[str | None, Doc("Branch, tag or commit of the model on the hub.")] = None
-    tokenizer_revision: Annotated[str | None, Doc("Branch, tag or commit of the tokenizer on the hub.")] = None
+    skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in, token ids out."] = False
+    trust_remote_code: Annotated[bool, "Run Python code that comes with a checkpoint."] = False
+    revision: Annotated[str | None, "Branch, tag or commit of the model on the hub."] = None
+    tokenizer_revision: Annotated[str | None, "Branch, tag or commit of the tokenizer on the hub."] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Doc("Dtype of weights and activations; `auto`: the checkpoint's own."),
+        "Dtype of weights and activations; `auto`: the checkpoint's own.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4", "awq"] | None,
-        Doc(
-            "`int8`, `int4`: round the weights as they are loaded, for native kernels on a CPU; `awq`: see that the "
-            "checkpoint is one of AWQ's, which is recognised anyway."
-        ),
+        "`int8`, `int4`: round the weights as they are loaded, for native kernels on a CPU; `awq`: see that the "
+        "checkpoint is one of AWQ's, which is recognised anyway.",
     ] = None
-    seed: Annotated[int, Doc("Seed of `load_format=dummy` weights.")] = 0
-    max_model_len: Annotated[int | None, Doc("Most tokens of a request, prompt and output; none: the model's.")] = None
-    max_logprobs: Annotated[int, Doc("Most log probabilities of one token that a request may ask for; -1: of all.")] = (
-        512
-    )
-    hf_overrides: Annotated[dict[str, Any], Doc("Fields to replace in the checkpoint's config.")] = {}
+    seed: Annotated[int, "Seed of `load_format=dummy` weights."] = 0
+    max_model_len: Annotated[int | None, "Most tokens of a request, prompt and output; none: the model's."] = None
+    max_logprobs: Annotated[int, "Most log probabilities of one token that a request may ask for; -1: of all."] = 512
+    hf_overrides: Annotated[dict[str, Any], "Fields to replace in the checkpoint's config."] = {}
     generation_config: Annotated[
-        str, Doc("Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder.")
+        str, "Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder."
     ] = "auto"
-    override_generation_config: Annotated[dict[str, Any], Doc("Fields to replace in the generation config.")] = {}
-    served_model_name: Annotated[str | None, Doc("What metrics and traces call the model; none: `model`.")] = None
+    override_generation_config: Annotated[dict[str, Any], "Fields to replace in the generation config."] = {}
+    served_model_name: Annotated[str | None, "What metrics and traces call the model; none: `model`."] = None
     runner: Annotated[
-        Literal["auto", "generate", "pooling"],
-        Doc("What the model is for; `auto`: what its architecture is for."),
+        Literal["auto", "generate", "pooling"], "What the model is for; `auto`: what its architecture is for."
     ] = "auto"
     task: Annotated[
         Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"],
-        Doc("Older than `runner`: `generate`, or what a pooling model is for."),
+        "Older than `runner`: `generate`, or what a pooling model is for.",
     ] = "auto"
 
     @property
@@ -79,65 +69,63 @@ class LoadConfig(Section, frozen=True, kw_only=True):
 
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
-        Doc("`auto`: safetensors, else PyTorch files; `dummy`: random weights from `seed`."),
+        "`auto`: safetensors, else PyTorch files; `dummy`: random weights from `seed`.",
     ] = "auto"
-    download_dir: Annotated[str | None, Doc("Where hub downloads are kept; none: the hub library's cache.")] = None
-    use_tqdm_on_load: Annotated[bool, Doc("Show a progress bar on long loads.")] = True
+    download_dir: Annotated[str | None, "Where hub downloads are kept; none: the hub library's cache."] = None
+    use_tqdm_on_load: Annotated[bool, "Show a progress bar on long loads."] = True
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
     """The paged KV cache."""
 
-    block_size: Annotated[Literal[8, 16, 32, 64], Doc("Tokens a block holds.")] = 16
+    block_size: Annotated[Literal[8, 16, 32, 64], "Tokens a block holds."] = 16
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"],
-        Doc("Dtype of keys and values in the cache; `auto`: the model's; `fp8` (`fp8_e4m3`): twice the blocks."),
+        "Dtype of keys and values in the cache; `auto`: the model's; `fp8` (`fp8_e4m3`): twice the blocks.",
     ] = "auto"
-    gpu_memory_utilization: Annotated[float, Doc("Share of the GPU's memory the core may use, in (0, 1].")] = 0.9
+    gpu_memory_utilization: Annotated[float, "Share of the GPU's memory the core may use, in (0, 1]."] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None, Doc("Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU.")
+        int | None, "Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU."
     ] = None
-    num_gpu_blocks_override: Annotated[int | None, Doc("Number of blocks, whatever memory says.")] = None
-    enable_prefix_caching: Annotated[bool, Doc("Keep finished blocks and reuse them for equal prefixes.")] = True
+    num_gpu_blocks_override: Annotated[int | None, "Number of blocks, whatever memory says."] = None
+    enable_prefix_caching: Annotated[bool, "Keep finished blocks and reuse them for equal prefixes."] = True
     kv_offloading_size: Annotated[
-        float | None,
-        Doc("GiB of host memory for cached blocks that the pool had to forget; none: none."),
+        float | None, "GiB of host memory for cached blocks that the pool had to forget; none: none."
     ] = None
-    swap_space: Annotated[float | None, Doc("The older name of `kv_offloading_size`.")] = None
+    swap_space: Annotated[float | None, "The older name of `kv_offloading_size`."] = None
     cpu_offload_gb: Annotated[
-        float, Doc("GiB of weights that stay in host memory and are sent to the GPU layer by layer.")
+        float, "GiB of weights that stay in host memory and are sent to the GPU layer by layer."
     ] = 0.0
-    num_gpu_blocks: Annotated[int | None, Doc("Blocks in the pool.", set_by_core=True)] = None
-    num_cpu_blocks: Annotated[int | None, Doc("Blocks in host memory.", set_by_core=True)] = None
+    num_gpu_blocks: Annotated[int | None, "Blocks in the pool.", SET_BY_CORE] = None
+    num_cpu_blocks: Annotated[int | None, "Blocks in host memory.", SET_BY_CORE] = None
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
     """How requests share the steps."""
 
-    max_num_batched_tokens: Annotated[int, Doc("The token budget: most tokens computed in a step.")] = 2048
-    max_num_seqs: Annotated[int, Doc("Most requests running at once.")] = 256
-    enable_chunked_prefill: Annotated[bool, Doc("Let a prompt be computed over several steps.")] = True
+    max_num_batched_tokens: Annotated[int, "The token budget: most tokens computed in a step."] = 2048
+    max_num_seqs: Annotated[int, "Most requests running at once."] = 256
+    enable_chunked_prefill: Annotated[bool, "Let a prompt be computed over several steps."] = True
     long_prefill_token_threshold: Annotated[
-        int, Doc("Most tokens of one prompt computed in a step; 0: no limit but the budget.")
+        int, "Most tokens of one prompt computed in a step; 0: no limit but the budget."
     ] = 0
     stream_interval: Annotated[
-        int, Doc("Tokens between two outputs of a stream, after the first, where a request does not say itself.")
+        int, "Tokens between two outputs of a stream, after the first, where a request does not say itself."
     ] = 1
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], Doc("`priority`: lower values first, arrival among equals.")
+        Literal["fcfs", "priority"], "`priority`: lower values first, arrival among equals."
     ] = "fcfs"
     max_num_queued_requests: Annotated[
-        int | None, Doc("Most requests of all frontends beyond `max_num_seqs`; one more is refused at once.")
+        int | None, "Most requests of all frontends beyond `max_num_seqs`; one more is refused at once."
     ] = None
-    max_requests_in_flight: Annotated[int | None, Doc("Most requests of all frontends, running and waiting.")] = None
-    max_tokens_in_flight: Annotated[
-        int | None, Doc("Most tokens, prompt and `max_tokens`, of all requests in flight.")
-    ] = None
-    max_requests_per_frontend: Annotated[int | None, Doc("Most requests of one frontend in flight.")] = None
-    max_tokens_per_frontend: Annotated[int | None, Doc("Most tokens of one frontend's requests in flight.")] = None
+    max_requests_in_flight: Annotated[int | None, "Most requests of all frontends, running and waiting."] = None
+    max_tokens_in_flight: Annotated[int | None, "Most tokens, prompt and `max_tokens`, of all requests in flight."] = (
+        None
+    )
+    max_requests_per_frontend: Annotated[int | None, "Most requests of one frontend in flight."] = None
+    max_tokens_per_frontend: Annotated[int | None, "Most tokens of one frontend's requests in flight."] = None
     async_scheduling: Annotated[
-        bool | None,
-        Doc("Launch a step before the last one's tokens are known: the same tokens, sooner; none: on a GPU."),
+        bool | None, "Launch a step before the last one's tokens are known: the same tokens, sooner; none: on a GPU."
     ] = None
 
 
@@ -145,84 +133,77 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
     """Crashes of the core, and frontends that are slow or gone."""
 
     max_restarts: Annotated[
-        int, Doc("Most restarts within `restart_window`; then the core stays down. A quarantine sets the count to 0.")
+        int, "Most restarts within `restart_window`; then the core stays down. A quarantine sets the count to 0."
     ] = 10
-    restart_window: Annotated[float, Doc("Seconds over which restarts are counted.")] = 600.0
+    restart_window: Annotated[float, "Seconds over which restarts are counted."] = 600.0
     watchdog_timeout: Annotated[
-        float,
-        Doc("Seconds without progress, at least 2, after which a serving core is killed and restarted; 0: never."),
+        float, "Seconds without progress, at least 2, after which a serving core is killed and restarted; 0: never."
     ] = 300.0
     frontend_timeout: Annotated[
-        float,
-        Doc("Seconds without an answer from its machine after which a frontend is gone; one that died is at once."),
+        float, "Seconds without an answer from its machine after which a frontend is gone; one that died is at once."
     ] = 10.0
     slow_frontend_timeout: Annotated[
-        float, Doc("Seconds a frontend may leave unread what it is sent before it is disconnected.")
+        float, "Seconds a frontend may leave unread what it is sent before it is disconnected."
     ] = 60.0
-    salt_per_frontend: Annotated[bool, Doc("Let no frontend share cached prefixes with another.")] = False
+    salt_per_frontend: Annotated[bool, "Let no frontend share cached prefixes with another."] = False
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
     """Several devices. Only one is supported so far."""
 
-    tensor_parallel_size: Annotated[int, Doc("Devices a layer is split over; only 1 so far.")] = 1
-    pipeline_parallel_size: Annotated[int, Doc("Devices the layers are split over; only 1 so far.")] = 1
-    data_parallel_size: Annotated[int, Doc("Copies of the model; only 1 so far.")] = 1
-    distributed_executor_backend: Annotated[str, Doc("`uni`: one process; others are not supported so far.")] = "uni"
+    tensor_parallel_size: Annotated[int, "Devices a layer is split over; only 1 so far."] = 1
+    pipeline_parallel_size: Annotated[int, "Devices the layers are split over; only 1 so far."] = 1
+    data_parallel_size: Annotated[int, "Copies of the model; only 1 so far."] = 1
+    distributed_executor_backend: Annotated[str, "`uni`: one process; others are not supported so far."] = "uni"
     worker_extension_cls: Annotated[
-        str, Doc("A class, as `package.module.Class`, whose methods `collective_rpc` finds beside the worker's own.")
+        str, "A class, as `package.module.Class`, whose methods `collective_rpc` finds beside the worker's own."
     ] = ""
 
 
 class LoRAConfig(Section, frozen=True, kw_only=True):
     """Adapters: what changes the model for single requests."""
 
-    enable_lora: Annotated[bool, Doc("Let requests use LoRA adapters.")] = False
-    max_loras: Annotated[int, Doc("Most LoRA adapters in one step.")] = 1
-    max_lora_rank: Annotated[int, Doc("Largest rank of a LoRA adapter.")] = 16
-    max_cpu_loras: Annotated[int | None, Doc("Most LoRA adapters kept in host memory; none: `max_loras`.")] = None
-    enable_prompt_adapter: Annotated[bool, Doc("Let requests use prompt adapters.")] = False
-    max_prompt_adapters: Annotated[int, Doc("Most prompt adapters kept.")] = 1
-    max_prompt_adapter_token: Annotated[int, Doc("Most virtual tokens of a prompt adapter; 0: any number.")] = 0
+    enable_lora: Annotated[bool, "Let requests use LoRA adapters."] = False
+    max_loras: Annotated[int, "Most LoRA adapters in one step."] = 1
+    max_lora_rank: Annotated[int, "Largest rank of a LoRA adapter."] = 16
+    max_cpu_loras: Annotated[int | None, "Most LoRA adapters kept in host memory; none: `max_loras`."] = None
+    enable_prompt_adapter: Annotated[bool, "Let requests use prompt adapters."] = False
+    max_prompt_adapters: Annotated[int, "Most prompt adapters kept."] = 1
+    max_prompt_adapter_token: Annotated[int, "Most virtual tokens of a prompt adapter; 0: any number."] = 0
 
 
 class DeviceConfig(Section, frozen=True, kw_only=True):
     """Where and with which kernels the model runs."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Doc("`auto`: CUDA where there is a GPU.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "`auto`: CUDA where there is a GPU."] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flashinfer", "native", "reference"],
-        Doc(
-            "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on an x86 CPU, and where those can't run the "
-            "reference."
-        ),
+        "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on an x86 CPU, and where those can't run the "
+        "reference.",
     ] = "auto"
     deterministic: Annotated[
-        bool, Doc("On a GPU, too, let a request's tokens not depend on the others of a step. On a CPU they never do.")
+        bool, "On a GPU, too, let a request's tokens not depend on the others of a step. On a CPU they never do."
     ] = False
-    enforce_eager: Annotated[bool, Doc("Capture no CUDA graphs.")] = False
+    enforce_eager: Annotated[bool, "Capture no CUDA graphs."] = False
     cudagraph_capture_sizes: Annotated[
-        list[int] | None, Doc("Numbers of decoding requests to capture CUDA graphs for; none: a set that fits.")
+        list[int] | None, "Numbers of decoding requests to capture CUDA graphs for; none: a set that fits."
     ] = None
     kernels_dir: Annotated[
         str | None,
-        Doc(
-            "Folder of kernels that `mainspring kernels build` made; none: `$MAINSPRING_KERNELS`, else "
-            "`~/.cache/mainspring/kernels`."
-        ),
+        "Folder of kernels that `mainspring kernels build` made; none: `$MAINSPRING_KERNELS`, else "
+        "`~/.cache/mainspring/kernels`.",
     ] = None
 
 
 class ObservabilityConfig(Section, frozen=True, kw_only=True):
     """What the engine tells about itself."""
 
-    disable_log_stats: Annotated[bool, Doc("Send no statistics with the outputs.")] = False
+    disable_log_stats: Annotated[bool, "Send no statistics with the outputs."] = False
     otlp_traces_endpoint: Annotated[
-        str | None, Doc("Where OpenTelemetry traces of requests are sent, as `http://HOST:PORT`; none: nowhere.")
+        str | None, "Where OpenTelemetry traces of requests are sent, as `http://HOST:PORT`; none: nowhere."
     ] = None
     metrics_port: Annotated[
-        int | None,
-        Doc("Port on this machine where metrics are served in Prometheus' form; 0: any free one; none: not."),
+        int | None, "Port on this machine where metrics are served in Prometheus' form; 0: any free one; none: not."
     ] = None
 
 
@@ -233,13 +214,13 @@ class SpeculativeConfig(Section, frozen=True, kw_only=True):
 
     method: Annotated[
         Literal["ngram", "draft_model"] | None,
-        Doc("`ngram`: from what the request has repeated; `draft_model`: by a smaller model; none: by `model`."),
+        "`ngram`: from what the request has repeated; `draft_model`: by a smaller model; none: by `model`.",
     ] = None
-    num_speculative_tokens: Annotated[int, Doc("Most tokens guessed at once.")] = 4
-    model: Annotated[str | None, Doc("The draft model: folder or Hugging Face id.")] = None
-    revision: Annotated[str | None, Doc("Branch, tag or commit of the draft model on the hub.")] = None
-    prompt_lookup_max: Annotated[int, Doc("`ngram`: most last tokens that are looked for.")] = 4
-    prompt_lookup_min: Annotated[int, Doc("`ngram`: fewest.")] = 2
+    num_speculative_tokens: Annotated[int, "Most tokens guessed at once."] = 4
+    model: Annotated[str | None, "The draft model: folder or Hugging Face id."] = None
+    revision: Annotated[str | None, "Branch, tag or commit of the draft model on the hub."] = None
+    prompt_lookup_max: Annotated[int, "`ngram`: most last tokens that are looked for."] = 4
+    prompt_lookup_min: Annotated[int, "`ngram`: fewest."] = 2
 
 
 class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
@@ -247,7 +228,7 @@ class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
 
     nested = True
 
-    backend: Annotated[Literal["auto", "guidance"], Doc("Who compiles grammars; there is llguidance alone.")] = "auto"
+    backend: Annotated[Literal["auto", "guidance"], "Who compiles grammars; there is llguidance alone."] = "auto"
 
 
 DecodingConfig = StructuredOutputsConfig  # its older name
@@ -300,6 +281,6 @@ def fields_of(section: type[Section], name: str) -> Iterator[FieldInfo]:
     """Those of one section, which is called `name`."""
     hints = get_type_hints(section, include_extras=True)
     for field in msgspec.structs.fields(section):
-        kind, doc = get_args(hints[field.name])
+        kind, doc, *marks = get_args(hints[field.name])
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-        yield FieldInfo(name, field.name, kind, default, doc.text, doc.set_by_core)
+        yield FieldInfo(name, field.name, kind, default, doc, SET_BY_CORE in marks)

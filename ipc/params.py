@@ -217,17 +217,9 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         _integer("beam_width", self.beam_width, 1, MAX_COMPLETIONS)
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        same = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "beam_width"}
+        kind = RequestOutputKind.FINAL_ONLY
+        return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, output_kind=kind, **same)
 
 
 _OPTIONAL: dict[str, tuple[int, int | None]] = {  # limits

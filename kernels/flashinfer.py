@@ -139,6 +139,10 @@ class FlashInferBackend(Backend):
             raise ValueError(f"{spec} is planned before refuses() was asked for which dtypes, or though it refused")
         return self._planner.plan(self._kinds[spec], batch, turn, graph)
 
+    def forget_graphs(self) -> None:
+        """Of the planner, which keeps what they read."""
+        self._planner.forget_graphs()
+
     def run(
         self, plan: AttentionPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:

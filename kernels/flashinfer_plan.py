@@ -257,6 +257,11 @@ class Planner:
             self._graph_plans[key] = AttentionPlan(kind.spec, requests, [Part(lane.wrapper, slice(0, requests))])
         return self._graph_plans[key]
 
+    def forget_graphs(self) -> None:
+        """See `Backend.forget_graphs`."""
+        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.buffers is None}
+        self._graph_plans.clear()
+
     def _backend(self, kind: Kind) -> str:
         """For prefill. ``auto`` takes FA3 on Hopper, which knows no fixed shares, and not this cache."""
         return "auto" if self._hopper and not self._deterministic and kind.kv_dtype == kind.dtype else "fa2"

@@ -18,7 +18,10 @@ def zeros(num_bytes: int) -> torch.Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
-    return whole[start : start + num_bytes]
+    if not num_bytes:
+        return whole[:0]
+    # one whose storage begins there: torch asks whether that is page-locked
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 def give_back(tensor: torch.Tensor) -> None:

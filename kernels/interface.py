@@ -119,6 +119,10 @@ class Backend(Protocol):
         are logits that take part in the softmax and carry no value.
         """
 
+    def forget_graphs(self) -> None:
+        """None that was captured so far will be replayed: what the next ones read may lie elsewhere."""
+        return
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """``x / rms(x) * (offset + weight)`` over the last dimension, computed in fp32, returned in x's dtype. Gemma's
         norm has offset 1."""

@@ -97,17 +97,6 @@ def function(library: ctypes.CDLL, name: str, result: Any = None) -> Any:
     return found
 
 
-def why_not() -> str | None:
-    """Why the native kernels can't be built here, in a sentence; None: it seems they can. Takes milliseconds."""
-    try:
-        choose_level()
-        find_compiler()
-        find_runtime()
-    except BackendUnavailableError as e:
-        return str(e)
-    return None
-
-
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))

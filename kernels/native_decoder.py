@@ -12,7 +12,7 @@ import torch
 from . import host_memory
 from .decoder import GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
 from .interface import LayerCache
-from .native_weights import GATE, PackedWeight, pack, pack_quantized, quantize
+from .native_weights import GATE, PackedWeight, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
@@ -147,9 +147,7 @@ class NativeDecoder:
         if given is not None:
             host_memory.give_back(weight)
             return pack_quantized(self._library, *given, weight.dtype, gated)
-        if bits is not None:
-            return quantize(self._library, weight, bits, gated, release=True)
-        return pack(self._library, weight, gated, release=True)
+        return pack(self._library, weight, gated, release=True, bits=bits)
 
 
 class _InterleavedBias:

@@ -73,26 +73,19 @@ class PackedWeight(NamedTuple):
         _call(self.kernels, name, *self.words(), self.gated, *arguments)
 
 
-def pack(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False) -> PackedWeight:
-    """A copy of `weight` ``[out, in]`` in panels, of the same size.
+def pack(
+    library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False, bits: int | None = None
+) -> PackedWeight:
+    """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits`, group by group.
 
     gated: its rows are all of gate, then all of up, as many of each, a multiple of `GATE`. release: the memory of
     `weight` is given back to the system on the way, so that there are never two whole ones; what it then holds is
     undefined.
     Raises ValueError where rows are not as they should be, or the dtype is none of `DTYPES`.
     """
-    packed = _allocate(library, weight, _kind(weight), 0, weight.dtype, gated)
-    packed.replace(weight, release)
-    return packed
-
-
-def quantize(
-    library: ctypes.CDLL, weight: torch.Tensor, bits: int, gated: bool = False, release: bool = False
-) -> PackedWeight:
-    """`weight` rounded to 8 or 4 bits, group by group. Otherwise as `pack`."""
-    _kind(weight)
-    group = next((g for g in GROUPS if weight.shape[1] % g == 0), GROUPS[-1])
-    packed = _allocate(library, weight, bits, group, weight.dtype, gated)
+    kind, columns = _kind(weight), weight.shape[1]
+    group = 0 if bits is None else next((g for g in GROUPS if columns % g == 0), GROUPS[-1])
+    packed = _allocate(library, weight, bits or kind, group, weight.dtype, gated)
     packed.replace(weight, release)
     return packed
 

@@ -240,13 +240,7 @@ class ReferenceBackend(Backend):
         min_p: torch.Tensor | None,
     ) -> torch.Tensor:
         """Top-k, top-p and min-p, in this order; see sampling.py."""
-        rows = len(scores)
-        return mask_top_k_top_p_min_p(
-            scores,
-            torch.zeros(rows, dtype=torch.int64) if top_k is None else top_k,
-            torch.ones(rows) if top_p is None else top_p,
-            torch.zeros(rows) if min_p is None else min_p,
-        )
+        return mask_top_k_top_p_min_p(scores, top_k, top_p, min_p)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

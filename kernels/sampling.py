@@ -17,14 +17,14 @@ _SUM_WIDTH = 1024
 
 
 def mask_top_k_top_p_min_p(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    scores: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, min_p: torch.Tensor | None
 ) -> torch.Tensor:
     """The scores with -inf in place of the tokens that a row's top-k, top-p or min-p drops.
 
     A row's result depends on that row alone. At least one token stays. Which rows ask for what is decided where the
     limits lie: on the CPU, the call does not wait for the device unless a row uses top-p.
 
-    Args:
+    Args, the last three None where no row asks for it:
         scores: fp32 ``[rows, vocab]``, after the temperature; not changed.
         top_k: int64 ``[rows]``. The k largest stay, and all that equal the last of them; 0 or less: off.
         top_p: fp32 ``[rows]``. The fewest largest that hold this much probability stay; 1: off.
@@ -33,15 +33,15 @@ def mask_top_k_top_p_min_p(
     Returns:
         fp32 ``[rows, vocab]``; `scores` itself where nothing is on.
     """
-    if len(rows := ((top_k > 0) & (top_k < scores.shape[1])).nonzero().flatten()):
+    if top_k is not None and len(rows := ((top_k > 0) & (top_k < scores.shape[1])).nonzero().flatten()):
         limits = top_k[rows]
         on, last = rows.to(scores.device), (limits - 1).to(scores.device)
         largest = scores[on].topk(int(limits.max()), dim=-1).values
         scores = _drop_below(scores, on, largest.gather(1, last.unsqueeze(1)))
-    if len(rows := (top_p < 1).nonzero().flatten()):
+    if top_p is not None and len(rows := (top_p < 1).nonzero().flatten()):
         on = rows.to(scores.device)
         scores = scores.index_copy(0, on, _top_p(scores[on], top_p[rows].to(scores.device)))
-    if len(rows := (min_p > 0).nonzero().flatten()):
+    if min_p is not None and len(rows := (min_p > 0).nonzero().flatten()):
         on = rows.to(scores.device)
         ratio = min_p[rows].to(scores.device).log().unsqueeze(1)
         scores = _drop_below(scores, on, scores[on].amax(-1, keepdim=True) + ratio)

@@ -40,8 +40,9 @@ def _cores_left() -> list[psutil.Process]:
 def native_kernels() -> None:
     """Compiled before the first test, whose patience is not for that."""
     from mainspring.kernels import native_build
+    from native_here import why_not
 
-    if native_build.why_not() is None:
+    if why_not() is None:
         native_build.build(native_build.choose_level())
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from invariants import check_host, check_pool
 from mainspring.core.block_pool import NULL_BLOCK
 from mainspring.core.engine_core import EngineCore
 from mainspring.core.kv_cache import KVCacheManager
@@ -420,9 +421,9 @@ class Engine:
         listed = Counter(b for r in self.scheduler._running.values() for table in r.tables for b in table)
         listed.update(block for _, blocks in self.kv._deferred for block in blocks)
         del listed[NULL_BLOCK]
-        self.kv.pool.check(listed)
+        check_pool(self.kv.pool, listed)
         if self.kv.host is not None:
-            self.kv.host.check()
+            check_host(self.kv.host)
         frontends = list(self.scheduler.fair)
         assert self.stats.num_waiting == sum(len(f.requests) - f.num_running for f in frontends), "miscounted"
         for frontend in frontends:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from mainspring import LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
+from mainspring.core import adapter_files
 from mainspring.core.engine_core import EngineCore
+from mainspring.core.model.parameters import ParameterMap
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, AddRequest, Sampling
 from peft_folders import generate, make_lora, make_prompt_adapter
@@ -585,3 +587,14 @@ def test_what_no_frontend_of_ours_sends_is_refused(made: Adapters, shared: LLMEn
         with pytest.raises(Exception, match=r".") as error:
             shared.engine_core.call(method, argument)
         assert not isinstance(error.value, AssertionError)
+
+
+def test_whether_an_adapter_repeats_the_models_weights_is_not_to_be_told_while_these_sleep() -> None:
+    model = torch.nn.Linear(4, 4)
+    parameters, weight = ParameterMap.of(model), model.weight.detach().clone()
+    assert adapter_files._is_own("weight", weight, parameters)
+    assert not adapter_files._is_own("weight", weight + 1, parameters)
+    assert not adapter_files._is_own("height", weight, parameters)
+    model.weight.data = torch.empty(0)
+    with pytest.raises(InvalidRequestError, match="call wake_up first"):
+        adapter_files._is_own("weight", weight, parameters)

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from invariants import check_pool
 from mainspring.core.block_pool import NULL_BLOCK, BlockPool
 
 
@@ -84,7 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def free_cached_and_in_use_are_all_blocks_and_references_are_those_listed(self) -> None:
-        self.pool.check(self.references())
+        check_pool(self.pool, self.references())
         assert self.pool.num_free == len(self.free)
         assert self.pool.num_in_use == len(self.references())
 
@@ -104,17 +105,17 @@ def test_check_finds_a_broken_pool(broken: str) -> None:
     pool = BlockPool(4)
     (block,) = pool.take(1)
     pool.publish(block, key("a"))
-    pool.check({block: 1})
+    check_pool(pool, {block: 1})
     if broken == "references":
         references = {block: 2}
     elif broken == "free":
-        pool.num_free += 1
+        pool._free.popitem()
         references = {block: 1}
     else:
         pool._key[block] = None
         references = {block: 1}
     with pytest.raises(AssertionError):
-        pool.check(references)
+        check_pool(pool, references)
 
 
 # ---------------------------------------------------------------------- one claim each

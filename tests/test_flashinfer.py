@@ -414,6 +414,9 @@ def test_arrays_of_a_graph_may_not_move() -> None:
     backend.plan(layer.spec, on_device(double, batch), CPU, graph=True)
     with pytest.raises(RuntimeError, match="graph of 2 requests moved"):
         backend.plan(layer.spec, on_device(double, batch), CPU, graph=True)
+    backend.forget_graphs()  # as before sleep
+    moved = on_device(double, batch)
+    assert backend.plan(layer.spec, moved, CPU, 0, True) is backend.plan(layer.spec, moved, CPU, 1, True)
 
 
 # Deterministic.

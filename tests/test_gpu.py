@@ -8,14 +8,14 @@ import logging
 import pytest
 import torch
 
-from mainspring import kernels
 from mainspring.core import gpu
 from mainspring.core.gpu import backends_for, choose_backend, graph_sizes, pick_device, wait_for_memory
 from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
+from mainspring.kernels import BackendUnavailableError, flashinfer
 from mainspring.kernels.interface import AttentionSpec
-from mainspring.kernels.native_build import why_not
 from mainspring.kernels.reference import ReferenceBackend
+from native_here import why_not
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
@@ -78,9 +78,9 @@ def test_where_flashinfer_is_missing_the_reference_runs_unless_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unavailable(*args: object) -> None:
-        raise kernels.BackendUnavailableError("FlashInfer is not installed: pip install x")
+        raise BackendUnavailableError("FlashInfer is not installed: pip install x")
 
-    monkeypatch.setattr(kernels, "flashinfer_backend", unavailable)
+    monkeypatch.setattr(flashinfer, "FlashInferBackend", unavailable)
     with caplog.at_level(logging.WARNING):
         assert choose_backend(DeviceConfig(), CUDA).name == "reference"
     assert "FlashInfer is not installed: pip install x; until then the reference kernels run" in caplog.text

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from harness import VOCAB, Engine, Windows, blocks_for
+from invariants import check_host
 from mainspring.core.block_pool import BlockPool, Key
 from mainspring.core.device import Device
 from mainspring.core.host_cache import (
@@ -24,6 +25,7 @@ from mainspring.core.host_cache import (
 from mainspring.core.kv_layout import KVGroup, KVLayout
 from mainspring.ipc.config import CacheConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
+from mainspring.kernels import host_memory
 
 GIB = 2**30
 
@@ -93,7 +95,7 @@ class TwoTiers(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        self.host.check()
+        check_host(self.host)
 
 
 TestTwoTiers = TwoTiers.TestCase
@@ -297,3 +299,14 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="is 1000 bytes; one KV block takes 1024"):
         count_slots(1000, 1024, GIB)
     assert count_slots(2050, 1024, GIB) == 2
+
+
+def test_host_memory_begins_where_its_storage_does() -> None:
+    """By which torch tells whether it is page-locked."""
+    assert host_memory.zeros(0).shape == (0,)
+    for size in (1, 5 << 20):
+        memory = host_memory.zeros(size)
+        assert memory.shape == (size,)
+        assert not memory.any()
+        assert memory.untyped_storage().data_ptr() == memory.data_ptr()
+        assert memory.data_ptr() % host_memory.HUGE_PAGE == 0

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.kernels import native_build
 from mainspring.kernels.gumbel import keyed_choice
 from mainspring.kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
 from mainspring.kernels.native_backend import NativeBackend
 from mainspring.kernels.reference import ReferenceBackend
 from mainspring.kernels.sampling import mask_top_k_top_p_min_p
+from native_here import why_not
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}
-if native_build.why_not() is None:
+if why_not() is None:
     BACKENDS["native"] = NativeBackend
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

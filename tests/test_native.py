@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring.core.kv_layout import plan_layout
-from mainspring.kernels import native_build
 from mainspring.kernels.gumbel import gumbel_noise, keyed_choice
 from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
 from mainspring.kernels.native_backend import NativeBackend
 from mainspring.kernels.reference import ReferenceBackend
 from mainspring.kernels.sampling import mask_top_k_top_p_min_p
+from native_here import why_not
 
-REASON = native_build.why_not()
+REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend()

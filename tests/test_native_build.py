@@ -16,8 +16,9 @@ import torch
 
 from mainspring.kernels import BackendUnavailableError, native_build
 from mainspring.kernels.native_backend import NativeBackend
+from native_here import why_not
 
-REASON = native_build.why_not()
+REASON = why_not()
 needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 HAS = native_build.cpu_features()
 LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
@@ -170,3 +171,15 @@ def test_every_kernel_runs_under_sanitizers(sanitizer: str, level: str, tmp_path
     subprocess.run([*build, "-pthread", *objects, "-o", str(program)], check=True, timeout=60)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "all kernels ran\n"), done.stderr[-3000:]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_of_any_shape_alone(level: str, tmp_path: Path) -> None:
+    program, source = tmp_path / "products", Path(__file__).parents[1] / "benchmarks" / "products.cpp"
+    command = [*native_build.find_compiler().command, "-std=c++17", "-O1", *native_build.choose_level(level).flags]
+    subprocess.run([*command, "-pthread", str(source), "-o", str(program)], check=True, timeout=280)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("all passed\n")

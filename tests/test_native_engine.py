@@ -11,11 +11,11 @@ import tiny
 from mainspring.core.gpu import choose_backend
 from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
-from mainspring.kernels import native_build
+from native_here import why_not
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 from test_late_device import run
 
-pytestmark = pytest.mark.skipif(native_build.why_not() is not None, reason=f"{native_build.why_not()}")
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

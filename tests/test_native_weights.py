@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mainspring.kernels import native_build, native_weights
-from mainspring.kernels.native_weights import PackedWeight, linear, pack, pack_quantized, quantize
+from mainspring.kernels.native_weights import PackedWeight, linear, pack, pack_quantized
+from native_here import why_not
 
-REASON = native_build.why_not()
+REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 HAS = native_build.cpu_features()
 LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
@@ -45,7 +46,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_kinds(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> list[PackedWeight]:
-    return [pack(library, weight, gated), quantize(library, weight, 8, gated), quantize(library, weight, 4, gated)]
+    return [pack(library, weight, gated), pack(library, weight, gated, bits=8), pack(library, weight, gated, bits=4)]
 
 
 def gated_where_it_may_be(out: int) -> tuple[bool, ...]:
@@ -81,7 +82,7 @@ def test_quantizing_is_off_by_half_a_step_of_each_group(
     out, width = shape
     weight = draw(*shape, dtype=dtype) * torch.arange(1, out + 1)[:, None].to(dtype)  # each row has its own scale
     for bits, gated in itertools.product((8, 4), gated_where_it_may_be(out)):
-        packed = quantize(library, weight, bits, gated)
+        packed = pack(library, weight, gated, bits=bits)
         group = packed.group
         assert packed.memory.nbytes <= -(-out // 32) * 32 * -(-width // group) * (
             group * bits // 8 + 2 + 2 * (bits == 4)
@@ -104,7 +105,7 @@ def test_zeros_and_large_numbers_are_kept(library: ctypes.CDLL) -> None:
     weight = torch.zeros(40, 128)
     weight[3, 5] = 1e4
     for bits in (8, 4):
-        back = quantize(library, weight, bits).unpack()
+        back = pack(library, weight, bits=bits).unpack()
         assert torch.equal(back == 0, weight == 0)
         assert back[3, 5] == pytest.approx(1e4, rel=1e-3)
 
@@ -120,7 +121,7 @@ def test_products_are_torchs(library: ctypes.CDLL, dtype: torch.dtype, shape: tu
         for packed in all_kinds(library, weight, gated):
             exact = packed.unpack() if packed.group else weight
             if packed.group and dtype != torch.float32:
-                exact = quantize(library, weight.float(), packed.kind, gated).unpack()
+                exact = pack(library, weight.float(), gated, bits=packed.kind).unpack()
             want = x.double() @ exact.double().T + bias.double()
             got = linear(library, x, packed, bias)
             assert got.dtype == dtype
@@ -185,7 +186,7 @@ def test_the_largest_sums_are_exact(library: ctypes.CDLL, rows: int) -> None:
     largest = pack_quantized(library, torch.full((32, 256), 15, dtype=torch.uint8), ones, 0 * ones, torch.float32)
     assert torch.equal(linear(library, x, largest), 15 * x.sum(1, keepdim=True).expand(rows, 32))
     for sign in (1, -1):
-        weight = quantize(library, sign * torch.full((32, 256), 127.0), 8)
+        weight = pack(library, sign * torch.full((32, 256), 127.0), bits=8)
         assert torch.equal(linear(library, x, weight), sign * 127 * x.sum(1, keepdim=True).expand(rows, 32))
 
 
@@ -200,9 +201,9 @@ def test_memory_that_was_packed_is_given_back_on_the_way(
     storage[:999], storage[999:] = 1, values.flatten()
     weight = storage[999:].view(values.shape)
     with_it = bytes_at(weight.data_ptr(), "Rss:")
-    packed = pack(library, weight, release=True) if kind is None else quantize(library, weight, kind, release=True)
+    packed = pack(library, weight, release=True, bits=kind)
     assert with_it - bytes_at(weight.data_ptr(), "Rss:") > 0.99 * weight.nbytes
-    whole = pack(library, values) if kind is None else quantize(library, values, kind)
+    whole = pack(library, values, bits=kind)
     assert torch.equal(packed.memory, whole.memory)
     assert torch.equal(weight, values)
     assert bool((storage[:999] == 1).all())
@@ -212,7 +213,7 @@ def test_what_cannot_be_packed_is_said(library: ctypes.CDLL) -> None:
     with pytest.raises(ValueError, match=r"float64 on cpu; the native kernels pack float32, bfloat16, float16"):
         pack(library, torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="48 rows of gate and up; each must have a multiple of 16"):
-        quantize(library, torch.zeros(48, 32), 8, gated=True)
+        pack(library, torch.zeros(48, 32), gated=True, bits=8)
     with pytest.raises(ValueError, match="a group must be a multiple of 32"):
         pack_quantized(library, torch.zeros(8, 96, dtype=torch.uint8), *torch.zeros(2, 8, 2), torch.float32)
 

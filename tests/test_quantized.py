@@ -19,12 +19,12 @@ from mainspring.core.model.verify import paged_logits, random_sequences, schedul
 from mainspring.core.model.whole import make_whole
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
-from mainspring.kernels import native_build
 from mainspring.kernels.interface import Backend
 from mainspring.kernels.native_backend import NativeBackend
 from mainspring.kernels.reference import ReferenceBackend
+from native_here import why_not
 
-REASON = native_build.why_not()
+REASON = why_not()
 needs_native = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CPU = torch.device("cpu")
 GROUP = 32

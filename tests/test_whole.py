@@ -18,14 +18,14 @@ from mainspring.core.model.paged_model import PagedModel
 from mainspring.core.model.verify import Chunk, paged_logits, schedule
 from mainspring.core.model.whole import make_whole
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels import native_build
 from mainspring.kernels.interface import ROW_MULTIPLE, Backend
 from mainspring.kernels.native_backend import NativeBackend
 from mainspring.kernels.native_decoder import PHASES, NativeDecoder
 from mainspring.kernels.reference import ReferenceBackend
+from native_here import why_not
 from test_stack import SIZES, TAKEN, build
 
-REASON = native_build.why_not()
+REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")

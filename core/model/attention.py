@@ -27,7 +27,7 @@ class StepAttention(NamedTuple):
     plan: Any  # from Backend.plan
     blocks: torch.Tensor  # [tokens] int32: where each token's keys and values go; padding rows go to block 0
     rows: torch.Tensor  # [tokens] int32
-    backend: Backend | None = None  # that made the plan; None: the model's
+    backend: Backend  # that made the plan
 
 
 class AttentionCalls:
@@ -40,7 +40,6 @@ class AttentionCalls:
     def __init__(self, sources: Sequence[int]) -> None:
         self.sources = list(sources)  # the call whose keys and values call i reads; itself for most
         self.caches: list[LayerCache] = []
-        self.backend: Backend | None = None
         self._step: Sequence[StepAttention] = ()
         self._next = 0
 
@@ -55,11 +54,9 @@ class AttentionCalls:
         index = self._next
         self._next = index + 1
         cache, step = self.caches[index], self._step[index]
-        backend = step.backend or self.backend
-        assert backend is not None
         if self.sources[index] == index:
-            backend.append(cache, key, value, step.blocks, step.rows)
-        return backend.run(step.plan, query, cache, sinks)
+            step.backend.append(cache, key, value, step.blocks, step.rows)
+        return step.backend.run(step.plan, query, cache, sinks)
 
 
 def paged_attention(

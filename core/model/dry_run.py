@@ -24,6 +24,7 @@ from .attention import attention_set
 
 PROBE = "mainspring_dry_run"
 TOKENS = 8
+CPU = torch.device("cpu")
 UNLIMITED = 1 << 20  # tokens of a sequence where nothing limits them: beyond any window in use
 
 # Arguments of an attention call that change nothing here: the mask already says it, or they steer other kernels.
@@ -150,7 +151,8 @@ class _Recorder:
         functions = [function for built, function in self._masks if _same(built, mask)]
         if not functions:  # a copy or cast of a built mask is as good; anything else the model changed
             functions = [f for built, f in self._masks if built.shape == mask.shape and torch.equal(built, mask)]
-        windows = {window_of(function, name, self._longest) for function in functions}
+        device = mask.device if mask.is_cuda else CPU
+        windows = {window_of(function, name, self._longest, device) for function in functions}
         if len(windows) != 1:
             raise UnsupportedModelError(f"{name} adds a mask or bias of its own to the attention scores")
         return windows.pop()
@@ -160,23 +162,24 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-def window_of(mask_function: MaskFunction, name: str, longest: int) -> int | None:
-    """The window ``w`` of a causal mask (a query at p sees p - w + 1 .. p), or None where all keys up to p are seen."""
-    reach = _reach(mask_function, name, longest - 1)
+def window_of(mask_function: MaskFunction, name: str, longest: int, device: torch.device = CPU) -> int | None:
+    """The window ``w`` of a causal mask (a query at p sees p - w + 1 .. p), or None where all keys up to p are seen.
+    `device`: where the tensors lie that the function may hold."""
+    reach = _reach(mask_function, name, longest - 1, device)
     if reach == longest:
         return None
     # a window slides: an earlier query sees as many (if it has them); chunks, the other common form, do not
     for earlier in (longest - 1 - reach // 2, longest - 2, reach):
-        if _reach(mask_function, name, earlier) != min(reach, earlier + 1):
+        if _reach(mask_function, name, earlier, device) != min(reach, earlier + 1):
             raise UnsupportedModelError(_not_causal(name, longest))
     return reach
 
 
-def _reach(mask_function: MaskFunction, name: str, position: int) -> int:
+def _reach(mask_function: MaskFunction, name: str, position: int, device: torch.device) -> int:
     """How many keys a query at `position` sees, itself included. They must be the nearest ones."""
-    keys, zero = torch.arange(position + TOKENS), torch.zeros((), dtype=torch.long)
+    keys, zero = torch.arange(position + TOKENS, device=device), torch.zeros((), dtype=torch.long, device=device)
     try:
-        seen = mask_function(zero, zero, torch.tensor(position), keys).expand_as(keys)
+        seen = mask_function(zero, zero, torch.tensor(position, device=device), keys).expand_as(keys)
     except (IndexError, RuntimeError) as error:
         raise UnsupportedModelError(f"the mask of {name} depends on the tokens of the row ({error})") from error
     reach = int(seen.sum())

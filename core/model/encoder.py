@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...ipc.errors import UnsupportedModelError
 from ...kernels.interface import ROW_MULTIPLE
+from ..device import device_for
 from .attention import attention_set
 from .dry_run import HARMLESS, MaskFunction
 from .verify import TOLERANCE
@@ -90,6 +91,7 @@ class EncoderModel:
         self.model = model
         self.config = model.config.get_text_config()
         self.device = model.device
+        self._copies = device_for(model.device)
         self.dtype: torch.dtype = model.dtype
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
@@ -122,7 +124,7 @@ class EncoderModel:
         rows = {"input_ids": ids, "position_ids": positions}
         if self.num_types:
             rows["token_type_ids"] = types if self.num_types > 1 else np.zeros_like(types)
-        inputs: dict[str, Any] = {name: torch.from_numpy(row)[None].to(self.device) for name, row in rows.items()}
+        inputs: dict[str, Any] = {name: self._copies.bring(torch.from_numpy(row)[None]) for name, row in rows.items()}
         self._lengths[:] = counts
         hidden: torch.Tensor = self.model(**inputs)[0][0]
         return hidden[:total]

@@ -203,27 +203,7 @@ def build_model(
     auto: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint. Errors as `load_model`."""
-    with _quiet(load_config.use_tqdm_on_load):
-        if load_config.load_format == "dummy":
-            return _random_model(config, model_config, device, auto)
-        return _pretrained_model(config, model_config, load_config, device, auto)
 
-
-def _random_model(
-    config: PreTrainedConfig, model_config: ModelConfig, device: torch.device, auto: Any
-) -> PreTrainedModel:
-    dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(model_config.seed)
-        model = auto.from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
-        )
-    return cast("PreTrainedModel", model.eval())
-
-
-def _pretrained_model(
-    config: PreTrainedConfig, model_config: ModelConfig, load_config: LoadConfig, device: torch.device, auto: Any
-) -> PreTrainedModel:
     def load(name: str) -> Any:
         return auto.from_pretrained(
             name,
@@ -239,8 +219,17 @@ def _pretrained_model(
             output_loading_info=True,
         )
 
-    model: Any = _loaded(load, model_config)
-    return cast("PreTrainedModel", model.to(device))
+    with _quiet(load_config.use_tqdm_on_load):
+        if load_config.load_format != "dummy":
+            loaded: Any = _loaded(load, model_config)
+            return cast("PreTrainedModel", loaded.to(device))
+        dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(model_config.seed)
+            model = auto.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
+            )
+        return cast("PreTrainedModel", model.eval())
 
 
 def _awq_model(

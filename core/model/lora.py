@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...kernels.interface import ROW_MULTIPLE, Backend
+from ..device import device_for
 from .fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 from .fused import JoinedProjections
 from .paged_model import PagedModel
@@ -78,7 +78,7 @@ class AdaptedBackend:
         self._of_tokens: list[_Share] = []
         self._of_logits: list[_Share] = []
         self._head = 0  # id of the weight that sees only the rows that have logits
-        self._device = torch.device("cpu")
+        self._device = device_for(torch.device("cpu"))
         self._note: Callable[[int, int], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -92,8 +92,8 @@ class AdaptedBackend:
             self._note(key, x.shape[:-1].numel())
         for lora, padded, rows in self._of_logits if key == self._head else self._of_tokens:
             for down, up, scale, start in lora.deltas.get(key, ()):
-                inner = F.linear(x.reshape(-1, x.shape[-1])[padded].float(), down)
-                added = F.linear(inner, up)[: len(rows)].mul_(scale)
+                inner = self._backend.linear(x.reshape(-1, x.shape[-1])[padded].float(), down)
+                added = self._backend.linear(inner, up)[: len(rows)].mul_(scale)
                 part = out.view(-1, out.shape[-1]).narrow(1, start, len(up))
                 part[rows] = (part[rows] + added).to(out.dtype)
         return out
@@ -101,7 +101,7 @@ class AdaptedBackend:
     def attach(self, model: PagedModel) -> dict[str, Place]:
         """Compute the linear layers of `model`, which was loaded with this backend, here. Returns those that adapters
         may change, by module path: each that sees every row of a step once, in order, and the output layer."""
-        self._device = model.device
+        self._device = device_for(model.device)
         for module in model.model.modules():
             if isinstance(module, nn.Linear) and is_plain_linear(module):
                 module.forward = routed(module, self.linear)  # type: ignore[method-assign]
@@ -126,7 +126,7 @@ class AdaptedBackend:
         self._place_of[slot] = place
         held = self._loras[place]
         if lora is not None and (held is None or held.digest != lora.digest):
-            self._loras[place] = lora.to(self._device)
+            self._loras[place] = lora.to(self._device.torch)
 
     def forget(self) -> None:
         """Nobody runs, and no adapter takes memory of the device."""
@@ -148,7 +148,7 @@ class AdaptedBackend:
         for place in np.unique(places[places > 0]).tolist():
             rows = np.flatnonzero(places == place)
             padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
-            on_device = torch.from_numpy(padded).to(self._device)
+            on_device = self._device.bring(torch.from_numpy(padded))
             lora = self._loras[place]
             assert lora is not None
             shares.append(_Share(lora, on_device, on_device[: len(rows)]))

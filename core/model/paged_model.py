@@ -69,24 +69,15 @@ class PagedModel:
         """The layout of a cache of this `dtype` that `backend` reads."""
         return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dim, backend.heads_first)
 
-    def bind(self, caches: Sequence[LayerCache], backend: Backend) -> None:
-        """Say where each attention call's keys and values lie, and which kernels run it."""
-        if len(caches) != len(self.layers):
-            raise ValueError(f"{len(caches)} layer caches given for {len(self.layers)} attention calls")
+    def bind(self, caches: Sequence[LayerCache]) -> None:
+        """Say where each attention call's keys and values lie."""
         self._calls.caches = list(caches)
-        self._calls.backend = backend
         if self.whole is not None:
-            self.whole.bind(caches, self.sources)
+            self.whole.decoder.bind(caches, self.sources)
 
     def unbind(self) -> None:
         """Let go of the cache; nothing can be computed until `bind`."""
         self._calls.caches = []
-
-    def run_whole(self, whole: WholeModel) -> None:
-        """From now on the forward is this one; the model's weights are `whole`'s."""
-        self.whole = whole
-        self.row_multiple = 1
-        self.parameters.packed = whole.decoder.weights
 
     @torch.inference_mode()
     def forward(

@@ -16,7 +16,7 @@ is put only around the modules that need it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -119,9 +119,7 @@ def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor
 class RowInvariant(TorchFunctionMode):
     """Inside this context, products are padded to whole multiples of rows and hazardous functions rewritten."""
 
-    def __torch_function__(
-        self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replacement = _grouped_mm if func is torch._grouped_mm else ELEMENTWISE.get(func)
         return replacement(*args, **(kwargs or {})) if replacement else _padded(func, *args, **(kwargs or {}))
 
@@ -133,9 +131,7 @@ class RoutedProducts(TorchFunctionMode):
         super().__init__()
         self._linear = linear
 
-    def __torch_function__(
-        self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
@@ -158,9 +154,7 @@ class _Watch(TorchFunctionMode):
     def _after(self, *_: Any) -> None:
         self._stack.pop()
 
-    def __torch_function__(
-        self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         exact = func is F.gelu and kwargs.get("approximate", "none") == "none"
@@ -222,9 +216,7 @@ def stray_products(model: PreTrainedModel) -> set[str]:
 class _Products(_Watch):
     """Notes them under the class of the innermost module."""
 
-    def __torch_function__(
-        self, func: Function, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = 0 if func in (torch._grouped_mm, torch.einsum) else LEFT_OPERAND.get(func)
         left = args[at] if at is not None and len(args) > at else None
         # products of one term each, which rotary embeddings have, are exact

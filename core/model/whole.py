@@ -16,7 +16,7 @@ from torch import nn
 
 from ...ipc.errors import UnsupportedModelError
 from ...kernels.decoder import Decoder, GatedMLP, Linear, PackedWeight, QuantizedWeight
-from ...kernels.interface import Backend, LayerCache
+from ...kernels.interface import Backend
 from .attention import StepAttention
 from .fuse_match import NotRecognisedError
 from .fuse_observe import TEXT_ROWS, stand_in
@@ -53,9 +53,6 @@ class WholeModel:
         self._stack = stack
         self._head = head
         self._angles = [torch.empty(0, 0)] * len(stack.rotaries)
-
-    def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
-        self.decoder.bind(caches, sources)
 
     def forward(
         self,
@@ -114,7 +111,8 @@ def make_whole(
         return
     output = decoder.weights[id(head.linear.weight)]
     embedding = stack.embedding if embed_scale is None else _rows_of(output, embed_scale)
-    model.run_whole(WholeModel(stack, embedding, head, decoder))
+    model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder), 1
+    model.parameters.packed = decoder.weights  # which are the backend's from now on
     after = _logits(model, backend)
     error = float(((after - before).abs().amax(-1) / before.std().clamp_min(1e-12)).median())
     if bits is None and quantized is None and not error <= TOLERANCE[model.dtype]:

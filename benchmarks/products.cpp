@@ -1,7 +1,7 @@
-// Checks and measures linear.h, alone:
-//   g++ -std=c++17 -O3 -march=native -pthread linear_test.cpp -o linear_test && ./linear_test          (checks)
-//   ./linear_test bench [threads]                                                                      (the table)
-// Also built with -fsanitize=address,undefined or =thread, and with -mavx2 -mfma -mf16c for the AVX2 path.
+// Products alone (kernels/native/linear.h): checks, which a slow test runs, and a table of their speeds, for who works on them:
+//   g++ -std=c++17 -O3 -march=native -pthread benchmarks/products.cpp -o products && ./products
+//   HUGEPAGES=1 ./products bench [threads] [kinds, of bf16 int8 int4 fp32 fp16]
+// With -mavx2 -mfma -mf16c in place of -march=native it is the AVX2 path.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -13,7 +13,7 @@
 
 #include <sys/mman.h>
 
-#include "weights.h"
+#include "../kernels/native/weights.h"
 
 using namespace mainspring;
 

@@ -1,0 +1,25 @@
+"""Invariant 1, of the classes that the engine uses: nothing is lost, nothing is shared by mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mainspring.core.block_pool import BlockPool
+from mainspring.core.host_cache import HostCache
+
+
+def check_pool(pool: BlockPool, references: Mapping[int, int]) -> None:
+    """Given how often live requests list each block."""
+    free = list(pool._free)
+    assert all(pool._refs[b] == 0 for b in free), "a free block has references"
+    for block in range(1, pool.num_blocks):
+        assert pool._refs[block] == references.get(block, 0), f"block {block}: references"
+    assert len(free) + sum(r > 0 for r in pool._refs) == pool.num_blocks - 1, "a block is neither free nor in use"
+    assert all(pool._key[b] == k for k, b in pool._cached.items()), "the hash map names a block that forgot it"
+
+
+def check_host(host: HostCache) -> None:
+    """Between steps."""
+    assert sorted([*host._free, *host._slots.values()]) == list(range(host.num_slots)), "slots are lost or shared"
+    assert host._saves.keys() <= set(host._slots.values()), "a save without a name"
+    assert set(host._loads.values()) <= host._pinned, "a slot may be taken before it is loaded"
