@@ -98,8 +98,8 @@ soak: $(DEV) ## half an hour of mixed load and a crash a minute; WRITE=--write a
 surface-check: $(DEV) ## the test of every public member in each mode, and that it can fail; writes docs/surface.md
 	$(BIN)/python -P benchmarks/surface_check.py
 
-gpu-kernels: $(DEV) ## compile CUDA kernels with nvcc, which takes no GPU, and look into them (a few minutes)
-	$(BIN)/pytest -m gpu_kernels tests/test_gpu_kernels.py $(PYTEST_ARGS)
+gpu-kernels: $(GPU_LIBRARIES) ## compile CUDA kernels with nvcc, which takes no GPU, and look into them (a few minutes)
+	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest -m gpu_kernels tests/test_gpu_kernels.py $(PYTEST_ARGS)
 
 gpu-check: $(DEV) ## all that needs an NVIDIA GPU, in under 10 minutes; WRITE=--write puts it into docs/gpu.md
 	$(BIN)/python benchmarks/gpu_check.py $(WRITE)
