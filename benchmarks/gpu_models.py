@@ -281,21 +281,28 @@ def check_embedded(setup: Setup, say: Say) -> None:
     )
     agree = _share(base.argmax(-1) == _own_logits(setup, MODEL_PATH, torch.bfloat16, sequences).argmax(-1))
     say("embedded model, largest logit as in transformers", f"{agree:.2%} of {len(base):,}", agree >= 0.99)
+    _check_sleep(setup, say)
 
-    def around_sleep(client: CoreClient) -> list[tuple[list[list[int]], list[int]]]:
-        requests, found = _mixed_requests(4, VOCAB, 40, 12), []
-        for level in (1, 2, 0):
-            core: Any = client.core  # type: ignore[attr-defined]  # in this process
-            found.append((complete(client, requests), core.executor.runner.graph_sizes))
-            if level:
-                client.call("sleep", level)
-                client.call("wake_up")
-        return found
 
-    outputs, sizes = zip(*with_client(setup, MODEL_PATH, around_sleep, dtype="bfloat16"), strict=True)
-    same, graphs = outputs[1:] == outputs[:1] * 2, bool(sizes[0]) and sizes[1:] == sizes[:1] * 2
+def _check_sleep(setup: Setup, say: Say) -> None:
+    """Whether tokens are the same after it, and graphs are there again."""
+    requests = _mixed_requests(4, VOCAB, 40, 12)
+
+    def around_sleep(client: CoreClient) -> tuple[list[list[list[int]]], list[list[int]]]:
+        core: Any = client.core  # type: ignore[attr-defined]  # in this process
+        tokens, sizes = [complete(client, requests)], [core.executor.runner.graph_sizes]
+        for level in (1, 2):
+            client.call("sleep", level)
+            client.call("wake_up")
+            tokens.append(complete(client, requests))
+            sizes.append(core.executor.runner.graph_sizes)
+        return tokens, sizes
+
+    tokens, sizes = with_client(setup, MODEL_PATH, around_sleep, dtype="bfloat16")
+    same = tokens == tokens[:1] * 3
+    graphs = setup.rehearse or (sizes[0] != [] and sizes == sizes[:1] * 3)
     told = f"{'the same' if same else 'other'} tokens, {', '.join(str(len(size)) for size in sizes)} graphs"
-    say("embedded model, tokens and graphs after sleep", told, same and (graphs or setup.rehearse))
+    say("embedded model, tokens and graphs after sleep", told, same and graphs)
 
 
 def _right(llm: LLM, questions: list[Question]) -> float:

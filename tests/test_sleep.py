@@ -19,6 +19,7 @@ from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, R
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
+from mainspring.kernels.reference import ReferenceBackend
 
 PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
@@ -333,3 +334,13 @@ def test_users_state_is_told_and_restored() -> None:
     assert not run_core(other), "still paused"
     call(other, "resume_generation")
     assert len(run_core(other)) == 1
+
+
+def test_kernels_hear_of_it_that_their_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(ReferenceBackend, "forget_graphs", lambda self: told.append(self))
+    args = EngineArgs(attention_backend="reference", skip_tokenizer_init=True, max_model_len=256)
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
+        assert told == []
+        engine.sleep(1)
+        assert told != []

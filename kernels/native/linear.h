@@ -468,7 +468,8 @@ struct Quantized {
     // AVX2: 8 accumulators, of 2 rows, or of half a panel of 4.
     static constexpr int MAX_ROWS = LANES == 8 ? 4 : BITS == 8 ? 12 : 10;
     static constexpr int STREAM_AHEAD = LANES == 8 ? 2048 : AHEAD;  // bytes: more, and Zen 3 reads a tenth slower
-    static constexpr int PANELS_AT_A_TIME = LANES == 8 && BITS == 8 ? GROUP : 1, ALONE = 4096;
+    static constexpr int PANELS_AT_A_TIME = LANES == 8 && BITS == 8 ? GROUP : 1;  // 4 bits: one stream is as fast as several
+    static constexpr int ALONE = 4096;
     static constexpr int X_BYTES = BITS == 8 && !AT_ONCE ? 2 : 1;  // of a value of packed x
     static constexpr int K_PER_STEP = 32 / BITS, X_WORDS = K_PER_STEP * X_BYTES / 4, STEP_BYTES = 4 * PANEL;
     static constexpr int TURN = 4;  // steps that are done together: so many sums of 4-bit products fit in int16
