@@ -35,14 +35,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from mainspring.core.model.attention import StepAttention
-from mainspring.core.model.loader import load_model
-from mainspring.core.model.paged_model import PagedModel
-from mainspring.core.model.refuse import refuse_class, refuse_config
+from mainspring.core.model.load.loader import load_model
+from mainspring.core.model.load.refuse import refuse_class, refuse_config
+from mainspring.core.model.run.attention import StepAttention
+from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.interface import ROW_MULTIPLE, LayerCache, PagedBatch
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import ROW_MULTIPLE, LayerCache, PagedBatch
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 ENOUGH = 100
 CPU_LIMIT_S = 60

@@ -53,7 +53,7 @@ class Daemon:
 
     def start(self) -> None:
         """Start it, again if it has ended, and wait until it serves."""
-        command = [sys.executable, "-P", "-m", "mainspring.engine.cli", "daemon", "--listen", self.address]
+        command = [sys.executable, "-P", "-m", "mainspring.cli.main", "daemon", "--listen", self.address]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, *self._flags], stdout=log, stderr=log, env=self._env)
         try:

@@ -85,7 +85,7 @@ began = float(sys.argv[1])
 import torch, transformers
 from mainspring import EngineArgs
 from mainspring.core import executor
-from mainspring.core.engine_core import EngineCore
+from mainspring.core.loop import EngineCore
 spent = {"imports": time.time() - began}
 memory = []
 def free():

@@ -24,18 +24,18 @@ from transformers.utils import logging as transformers_logging
 
 from demo_questions import ANIMALS, GIRLS, Question, heldout_other, heldout_sums, is_right, long_story
 from mainspring import LLM, EngineArgs, SamplingParams
-from mainspring.core.kv_layout import plan_layout
-from mainspring.core.model.loader import load_model
-from mainspring.core.model.paged_model import PagedModel
-from mainspring.core.model_runner import ModelRunner
+from mainspring.core.model.load.loader import load_model
+from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.work.kv_layout import plan_layout
+from mainspring.core.work.runner import ModelRunner
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.llm_engine import make_client
 from mainspring.ipc.client import CoreClient
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.messages import AddRequest, Sampling, Stats
-from mainspring.kernels.flashinfer import FlashInferBackend
-from mainspring.kernels.interface import Backend
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import Backend
+from mainspring.kernels.flashinfer.backend.backend import FlashInferBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 from report import ROOT
 
 sys.path.append(str(ROOT / "tests"))

@@ -20,14 +20,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu_models import BLOCK_SIZE, Bar, Request, Say, Setup, complete, release, send, with_client
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.kv_layout import plan_layout
+from mainspring.core.loop import EngineCore
+from mainspring.core.work.kv_layout import plan_layout
 from mainspring.ipc import codec
 from mainspring.ipc.client import CoreClient
 from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.messages import Sampling
-from mainspring.kernels.interface import AttentionSpec, Backend, DeviceBatch, LayerCache, PagedBatch
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import AttentionSpec, Backend, DeviceBatch, LayerCache, PagedBatch
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 BF16 = torch.bfloat16
 CACHE_BYTES = 512 << 20  # several times any L2

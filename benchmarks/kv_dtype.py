@@ -17,11 +17,11 @@ from transformers import AutoTokenizer
 
 from demo_questions import ANIMALS, GIRLS, Question, heldout_other, heldout_sums, is_right, long_story
 from mainspring import LLM, SamplingParams
-from mainspring.core.model.loader import load_model
-from mainspring.core.model.verify import Chunk, paged_logits
+from mainspring.core.model.learn.verify import Chunk, paged_logits
+from mainspring.core.model.load.loader import load_model
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.config import LoadConfig, ModelConfig
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 from report import publish, table
 
 CACHE_BYTES = 64 << 20

@@ -21,9 +21,9 @@ from typing import Any
 
 from compare import Machine, measure_machine
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.executor import UniprocExecutor
-from mainspring.core.step import Step
+from mainspring.core.loop import EngineCore
+from mainspring.core.plan.step import Step
+from mainspring.core.work.executor import UniprocExecutor
 from mainspring.ipc import codec
 from mainspring.ipc.inproc_client import InprocClient
 from report import MODELS, publish, table

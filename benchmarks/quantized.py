@@ -19,13 +19,13 @@ from tokenizers import Tokenizer
 
 from bars import Bar, add_arguments, conclude
 from demo_questions import ANIMALS, GIRLS, heldout_other, heldout_sums, long_story
-from mainspring.core.model.loader import load_model
-from mainspring.core.model.quantized import BITS
-from mainspring.core.model.verify import Chunk, paged_logits
-from mainspring.core.model.whole import make_whole
+from mainspring.core.model.learn.verify import Chunk, paged_logits
+from mainspring.core.model.load.loader import load_model
+from mainspring.core.model.load.quantized import BITS
+from mainspring.core.model.run.whole_model import make_whole
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.config import LoadConfig, ModelConfig
-from mainspring.kernels.native_backend import NativeBackend
+from mainspring.kernels.native.backend import NativeBackend
 from report import table
 
 LIMITS = {"int8": 0.005, "int4": 0.03}

@@ -22,7 +22,7 @@ import os
 from pathlib import Path
 
 import torch
-from mainspring.core.model_runner import ModelRunner
+from mainspring.core.work.runner import ModelRunner
 from transformers import LlamaForCausalLM
 
 ORDER = Path({order!r})

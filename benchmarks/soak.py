@@ -29,7 +29,7 @@ import psutil
 from bars import Bar, add_arguments, conclude
 from daemon import Daemon, wait_for
 from mainspring import AsyncLLMEngine, LLMEngine
-from mainspring.engine.outputs import RequestOutput
+from mainspring.engine.request.outputs import RequestOutput
 from mainspring.ipc.messages import Outputs
 from mainspring.ipc.params import RequestOutputKind
 from streams import Completed, Reference, Spec, make_specs

@@ -18,8 +18,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, Self
 
 from mainspring import LLM, AsyncLLMEngine, LLMEngine, SamplingParams
-from mainspring.engine.input_processor import EngineCoreRequest
-from mainspring.engine.outputs import RequestOutput
+from mainspring.engine.request.input_processor import EngineCoreRequest
+from mainspring.engine.request.outputs import RequestOutput
 from mainspring.ipc.params import RequestOutputKind
 
 FINISH_SECONDS = 30.0

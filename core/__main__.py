@@ -37,10 +37,10 @@ from ..ipc.messages import (
 from ..ipc.server import CoreServer, Credit, Event
 from ..ipc.supervisor import write_message
 from ..ipc.transport import CoreLaunch, ProcessWatch, remove_runtime_dir
-from .held import Held
+from .batched_outputs import Held
 
 if TYPE_CHECKING:
-    from .engine_core import EngineCore
+    from .loop import EngineCore
 
 logger = logging.getLogger("mainspring.core")
 
@@ -92,9 +92,9 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     )
     gc.disable()  # what modules make stays, and looking through it again and again takes a tenth of their import
     from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
-    from .engine_core import EngineCore
-    from .executor import executor_for
-    from .model.kept import KeptDecisions
+    from .loop import EngineCore
+    from .model.load.kept_decisions import KeptDecisions
+    from .work.executor import executor_for
 
     gc.freeze()
     gc.enable()

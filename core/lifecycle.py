@@ -18,8 +18,8 @@ import torch
 
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, WeightsLostError
 from ..ipc.messages import DesiredState, ModelFacts
-from .executor import Executor
-from .scheduler import PauseMode, Scheduler
+from .plan.scheduler import PauseMode, Scheduler
+from .work.executor import Executor
 
 logger = logging.getLogger(__name__)
 

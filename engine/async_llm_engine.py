@@ -7,22 +7,22 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from ..compat.forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
 from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
-from .call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from .engine_methods import EngineMethods, coroutine
 from .frontend import Frontend, ModelFiles, UsageContext
-from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
-from .metrics import StatLoggers
-from .outputs import PoolingOutput, PoolingRequestOutput
-from .prompts import Prompt
-from .request_state import RequestState
-from .request_stream import RequestStream
+from .observe.metrics import StatLoggers
+from .request.input_processor import EngineCoreRequest
+from .request.outputs import PoolingOutput, PoolingRequestOutput
+from .request.prompts import Prompt
+from .request.request_state import RequestState
+from .request.request_stream import RequestStream
 
 if TYPE_CHECKING:
     import argparse
@@ -126,7 +126,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     def _open(self, client: AsyncClient, *more: Any) -> None:
         super()._open(client, *more)
         self._log_requests, self._max_log_len = False, None
-        from .output_reader import OutputReader
+        from .request.output_reader import OutputReader
 
         self._reader = OutputReader(client, self.output_processor)
 

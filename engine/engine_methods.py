@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidRequestError, MainspringError
-from .metrics import Metric
-from .tokenizer import Tokenizer
-from .weights import plain, weight_messages
+from .observe.metrics import Metric
+from .request.weight_messages import plain, weight_messages
+from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .frontend import Frontend
@@ -214,7 +214,7 @@ class EngineMethods:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/worker.py).
+        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/work/rpc.py).
 
         Args:
             method: its name; with the core in this process also a function, which is given the worker first.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, Type
 
 import msgspec
 
+from ..compat.forms import AddCall
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
@@ -29,13 +30,12 @@ from ..ipc.errors import (
 from ..ipc.messages import AddRequest, Stats
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
-from .call_forms import AddCall
-from .input_processor import EngineCoreRequest, InputProcessor, core_messages
-from .metrics import StatLoggerBase, StatLoggerManager, StatLoggers
-from .model_files import eos_token_ids, generation_config
-from .output_processor import OutputProcessor
-from .request_state import RequestState
-from .tokenizer import Tokenizer, load_tokenizer
+from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
+from .request.input_processor import EngineCoreRequest, InputProcessor, core_messages
+from .request.output_processor import OutputProcessor
+from .request.request_state import RequestState
+from .text.model_files import eos_token_ids, generation_config
+from .text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,7 +196,7 @@ class Frontend(Generic[C]):
             if log_stats and not self.observability_config.disable_log_stats:
                 self.logger_manager = self.output_processor.told = StatLoggerManager(self.vllm_config, stat_loggers)
             if metrics_port is not None:
-                from .prometheus import serve_metrics
+                from .observe.prometheus import serve_metrics
 
                 self.metrics_port, stop = serve_metrics("127.0.0.1", metrics_port, self._statistics().metrics)
                 self._stop_serving = weakref.finalize(self, _in_process, self._pid, stop)
@@ -209,7 +209,7 @@ class Frontend(Generic[C]):
     def _trace(self, endpoint: str) -> None:
         """Send traces of requests there."""
         try:
-            from .tracing import Tracer
+            from .observe.tracing import Tracer
         except ImportError as error:
             raise NotSupportedError(
                 f"otlp_traces_endpoint is {endpoint!r}, but OpenTelemetry is not installed: "

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from ..compat.forms import one_prompt
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
 from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, is_text
 from .args import FIELDS, EngineArgs
-from .call_forms import one_prompt
-from .chat_template import Message
 from .engine_methods import EngineMethods
 from .frontend import CONNECT_OPTIONS, UsageContext
-from .input_processor import EngineCoreRequest
 from .llm_engine import LLMEngine
-from .model_files import default_sampling_params
-from .outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
-from .pooling import PoolingMethods, Progress
-from .prompts import Prompt, TokensPrompt, listed_prompts
+from .request.input_processor import EngineCoreRequest
+from .request.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
+from .request.pooling import PoolingMethods, Progress
+from .request.prompts import Prompt, TokensPrompt, listed_prompts
+from .text.chat_template import Message
+from .text.model_files import default_sampling_params
 
 logger = logging.getLogger(__name__)
 

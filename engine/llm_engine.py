@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+from ..compat.forms import refuse_unsupported, resolve_add_request, takes_older_forms
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import (
     CacheConfig,
@@ -22,13 +23,12 @@ from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs, checked
-from .call_forms import refuse_unsupported, resolve_add_request, takes_older_forms
 from .engine_methods import EngineMethods
 from .frontend import Frontend, ModelFiles, UsageContext
-from .input_processor import EngineCoreRequest
-from .metrics import StatLoggers
-from .outputs import PoolingRequestOutput, RequestOutput
-from .prompts import Prompt
+from .observe.metrics import StatLoggers
+from .request.input_processor import EngineCoreRequest
+from .request.outputs import PoolingRequestOutput, RequestOutput
+from .request.prompts import Prompt
 
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
@@ -42,7 +42,7 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
         from ..ipc.sync_client import SyncClient
 
         return SyncClient.launch(config)
-    from ..core.engine_core import EngineCore
+    from ..core.loop import EngineCore
     from ..ipc.inproc_client import InprocClient
 
     try:

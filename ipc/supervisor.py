@@ -21,8 +21,8 @@ from collections import deque
 
 import msgspec
 
-from .blame import Blame
 from .config import EngineConfig
+from .crash_suspects import Blame
 from .errors import EngineDeadError, EngineStartError, from_wire
 from .journal import Journal, Phase
 from .messages import DesiredState, StartReport

@@ -39,7 +39,7 @@ def _cores_left() -> list[psutil.Process]:
 @pytest.fixture(scope="session", autouse=True)
 def native_kernels() -> None:
     """Compiled before the first test, whose patience is not for that."""
-    from mainspring.kernels import native_build
+    from mainspring.kernels.native import build as native_build
     from native_here import why_not
 
     if why_not() is None:

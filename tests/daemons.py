@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-COMMAND = [sys.executable, "-P", "-m", "mainspring.engine.cli"]
+COMMAND = [sys.executable, "-P", "-m", "mainspring.cli.main"]
 PATIENCE_S = 120.0  # a guard against hanging
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 NUM_MULTIPROCESSORS = 132
 LOG2_E = math.log2(math.e)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mainspring.kernels import BackendUnavailableError, native_build
+from mainspring.kernels import BackendUnavailableError
+from mainspring.kernels.native import build as native_build
 
 
 def why_not() -> str | None:

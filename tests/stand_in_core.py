@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from mainspring.core.__main__ import handle
-from mainspring.core.metrics import CoreMeter
+from mainspring.core.core_meter import CoreMeter
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig, ServiceConfig
 from mainspring.ipc.errors import EngineDeadError, InvalidRequestError

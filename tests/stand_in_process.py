@@ -167,7 +167,7 @@ def make_executor(config: EngineConfig, decisions: Any = None, kept: Any = None)
 if __name__ == "__main__":
     engine_core, executor = types.ModuleType("engine_core"), types.ModuleType("executor")
     engine_core.EngineCore, executor.executor_for = ScriptedCore, make_executor  # type: ignore[attr-defined]
-    sys.modules["mainspring.core.engine_core"], sys.modules["mainspring.core.executor"] = engine_core, executor
+    sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.work.executor"] = engine_core, executor
     from mainspring.core.__main__ import main
 
     sys.exit(main())

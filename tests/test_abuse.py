@@ -27,7 +27,7 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mainspring.core.engine_core import ADMIN_METHODS
+from mainspring.core.loop import ADMIN_METHODS
 from mainspring.ipc.codec import NO_INSTANCE, encode
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, NotPermittedError
 from plain import make_engine, run

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from mainspring import LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
-from mainspring.core import adapter_files
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.model.parameters import ParameterMap
+from mainspring.core.loop import EngineCore
+from mainspring.core.model.load.parameters import ParameterMap
+from mainspring.core.work import adapter_files
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, AddRequest, Sampling
 from peft_folders import generate, make_lora, make_prompt_adapter
@@ -393,7 +393,7 @@ def test_who_waits_for_a_place_gets_it_though_others_keep_coming(made: Adapters)
 def test_adapters_load_while_others_stream(made: Adapters, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from mainspring.core import adapters
+    from mainspring.core.features import adapters
 
     read, go_on = adapters.read_lora, threading.Event()
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine, Key, blocks_for, expected_output
-from mainspring.core import speculation
-from mainspring.core.fair_share import Frontend
-from mainspring.core.step import Step
+from mainspring.core.features import speculation
+from mainspring.core.plan.fair_share import Frontend
+from mainspring.core.plan.step import Step
 from mainspring.ipc.messages import AddRequest, Sampling
 
 

@@ -1,4 +1,4 @@
-"""Beam search: transformers' own where no beam ends early, the formula of engine/beam_search.py where one does."""
+"""Beam search: transformers' own where no beam ends early, else the formula of engine/request/beam_search.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import tiny
 from mainspring import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from mainspring.engine.outputs import CompletionOutput
+from mainspring.engine.request.outputs import CompletionOutput
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from mainspring.ipc.params import BeamSearchParams
 from plain import Plain, collect, make_engine, run, run_all

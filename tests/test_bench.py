@@ -13,8 +13,12 @@ import pytest
 
 from daemons import Daemon, short_folder
 from mainspring import AsyncLLMEngine, SamplingParams
-from mainspring.engine import bench
-from mainspring.engine.bench_runs import (
+from mainspring.cli.main import main
+from mainspring.engine.request.outputs import CompletionOutput, RequestOutput
+from mainspring.ipc.config import EngineConfig
+from mainspring.ipc.errors import InvalidArgumentError, OverloadedError, RequestFailedError
+from mainspring.tools import bench
+from mainspring.tools.bench_runs import (
     Ask,
     Served,
     arrivals,
@@ -25,10 +29,6 @@ from mainspring.engine.bench_runs import (
     summary,
     totals,
 )
-from mainspring.engine.cli import main
-from mainspring.engine.outputs import CompletionOutput, RequestOutput
-from mainspring.ipc.config import EngineConfig
-from mainspring.ipc.errors import InvalidArgumentError, OverloadedError, RequestFailedError
 
 Capture = pytest.CaptureFixture[str]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mainspring.ipc.blame import Blame
+from mainspring.ipc.crash_suspects import Blame
 from mainspring.ipc.journal import Journal
 
 SEGV, KILL = ("by signal SIGSEGV", False), ("by signal SIGKILL", True)

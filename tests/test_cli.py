@@ -21,11 +21,12 @@ import yaml
 
 from daemons import COMMAND, PATIENCE_S, Daemon, short_folder
 from mainspring import LLM, __version__
-from mainspring.engine import console, llm_engine
-from mainspring.engine.cli import _parser, main
-from mainspring.engine.daemon_options import DaemonOptions
+from mainspring.cli import console
+from mainspring.cli.main import _parser, main
+from mainspring.engine import llm_engine
 from mainspring.ipc.keys import AllowedKey, default_allowed, load_allowed, load_keypair
 from mainspring.ipc.logs import JsonLines
+from mainspring.serve.daemon_options import DaemonOptions
 
 DOCKER = Path(__file__).resolve().parent.parent / "docker"
 QUESTIONS = ["What is two plus three?", "What is two plus four?"]

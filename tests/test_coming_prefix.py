@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness import VOCAB, Engine, Key, count_look_ups
-from mainspring.core.fair_share import Frontend
+from mainspring.core.plan.fair_share import Frontend
 
 depths = pytest.mark.parametrize("depth", [1, 2, 3])
 
@@ -162,7 +162,7 @@ def test_those_that_pass_leave_it_its_blocks() -> None:
 
 
 def test_no_more_than_so_many_are_passed_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainspring.core.scheduler.MOST_DEFERRED", 2)
+    monkeypatch.setattr("mainspring.core.plan.scheduler.MOST_DEFERRED", 2)
     engine = roomy()
     keys = add_sharing(engine, 3)
     other = engine.add(tokens(5, 1), 2)
@@ -205,7 +205,7 @@ def test_nobody_is_preempted_for_one_that_passes() -> None:
 
 
 def test_a_frontend_with_larger_share_may_go_on_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainspring.core.scheduler.MOST_DEFERRED", 1)
+    monkeypatch.setattr("mainspring.core.plan.scheduler.MOST_DEFERRED", 1)
     engine = roomy(weights=(1, 1))
     for i in range(2):
         engine.add(tokens(8, 3 + i), 40, frontend=1)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mainspring.engine import daemon_options
 from mainspring.engine.args import EngineArgs
-from mainspring.engine.daemon import endpoints_of
-from mainspring.engine.daemon_options import OPTIONS, DaemonOptions
 from mainspring.ipc.config import EngineConfig
 from mainspring.ipc.errors import AddressInUseError, InvalidArgumentError, MainspringError, UnknownArgumentError
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
 from mainspring.ipc.transport import Endpoints
+from mainspring.serve import daemon_options
+from mainspring.serve.daemon import endpoints_of
+from mainspring.serve.daemon_options import OPTIONS, DaemonOptions
 
 TCP = "tcp://127.0.0.1:5555"
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from mainspring.engine.detokenizer import WindowStream, text_stream
-from mainspring.engine.stop_strings import StopStrings
-from mainspring.engine.tokenizer import Tokenizer
+from mainspring.engine.text.detokenizer import WindowStream, text_stream
+from mainspring.engine.text.stop_strings import StopStrings
+from mainspring.engine.text.tokenizer import Tokenizer
 
 
 def make(tokens: list[str], decoder: object, added: tuple[str, ...] = ()) -> Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness import Step, expected_output, make_core, message, run_core
-from mainspring.core.engine_core import EngineCore
+from mainspring.core.loop import EngineCore
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import ServiceConfig
 from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine
-from mainspring.core.fair_share import FairShare
-from mainspring.core.request import Request
+from mainspring.core.plan.fair_share import FairShare
+from mainspring.core.plan.request import Request
 from mainspring.ipc.messages import AddRequest, Sampling
 
 

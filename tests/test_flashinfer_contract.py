@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from flashinfer_double import Call, FlashInferDouble, tile_of
-from mainspring.kernels import prebuilt
-from mainspring.kernels.flashinfer_work import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
-from mainspring.kernels.interface import PagedBatch
+from mainspring.kernels.contract import PagedBatch
+from mainspring.kernels.flashinfer.backend import prebuilt
+from mainspring.kernels.flashinfer.backend.work import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
 from test_flashinfer import AMPERE, BF16, FP8, HOPPER, PAGE, Layer, make, on_device, spec_of, staged
 
 real = pytest.importorskip(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness import VOCAB, Engine, count_look_ups
-from mainspring.core.step import Step
+from mainspring.core.plan.step import Step
 
 
 def tokens(n: int, start: int) -> list[int]:

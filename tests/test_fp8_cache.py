@@ -14,11 +14,11 @@ import torch
 
 import tiny
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core.kv_layout import cache_dtype, plan_layout
+from mainspring.core.work.kv_layout import cache_dtype, plan_layout
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.ipc.messages import Stats
-from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")

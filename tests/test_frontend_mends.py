@@ -27,15 +27,15 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from mainspring.compat.forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
 from mainspring.engine.args import checked
-from mainspring.engine.call_forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
-from mainspring.engine.input_processor import InputProcessor, core_messages
-from mainspring.engine.outputs import PoolingOutput, PoolingRequestOutput
-from mainspring.engine.pooling import PoolingMethods
-from mainspring.engine.tokenizer import load_tokenizer
-from mainspring.engine.weights import plain
+from mainspring.engine.request.input_processor import InputProcessor, core_messages
+from mainspring.engine.request.outputs import PoolingOutput, PoolingRequestOutput
+from mainspring.engine.request.pooling import PoolingMethods
+from mainspring.engine.request.weight_messages import plain
+from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.codec import encode_arguments
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig

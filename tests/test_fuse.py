@@ -13,14 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mainspring.core.model import fuse
-from mainspring.core.model.attention import attention_set
-from mainspring.core.model.fuse import FuseReport, fuse_model
-from mainspring.core.model.fuse_match import TOLERANCE, difference
-from mainspring.core.model.fuse_observe import STAND_IN
-from mainspring.core.model.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
-from mainspring.core.model.parameters import ParameterMap
-from mainspring.core.model.row_invariant import (
+from mainspring.core.model.learn import fuse
+from mainspring.core.model.learn.fuse import FuseReport, fuse_model
+from mainspring.core.model.learn.fuse_match import TOLERANCE, difference
+from mainspring.core.model.learn.fuse_observe import STAND_IN
+from mainspring.core.model.learn.row_invariant import (
     ELEMENTWISE,
     RowInvariant,
     is_row_invariant,
@@ -28,7 +25,10 @@ from mainspring.core.model.row_invariant import (
     route_products,
     stray_products,
 )
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.core.model.load.parameters import ParameterMap
+from mainspring.core.model.run.attention import attention_set
+from mainspring.core.model.run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 VOCAB = 128
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,13 +8,14 @@ import logging
 import pytest
 import torch
 
-from mainspring.core import gpu
-from mainspring.core.gpu import backends_for, choose_backend, graph_sizes, pick_device, wait_for_memory
+from mainspring.core.work import backends as gpu
+from mainspring.core.work.backends import backends_for, choose_backend, graph_sizes, pick_device, wait_for_memory
 from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
-from mainspring.kernels import BackendUnavailableError, flashinfer
-from mainspring.kernels.interface import AttentionSpec
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels import BackendUnavailableError
+from mainspring.kernels.contract import AttentionSpec
+from mainspring.kernels.flashinfer.backend import backend as flashinfer
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 from native_here import why_not
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mainspring.engine.health import heartbeat, notify, probes
 from mainspring.ipc.errors import AddressInUseError
+from mainspring.serve.health import heartbeat, notify, probes
 
 
 @pytest.fixture

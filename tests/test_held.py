@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mainspring import EngineArgs, LLMEngine
-from mainspring.core.held import HOLD_SECONDS, Held
-from mainspring.engine.input_processor import core_message
+from mainspring.core.batched_outputs import HOLD_SECONDS, Held
+from mainspring.engine.request.input_processor import core_message
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, Outputs, Sampling, Started, Stats
 from mainspring.ipc.params import RequestOutputKind, SamplingParams
 from test_input import PROCESSOR

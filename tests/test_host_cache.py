@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from harness import VOCAB, Engine, Windows, blocks_for
 from invariants import check_host
-from mainspring.core.block_pool import BlockPool, Key
-from mainspring.core.device import Device
-from mainspring.core.host_cache import (
+from mainspring.core.work.block_count.block_pool import BlockPool, Key
+from mainspring.core.work.block_count.host_cache import (
     NO_COPIES,
     Copies,
     HostBlocks,
@@ -22,7 +21,8 @@ from mainspring.core.host_cache import (
     count_slots,
     offloading_bytes,
 )
-from mainspring.core.kv_layout import KVGroup, KVLayout
+from mainspring.core.work.device import Device
+from mainspring.core.work.kv_layout import KVGroup, KVLayout
 from mainspring.ipc.config import CacheConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 from mainspring.kernels import host_memory
@@ -244,7 +244,7 @@ def test_thousands_of_orders_give_every_request_its_tokens() -> None:
 
 def engine_digest(engine: Engine, prompt: list[int]) -> bytes:
     """The name of the first block."""
-    from mainspring.core.request import Request
+    from mainspring.core.plan.request import Request
     from mainspring.ipc.messages import AddRequest, Sampling
 
     request = Request(AddRequest(0, "", prompt, Sampling(1)), 0, 0.0, 64)

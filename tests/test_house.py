@@ -29,16 +29,20 @@ ROOMS = {  # room → rooms it may import, besides itself
     "ipc": set(),
     "kernels": set(),
     "core": {"ipc", "kernels"},
-    "engine": {"ipc", "demo"},
+    "compat": {"ipc"},
+    "engine": {"ipc", "demo", "compat"},
+    "serve": {"ipc", "engine"},
+    "tools": {"ipc", "engine", "kernels", "core"},
+    "cli": {"ipc", "engine", "serve", "tools"},
     "demo": set(),
 }
-TORCH_ROOMS = {"core", "kernels"}
+TORCH_ROOMS = {"core", "kernels", "tools"}
 TRANSFORMERS_ROOMS = {"core"}
 NO_PICKLE_ROOMS = {"", "ipc", "core", "engine"}
 NOT_FROM_THE_WIRE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 RUNS_DATA = {"eval", "exec", "compile", "__import__"}  # builtins
 UNPICKLES = {"recv_pyobj", "send_pyobj", "recv_serialized"}  # of pyzmq's sockets
-CONSOLE = {"mainspring.engine.cli", "mainspring.engine.console"}  # what prints
+CONSOLE = {"mainspring.cli.main", "mainspring.cli.console"}  # what prints
 PUBLIC_NAMES = ["LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams", "EngineArgs"]
 
 
@@ -241,7 +245,7 @@ def test_importing_the_package_loads_nothing_else_of_it() -> None:
 def test_a_core_does_not_import_what_compiles_models_unless_somebody_asks_for_it() -> None:
     code = """
 import sys
-import mainspring.core.executor
+import mainspring.core.work.executor
 from transformers.models.llama import modeling_llama
 import torch
 

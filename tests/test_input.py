@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mainspring import LoRARequest, PromptAdapterRequest, SamplingParams
+from mainspring.compat.forms import AddCall, resolve_add_request
 from mainspring.demo import MODEL_PATH
-from mainspring.engine.call_forms import AddCall, resolve_add_request
-from mainspring.engine.input_processor import EngineCoreRequest, InputProcessor, child_seed, core_messages
-from mainspring.engine.prompts import ParsedPrompt, parse_prompt
-from mainspring.engine.tokenizer import load_tokenizer
+from mainspring.engine.request.input_processor import EngineCoreRequest, InputProcessor, child_seed, core_messages
+from mainspring.engine.request.prompts import ParsedPrompt, parse_prompt
+from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError, UnknownArgumentError
 from mainspring.ipc.messages import ModelFacts
 
@@ -153,7 +153,7 @@ def test_parsing_embeddings_does_not_import_torch() -> None:
 
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import numpy; from mainspring.engine.prompts import parse_prompt\n"
+        "import numpy; from mainspring.engine.request.prompts import parse_prompt\n"
         "print(parse_prompt({'prompt_embeds': numpy.ones((1, 2))}).embeds.dtype)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.kernels.gumbel import keyed_choice
-from mainspring.kernels.interface import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
-from mainspring.kernels.native_backend import NativeBackend
-from mainspring.kernels.reference import ReferenceBackend
-from mainspring.kernels.sampling import mask_top_k_top_p_min_p
+from mainspring.kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
+from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.reference.backend.gumbel import keyed_choice
+from mainspring.kernels.reference.backend.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}

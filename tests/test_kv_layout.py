@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.core.kv_layout import KVLayout, plan_layout
-from mainspring.kernels.interface import AttentionSpec
+from mainspring.core.work.kv_layout import KVLayout, plan_layout
+from mainspring.kernels.contract import AttentionSpec
 
 BLOCK = 8
 

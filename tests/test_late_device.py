@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves
 import tiny
 from late_device import LateDevice
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core import executor, model_runner
-from mainspring.core.device import Staged
-from mainspring.core.step_inputs import Rows
-from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference import ReferenceBackend
-from mainspring.kernels.worklist import AttentionPlan
+from mainspring.core.work import executor
+from mainspring.core.work import runner as model_runner
+from mainspring.core.work.device import Staged
+from mainspring.core.work.step_inputs import Rows
+from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.reference.backend.worklist import AttentionPlan
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 
 SIZES = [1, 3, 8, 16]

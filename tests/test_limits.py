@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from harness import Finished, make_core, message, run_core
-from mainspring.core import request_check
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.step import PROMPT_LOGITS
+from mainspring.core.loop import EngineCore
+from mainspring.core.plan import request_check
+from mainspring.core.plan.step import PROMPT_LOGITS
 from mainspring.ipc.messages import AddRequest, Sampling
 
 

@@ -28,7 +28,7 @@ import pytest
 from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
-from mainspring.engine.tokenizer import load_tokenizer
+from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.config import ModelConfig
 from mainspring.ipc.errors import (

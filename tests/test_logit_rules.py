@@ -25,14 +25,14 @@ from transformers import (
 import tiny
 from harness import make_core, message, run_core
 from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from mainspring.core.device import Device
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.logit_rules import LogitRules
-from mainspring.core.request import Request
+from mainspring.core.loop import EngineCore
+from mainspring.core.plan.request import Request
+from mainspring.core.work.device import Device
+from mainspring.core.work.logit_rules import LogitRules
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
-from mainspring.engine.input_processor import InputProcessor, core_messages
-from mainspring.engine.tokenizer import load_tokenizer
+from mainspring.engine.request.input_processor import InputProcessor, core_messages
+from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc import codec
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError

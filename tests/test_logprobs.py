@@ -20,11 +20,11 @@ import torch
 import harness
 import tiny
 from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from mainspring.core import scheduler
-from mainspring.core.logprobs import Scores
-from mainspring.core.request import Request
-from mainspring.core.step import PROMPT_LOGITS, Step
-from mainspring.engine.outputs import Logprob
+from mainspring.core.plan import scheduler
+from mainspring.core.plan.request import Request
+from mainspring.core.plan.step import PROMPT_LOGITS, Step
+from mainspring.core.work.logprobs import Scores
+from mainspring.engine.request.outputs import Logprob
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Outputs, Sampling, Stats
 from plain import Job, Plain, make_engine, run, run_all

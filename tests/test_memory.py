@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import tiny
-from mainspring.core.kv_layout import KVLayout, plan_layout
-from mainspring.core.memory import count_blocks, run_largest_step
-from mainspring.core.model.loader import load_model
-from mainspring.core.model.paged_model import PagedModel
+from mainspring.core.model.load.loader import load_model
+from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.work.block_count import count_blocks, run_largest_step
+from mainspring.core.work.kv_layout import KVLayout, plan_layout
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 
 @pytest.fixture(scope="module")

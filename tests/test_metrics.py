@@ -23,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from daemons import PATIENCE_S, Daemon, short_folder, until
 from harness import make_core, message, run_core
 from mainspring import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, StatLoggerBase
-from mainspring.engine import metrics
-from mainspring.engine.metrics import HELP, PREFIX, Counter, Gauge, Histogram, IterationStats, Metric
-from mainspring.engine.prometheus import serve_metrics
+from mainspring.engine.observe import metrics
+from mainspring.engine.observe.metrics import HELP, PREFIX, Counter, Gauge, Histogram, IterationStats, Metric
+from mainspring.engine.observe.prometheus import serve_metrics
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.config import EngineConfig, ObservabilityConfig
 from mainspring.ipc.connection import Connection, ask
@@ -33,7 +33,7 @@ from mainspring.ipc.errors import AddressInUseError, ConnectError, InvalidArgume
 from mainspring.ipc.journal import request_key
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
 from mainspring.ipc.messages import CoreStatus, Stats
-from mainspring.ipc.metrics import Ended, Meter
+from mainspring.ipc.meter import Ended, Meter
 from mainspring.ipc.sync_client import SyncClient
 from stand_in_core import StandInOwner, stand_in
 from wire import PROMPTLY

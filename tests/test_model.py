@@ -20,14 +20,15 @@ from transformers.masking_utils import (
 
 import tiny
 from mainspring.benchmarks.architectures import drive
-from mainspring.core.model import attention, loader
-from mainspring.core.model.dry_run import window_of
-from mainspring.core.model.loader import load_model, page
-from mainspring.core.model.paged_model import PagedModel
-from mainspring.core.model.verify import TOLERANCE, Chunk, paged_logits
+from mainspring.core.model.learn.probe import window_of
+from mainspring.core.model.learn.verify import TOLERANCE, Chunk, paged_logits
+from mainspring.core.model.load import loader
+from mainspring.core.model.load.loader import load_model, page
+from mainspring.core.model.run import attention
+from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import MainspringError, ModelNotFoundError, UnsupportedModelError
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 17, 70)

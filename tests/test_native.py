@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.core.kv_layout import plan_layout
-from mainspring.kernels.gumbel import gumbel_noise, keyed_choice
-from mainspring.kernels.interface import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.native_backend import NativeBackend
-from mainspring.kernels.reference import ReferenceBackend
-from mainspring.kernels.sampling import mask_top_k_top_p_min_p
+from mainspring.core.work.kv_layout import plan_layout
+from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.reference.backend.gumbel import gumbel_noise, keyed_choice
+from mainspring.kernels.reference.backend.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 
 REASON = why_not()
@@ -368,8 +368,8 @@ def test_a_large_vocabulary_is_masked_like_the_references(native: NativeBackend)
 def test_the_process_has_one_openmp_runtime() -> None:
     code = """
 import torch
-from mainspring.kernels.native_backend import NativeBackend
-from mainspring.kernels.native_build import openmp_runtimes
+from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.native.build import openmp_runtimes
 native = NativeBackend()
 torch.set_num_threads(2)
 native.act_and_mul(torch.zeros(4000, 200), "silu")

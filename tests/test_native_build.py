@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mainspring.kernels import BackendUnavailableError, native_build
-from mainspring.kernels.native_backend import NativeBackend
+from mainspring.kernels import BackendUnavailableError
+from mainspring.kernels.native import build as native_build
+from mainspring.kernels.native.backend import NativeBackend
 from native_here import why_not
 
 REASON = why_not()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from mainspring.core.gpu import choose_backend
+from mainspring.core.work.backends import choose_backend
 from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from native_here import why_not

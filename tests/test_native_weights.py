@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mainspring.kernels import native_build, native_weights
-from mainspring.kernels.native_weights import PackedWeight, linear, pack, pack_quantized
+from mainspring.kernels.native import build as native_build
+from mainspring.kernels.native import weights as native_weights
+from mainspring.kernels.native.weights import PackedWeight, linear, pack, pack_quantized
 from native_here import why_not
 
 REASON = why_not()

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where a daemon with the embedded model listens; not started where the client can't run."""
     address = f"ipc://{tmp_path_factory.mktemp('daemon')}/core.sock"
-    command = [sys.executable, "-P", "-m", "mainspring.engine.cli", "daemon", "--listen", address, "--device", "cpu"]
+    command = [sys.executable, "-P", "-m", "mainspring.cli.main", "daemon", "--listen", address, "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
         try:
             assert daemon.stdout is not None

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from harness import VOCAB, Step, expected_output, make_core, message, run_core
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.scheduler import GROW_AFTER_STEPS
+from mainspring.core.loop import EngineCore
+from mainspring.core.plan.scheduler import GROW_AFTER_STEPS
 from mainspring.ipc.journal import Journal
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from mainspring import RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.demo import MODEL_PATH
-from mainspring.engine import request_state
-from mainspring.engine.input_processor import InputProcessor, core_messages
-from mainspring.engine.output_processor import OutputProcessor, Processed
-from mainspring.engine.tokenizer import load_tokenizer
+from mainspring.engine.request import request_state
+from mainspring.engine.request.input_processor import InputProcessor, core_messages
+from mainspring.engine.request.output_processor import OutputProcessor, Processed
+from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import OutOfMemoryError, OverloadedError, RequestFailedError
 from mainspring.ipc.messages import Finished, ModelFacts, Outputs, Started
 

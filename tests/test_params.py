@@ -11,7 +11,7 @@ import pytest
 
 from mainspring import EngineArgs, RequestOutputKind, SamplingParams
 from mainspring.demo import MODEL_PATH
-from mainspring.engine.model_files import default_sampling_params, eos_token_ids, generation_config
+from mainspring.engine.text.model_files import default_sampling_params, eos_token_ids, generation_config
 from mainspring.ipc import config
 from mainspring.ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, UnknownArgumentError
 

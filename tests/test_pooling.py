@@ -22,8 +22,8 @@ from transformers import (
 import pooled
 import tiny
 from mainspring import LLM, EngineArgs, LLMEngine, PoolingParams, SamplingParams
-from mainspring.core.model.pooling import PoolingModel
-from mainspring.core.outbox import Outbox
+from mainspring.core.model.run.pooling import PoolingModel
+from mainspring.core.plan.outbox import Outbox
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, UnsupportedModelError
 from mainspring.ipc.messages import AddRequest, Finished, Pooled, Pooling, Sampling
 from plain import make_engine
@@ -291,7 +291,7 @@ def test_a_request_whose_vector_fails_fails_alone(checkpoint: Make, monkeypatch:
 
 
 def test_more_vectors_than_a_message_may_carry_go_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainspring.core.outbox.MOST_POOLED", 100)
+    monkeypatch.setattr("mainspring.core.plan.outbox.MOST_POOLED", 100)
     outbox = Outbox()
     sizes = {1: 60, 2: 40, 3: 1, 4: 500, 5: 500, 6: 0}
     for handle, size in sizes.items():

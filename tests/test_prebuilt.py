@@ -20,14 +20,14 @@ import torch
 
 import tiny
 from mainspring import EngineArgs
-from mainspring.core import build_kernels
-from mainspring.core.model.weightless import attention_of_config
-from mainspring.engine.cli import main
+from mainspring.cli.main import main
+from mainspring.core.model.learn.attention_of_config import attention_of_config
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError
-from mainspring.kernels import prebuilt
-from mainspring.kernels.interface import AttentionSpec
-from mainspring.kernels.prebuilt import Attention, KernelsError, Manifest
+from mainspring.kernels.contract import AttentionSpec
+from mainspring.kernels.flashinfer.backend import prebuilt
+from mainspring.kernels.flashinfer.backend.prebuilt import Attention, KernelsError, Manifest
+from mainspring.tools import build_kernels
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HOPPER = Manifest("0.6.15", "13.0", ["9.0a"], {"page": 538_912, "sampling": 2_000_000})
@@ -286,7 +286,7 @@ def test_a_models_kernels_are_those_of_its_config(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_without_weights_a_models_attention_is_what_it_is_with_them(architecture: str, tmp_path: Path) -> None:
-    from mainspring.core.model.loader import load_model
+    from mainspring.core.model.load.loader import load_model
 
     config = ModelConfig(model=str(tiny.make(architecture, tmp_path)))
     loaded = load_model(config, LoadConfig(), torch.device("cpu"))
@@ -329,7 +329,7 @@ def test_flags_for_a_gpu_become_settings() -> None:
 NAMES = """
 import os, sys, torch
 from mainspring.kernels import prebuilt
-from mainspring.kernels.prebuilt import Attention
+from mainspring.kernels.flashinfer.prebuilt import Attention
 kinds = [Attention(torch.bfloat16, torch.bfloat16, 128), Attention(torch.bfloat16, torch.float8_e4m3fn, 64, True, True)]
 print(*[module.name for module in prebuilt.modules_needed([*kinds, kinds[0]])])
 package = prebuilt.require_flashinfer()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mainspring import EngineArgs
-from mainspring.core.engine_core import ADMIN_METHODS, EngineCore
+from mainspring.core.loop import ADMIN_METHODS, EngineCore
 from mainspring.ipc import codec, messages, transport
 from mainspring.ipc.config import SchedulerConfig
 from mainspring.ipc.errors import BY_NAME, NotSupportedError

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from mainspring.core.model.loader import load_model
-from mainspring.core.model.paged_model import PagedModel
-from mainspring.core.model.quantized import BITS, AwqWeights, JoinedWeights, unpack
-from mainspring.core.model.verify import paged_logits, random_sequences, schedule
-from mainspring.core.model.whole import make_whole
+from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
+from mainspring.core.model.load.loader import load_model
+from mainspring.core.model.load.quantized import BITS, AwqWeights, JoinedWeights, unpack
+from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
-from mainspring.kernels.interface import Backend
-from mainspring.kernels.native_backend import NativeBackend
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import Backend
+from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 from native_here import why_not
 
 REASON = why_not()

@@ -237,7 +237,7 @@ def test_a_prefix_that_misses_a_block_inside_the_window_is_not_hit() -> None:
 
 
 def digests(engine: Engine, prompt: list[int]) -> list[bytes]:
-    from mainspring.core.request import Request
+    from mainspring.core.plan.request import Request
     from mainspring.ipc.messages import AddRequest, Sampling
 
     request = Request(AddRequest(0, "", prompt, Sampling(1)), 0, 0.0, 64)

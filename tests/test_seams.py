@@ -19,12 +19,12 @@ import pooled
 import tiny
 from harness import make_core, message, run_core
 from mainspring import LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams, WeightsLostError
-from mainspring.core import memory
-from mainspring.core.draft import Drafter
-from mainspring.core.engine_core import EngineCore
-from mainspring.core.pooling_executor import PoolingExecutor
-from mainspring.core.step import Step
-from mainspring.engine.weights import weight_messages
+from mainspring.core.loop import EngineCore
+from mainspring.core.plan.step import Step
+from mainspring.core.work import block_count as memory
+from mainspring.core.work.draft import Drafter
+from mainspring.core.work.pooling_executor import PoolingExecutor
+from mainspring.engine.request.weight_messages import weight_messages
 from mainspring.ipc import codec
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.connection import Connection

@@ -19,8 +19,9 @@ from daemons import Daemon, short_folder
 from harness import Engine
 from late_device import LateDevice
 from mainspring import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from mainspring.core import draft, executor, model_runner
-from mainspring.core.speculation import MOST_ROWS, REST, look_up
+from mainspring.core.features.speculation import MOST_ROWS, REST, look_up
+from mainspring.core.work import draft, executor
+from mainspring.core.work import runner as model_runner
 from mainspring.ipc.config import SpeculativeConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, NotSupportedError
 from mainspring.ipc.messages import Stats

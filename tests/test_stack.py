@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tiny
-from mainspring.core.model.fuse import STACK, FuseReport, fuse_model
-from mainspring.core.model.fuse_observe import stand_in
-from mainspring.core.model.stack import StackedDecoder, StackOptions
-from mainspring.kernels.decoder import DecoderLayer, GatedMLP
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.core.model.learn.fuse import STACK, FuseReport, fuse_model
+from mainspring.core.model.learn.fuse_observe import stand_in
+from mainspring.core.model.run.stack import StackedDecoder, StackOptions
+from mainspring.kernels.decoder_contract import DecoderLayer, GatedMLP
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 
 BACKEND = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16]

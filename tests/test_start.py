@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from mainspring.core.model import fuse
-from mainspring.core.model.kept import KeptDecisions
-from mainspring.core.model.loader import _WithoutSympy, load_model
-from mainspring.core.model.paged_model import PagedModel
+from mainspring.core.model.learn import fuse
+from mainspring.core.model.load.kept_decisions import KeptDecisions
+from mainspring.core.model.load.loader import _WithoutSympy, load_model
+from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 
@@ -41,7 +41,7 @@ def in_a_new_process(code: str, *arguments: str) -> str:
 
 LOADS = """
 import sys, torch
-from mainspring.core.model.loader import load_model
+from mainspring.core.model.load.loader import load_model
 from mainspring.ipc.config import LoadConfig, ModelConfig
 load_model(ModelConfig(model=sys.argv[1]), LoadConfig(), torch.device("cpu"))
 print(*sys.modules)

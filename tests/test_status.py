@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mainspring.engine.cli import main
-from mainspring.engine.status import document, frame, is_ready, look
+from mainspring.cli.main import main
 from mainspring.ipc.errors import ConnectError
 from mainspring.ipc.messages import CoreStatus, FrontendStatus, Latency, Stats
 from mainspring.ipc.transport import lock_address
+from mainspring.serve.status import document, frame, is_ready, look
 
 CORE = CoreStatus(
     epoch=3,

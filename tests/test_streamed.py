@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 import tiny
 from late_device import LateDevice
 from mainspring import LLMEngine, LoRARequest, SamplingParams
-from mainspring.core import executor
-from mainspring.core.executor import tensors_of
-from mainspring.core.model import loader
-from mainspring.core.model.streamed import StreamedLayers, stream_layers
+from mainspring.core.model.load import loader
+from mainspring.core.model.run.streamed_layers import StreamedLayers, stream_layers
+from mainspring.core.work import executor
+from mainspring.core.work.executor import tensors_of
 from mainspring.ipc.errors import UnsupportedModelError
 from peft_folders import make_lora
 from plain import collect, make_engine

@@ -16,7 +16,7 @@ import pytest
 
 from harness import make_core, message, run_core
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from mainspring.core.engine_core import EngineCore
+from mainspring.core.loop import EngineCore
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Sampling
 

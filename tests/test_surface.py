@@ -14,8 +14,9 @@ import pytest
 
 import mainspring
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.engine import metrics, outputs
 from mainspring.engine.args import FIELDS
+from mainspring.engine.observe import metrics
+from mainspring.engine.request import outputs
 from surface import harness, page
 from surface.harness import IN, NEXT, ROWS, Place, Row, check, existing, nothing, row, without
 from surface.reasons import ELSEWHERE, WITHOUT_EFFECT

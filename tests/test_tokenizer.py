@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
 from mainspring.demo import MODEL_PATH
-from mainspring.engine.tokenizer import SlowTokenizer, Tokenizer, load_tokenizer
+from mainspring.engine.text.tokenizer import SlowTokenizer, Tokenizer, load_tokenizer
 from mainspring.ipc.errors import InvalidRequestError, ModelNotFoundError
 
 TEXTS = ["hello", "Hello, world!  two  spaces", "naïve café 東京 🙂", "a<|end|>b", "\n\ttabs\n", "<extra>x</s>"]

@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from daemons import Daemon, short_folder
 from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from mainspring.engine import tracing
+from mainspring.engine.observe import tracing
 from mainspring.ipc.errors import EngineDeadError, InvalidArgumentError, InvalidRequestError, NotSupportedError
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -343,7 +343,7 @@ def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mainspring.engine.tracing", None)
+    monkeypatch.setitem(sys.modules, "mainspring.engine.observe.tracing", None)
     with pytest.raises(NotSupportedError, match=r"pip install \"mainspring\[tracing\]\""):
         LLMEngine.from_engine_args(EngineArgs(otlp_traces_endpoint="http://127.0.0.1:1"), None, None, False)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ import daemons
 import plain
 import tiny
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams, WeightsLostError
-from mainspring.engine import weights as weights_module
+from mainspring.engine.request import weight_messages as weights_module
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotPermittedError
 
 PROMPT = {"prompt_token_ids": list(range(5, 45))}

@@ -11,17 +11,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import tiny
-from mainspring.core.model import whole
-from mainspring.core.model.attention import attention_set
-from mainspring.core.model.loader import page
-from mainspring.core.model.paged_model import PagedModel
-from mainspring.core.model.verify import Chunk, paged_logits, schedule
-from mainspring.core.model.whole import make_whole
+from mainspring.core.model.learn.verify import Chunk, paged_logits, schedule
+from mainspring.core.model.load.loader import page
+from mainspring.core.model.run import whole_model as whole
+from mainspring.core.model.run.attention import attention_set
+from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.interface import ROW_MULTIPLE, Backend
-from mainspring.kernels.native_backend import NativeBackend
-from mainspring.kernels.native_decoder import PHASES, NativeDecoder
-from mainspring.kernels.reference import ReferenceBackend
+from mainspring.kernels.contract import ROW_MULTIPLE, Backend
+from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.native.decoder import PHASES, NativeDecoder
+from mainspring.kernels.reference.backend.backend import ReferenceBackend
 from native_here import why_not
 from test_stack import SIZES, TAKEN, build
 

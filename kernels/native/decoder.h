@@ -1,6 +1,6 @@
 // The whole stack of decoder layers, from embeddings to logits, by one team of threads that stays together.
 //
-// A layer is what core/model/stack.py says it is; here it is plain numbers. Phases that need each other's results meet at a
+// A layer is what core/model/run/stack.py says it is; here it is plain numbers. Phases that need each other's results meet at a
 // barrier. What each adds to the residual stream is added in fp32 and rounded once.
 //
 // Clockwork: each row goes through the same operations whatever the other rows are; see linear.h and attention.h.

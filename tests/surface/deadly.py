@@ -2,7 +2,7 @@
 
 import os
 
-from mainspring.core.executor import UniprocExecutor
+from mainspring.core.work.executor import UniprocExecutor
 
 execute = UniprocExecutor.execute
 

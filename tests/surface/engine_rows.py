@@ -20,7 +20,7 @@ from mainspring import (
     SamplingParams,
     StatLoggerBase,
 )
-from mainspring.engine.metrics import Counter, Gauge, Histogram
+from mainspring.engine.observe.metrics import Counter, Gauge, Histogram
 from mainspring.ipc.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
 from .harness import BASE, CONNECTED, IN, OWN, Place, row

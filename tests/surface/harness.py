@@ -31,7 +31,9 @@ import pytest
 import mainspring
 from daemons import Daemon
 from mainspring import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
-from mainspring.engine import llm, metrics, outputs
+from mainspring.engine import llm
+from mainspring.engine.observe import metrics
+from mainspring.engine.request import outputs
 from mainspring.ipc import structured
 
 IN, OWN, CONNECTED = MODES = ("in-process", "own process", "connected")

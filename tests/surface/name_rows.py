@@ -241,7 +241,7 @@ def weights_lost(at: Place) -> None:
         raise ZeroDivisionError
 
     engine = at.fresh()
-    with mock.patch("mainspring.engine.weights.MAX_ARRAYS", 1), pytest.raises(ZeroDivisionError):
+    with mock.patch("mainspring.engine.request.weight_messages.MAX_ARRAYS", 1), pytest.raises(ZeroDivisionError):
         engine.update_weights(half())
     assert isinstance(at.run(engine=engine).outputs[0].error, mainspring.WeightsLostError)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import mainspring
 from mainspring import EngineArgs
-from mainspring.engine import metrics
 from mainspring.engine.args import FIELDS
+from mainspring.engine.observe import metrics
 
 from .harness import MODES, NEXT, ROWS, Result, Row, existing, owners
 from .reasons import ELSEWHERE, SAYS, WITHOUT_EFFECT

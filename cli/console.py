@@ -1,0 +1,116 @@
+"""What the command line shows: a streamed answer, a conversation, the demo."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from ..engine.llm import LLM
+from ..engine.llm_engine import LLMEngine
+from ..engine.request.outputs import CompletionOutput
+from ..engine.request.prompts import Prompt, TokensPrompt
+from ..ipc.errors import InvalidRequestError, OverloadedError, RequestFailedError
+from ..ipc.params import SamplingParams
+
+_DEMO_QUESTIONS = (
+    "What is thirty-four plus fifty-one?",
+    "What is the capital of France?",
+    "Count up from 7 to 15.",
+    "Tom bought 3 apples for 12 dollars. As JSON:",
+    "Tell me a short story about a fox.",
+)
+_DEMO_BATCH = 64
+
+
+def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> CompletionOutput:
+    """Print one completion as it comes. Ctrl-C aborts it and is raised again.
+
+    Returns:
+        The whole completion.
+
+    Raises:
+        MainspringError: the request ended in an error; that error.
+    """
+    request_id = engine.add_request(f"console-{time.monotonic_ns()}", prompt, params)
+    whole, shown = CompletionOutput(0, "", []), 0
+    try:
+        while not whole.finished():
+            for output in engine.step():
+                whole = output.outputs[0]
+                text = whole.text.lstrip()  # a model often begins its answer with the space that follows the question
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+    finally:
+        print(flush=True)
+        if not whole.finished():
+            engine.abort_request(request_id)
+            engine.step()  # its last output, which nobody reads
+    if whole.error is not None:
+        raise whole.error
+    return whole
+
+
+def chat(engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
+    """A conversation on the terminal, until /exit or the end of input."""
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages = list(beginning)
+    print("/exit leaves, /new begins again, Ctrl-C stops an answer.", file=sys.stderr)
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # input() then has a history and can be edited
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n/exit leaves")
+            continue
+        if said in ("/exit", "/quit"):
+            return
+        if said == "/new":
+            messages = list(beginning)
+        elif said:
+            _answer(engine, params, messages, said)
+
+
+def _answer(engine: LLMEngine, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
+    messages.append({"role": "user", "content": said})
+    try:
+        answer = stream(engine, _chat_prompt(engine, messages), params)
+        messages.append({"role": "assistant", "content": answer.text.strip()})
+    except KeyboardInterrupt:
+        messages.pop()
+    except (InvalidRequestError, OverloadedError, RequestFailedError) as error:
+        messages.pop()
+        print(f"{error} (/new begins a new conversation)", file=sys.stderr)
+
+
+def _chat_prompt(engine: LLMEngine, messages: list[dict[str, str]]) -> TokensPrompt:
+    token_ids = engine.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    return TokensPrompt(prompt_token_ids=list(map(int, token_ids)))
+
+
+def demo(engine_args: dict[str, Any]) -> None:
+    """A few questions streamed, then a batch with its speed."""
+    print("Starting the engine: a core process with the embedded model, and this thin frontend.")
+    started = time.monotonic()
+    with LLM(**engine_args) as llm:
+        print(f"Ready in {time.monotonic() - started:.1f} s.\n")
+        params = llm.get_default_sampling_params()
+        params.max_tokens = 160
+        for question in _DEMO_QUESTIONS:
+            print(f"> {question}")
+            stream(llm.llm_engine, _chat_prompt(llm.llm_engine, [{"role": "user", "content": question}]), params)
+            print()
+        print(f"Now {_DEMO_BATCH} at once, sampled, each with a seed of its own:")
+        stories = [f"Tell me a long story about a {('cat', 'fox', 'bear', 'owl')[i % 4]}." for i in range(_DEMO_BATCH)]
+        conversations = [[{"role": "user", "content": story}] for story in stories]
+        sampled = [SamplingParams(temperature=0.8, seed=seed, max_tokens=256) for seed in range(_DEMO_BATCH)]
+        started = time.monotonic()
+        outputs = llm.chat(conversations, sampled)
+        seconds = time.monotonic() - started
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(f"\nOne of them: {outputs[0].outputs[0].text.strip()}\n")
+        print(f"{len(outputs)} answers, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s")

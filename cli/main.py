@@ -1,0 +1,331 @@
+"""``mainspring generate | chat | demo | bench | daemon | status | top | keys | kernels | version``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..engine.args import FIELDS, EngineArgs, add_flags
+from ..ipc import keys, logs
+from ..ipc.config import fields_of
+from ..ipc.errors import (
+    AddressInUseError,
+    EngineDeadError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    MainspringError,
+    UnknownArgumentError,
+)
+from ..ipc.params import SamplingParams
+from ..serve import daemon_options
+from ..tools import bench
+
+
+class ExitCode(IntEnum):
+    """How a command ended."""
+
+    OK = 0  # a daemon: it was stopped
+    FAILED = 1  # a daemon: it did not start
+    USAGE = 2  # called wrongly
+    DEAD = 3  # the core is gone for good; a daemon: it died too often
+    ADDRESS = 4  # an address is in use, or can't be listened at
+    INTERRUPTED = 130
+
+
+_SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"type": float, "help": "0: greedy (default: the generation config's, else 1)"},
+    "top_p": {"type": float, "help": "keep the likeliest tokens that make up this probability"},
+    "top_k": {"type": int, "help": "keep so many of the likeliest tokens"},
+    "min_p": {"type": float, "help": "keep tokens of at least this share of the likeliest one's probability"},
+    "max_tokens": {"type": int, "help": "most tokens of an answer (default: 512)"},
+    "min_tokens": {"type": int, "help": "fewest tokens of an answer"},
+    "seed": {"type": int, "help": "makes sampling repeatable; also the seed of --load-format dummy"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "end before this text; may be given several times"},
+    "ignore_eos": {"action": "store_true", "help": "go on to --max-tokens"},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its `ExitCode`, or for `status` its own."""
+    args = _parser().parse_args(arguments)
+    if args.debug:
+        os.environ["MAINSPRING_LOG_LEVEL"] = "DEBUG"  # the core's too
+    os.environ.setdefault("MAINSPRING_LOG_LEVEL", args.log_level)
+    run: Callable[[argparse.Namespace], int | None] = args.run
+    try:
+        if run is not _daemon:  # which learns its log format later
+            logs.set_up(args.command)
+        return run(args) or ExitCode.OK
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except Exception as error:
+        if args.debug:
+            raise
+        ours = isinstance(error, MainspringError)
+        text = str(error) if ours else f"{type(error).__name__}: {error} (--debug shows where)"
+        print(f"mainspring: error: {' '.join(text.split())}", file=sys.stderr)
+        return _exit_code(error)
+
+
+def _exit_code(error: Exception) -> ExitCode:
+    if isinstance(error, (InvalidArgumentError, UnknownArgumentError)) and not isinstance(error, InvalidRequestError):
+        return ExitCode.USAGE
+    if isinstance(error, EngineDeadError):
+        return ExitCode.DEAD
+    return ExitCode.ADDRESS if isinstance(error, AddressInUseError) else ExitCode.FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mainspring",
+        description="An LLM inference engine.",
+        epilog="mainspring COMMAND --help explains each; docs/daemon.md says how to run a daemon",
+    )
+    parser.add_argument("--version", action="version", version=f"mainspring {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    generate = _command(commands, "generate", _generate, "complete one prompt, streaming, or several")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="one is streamed, several are a batch")
+    generate.add_argument("--explain-model", action="store_true", help="say what was fused and why the rest was not")
+    chat = _command(commands, "chat", _chat, "talk to the model")
+    chat.add_argument("--system", help="a system message to begin with")
+    demo = _command(commands, "demo", _demo, "what the engine does, with the embedded model")
+    benches = _command(commands, "bench", None, "how fast the engine is: bench throughput, bench latency, bench serve")
+    measured = benches.add_subparsers(required=True, metavar="BENCHMARK", dest="benchmark")
+    benchmarks = [_command(measured, name, _bench, kind.__doc__ or "") for name, kind in bench.COMMANDS.items()]
+    daemon = _command(commands, "daemon", _daemon, "keep a core running that any number of frontends share", "INFO")
+    daemon_options.add_cli_args(daemon)
+    for command in (generate, chat, demo, *benchmarks):
+        EngineArgs.add_cli_args(command)
+    for command in (generate, chat, demo, daemon, *benchmarks):
+        takes = " PROMPT ..." if command is generate else ""
+        command.usage = f"%(prog)s [OPTION ...]{takes}"  # all options are some thirty lines, before each error, too
+    for command in (generate, chat, *benchmarks):
+        command.add_argument("--connect", metavar="ADDRESS", help="use the daemon there, and start no core")
+        _add_keys(command)
+    for command in (generate, chat):
+        _add_sampling(command)
+    for kind, command in zip(bench.COMMANDS.values(), benchmarks, strict=True):
+        add_flags(command, fields_of(kind, "benchmark"))
+
+    status = _command(commands, "status", _status, "how a daemon is")
+    status.epilog = "exit status: 0 ready, 1 starting or stopping, 2 unreachable"
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    top = _command(commands, "top", _top, "how a daemon is, live; q leaves")
+    for command in (status, top):
+        command.add_argument(
+            "address", nargs="?", metavar="ADDRESS", help="default: where a daemon without --listen listens"
+        )
+        _add_keys(command)
+
+    _add_key_commands(_command(commands, "keys", None, "keys for daemons that listen at tcp"))
+    kernels = _command(commands, "kernels", _kernels, "CUDA kernels ahead of time: kernels build, kernels list")
+    kernels.add_argument("arguments", nargs=argparse.REMAINDER, metavar="build | list [OPTION ...]")
+    _command(commands, "version", lambda args: print(__version__), "print the version")
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None] | None,
+    text: str,
+    log_level: str = "WARNING",
+) -> argparse.ArgumentParser:
+    # "resolve": the sampling flag --seed stands for the engine's, too
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, conflict_handler="resolve", allow_abbrev=False
+    )
+    command.add_argument("--debug", action="store_true", help="log everything, and show tracebacks")
+    command.set_defaults(run=run, log_level=log_level)
+    return command
+
+
+def _add_keys(command: argparse.ArgumentParser) -> None:
+    default = f"default: {keys.DEFAULT_KEY} in ~/.config/mainspring"
+    command.add_argument("--key", metavar="FILE", help=f"for tcp: your secret key ({default})")
+    command.add_argument("--server-key", metavar="FILE_OR_KEY", help="for tcp: the daemon's public key")
+
+
+def _add_key_commands(command: argparse.ArgumentParser) -> None:
+    commands = command.add_subparsers(required=True, metavar="COMMAND")
+    new = _command(
+        commands, "new", _new_key, "make a pair: NAME.key, to be kept secret, and NAME.pub, to be given away"
+    )
+    name = Path(keys.DEFAULT_KEY).stem
+    new.add_argument("name", nargs="?", metavar="NAME", default=name, help=f"default: {name}, which --key stands for")
+    new.add_argument("--output", metavar="DIR", type=Path, help="default: ~/.config/mainspring")
+    allow = _command(commands, "allow", _allow_key, "let the owner of a public key connect")
+    allow.add_argument("public", metavar="KEY_OR_FILE", help="the public key, or its file")
+    allow.add_argument("--name", help="how the owner is called (default: what the file says)")
+    allow.add_argument("--weight", type=float, default=1.0, help="most weight its frontends may ask for (default: 1)")
+    allow.add_argument("--admin", action="store_true", help="may change the engine for everyone")
+    listed = _command(commands, "list", _list_keys, "who may connect")
+    for one in (allow, listed):
+        default = "allowed_keys in ~/.config/mainspring"
+        one.add_argument("--allowed-keys", metavar="FILE", type=Path, help=f"default: {default}")
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling")
+    for name, how in _SAMPLING.items():
+        shown = {"metavar": how["type"].__name__.upper()} if "type" in how else {}
+        group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **shown, **how)
+
+
+def _sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    params = defaults.clone()
+    params.max_tokens = 512
+    for name in _SAMPLING:
+        if hasattr(args, name):
+            setattr(params, name, getattr(args, name))
+    params.validate()
+    return params
+
+
+def _generate(args: argparse.Namespace) -> ExitCode:
+    from ..engine.llm import LLM
+    from .console import stream
+
+    if not args.prompts and not args.explain_model:
+        raise InvalidArgumentError("there is no prompt; give one or more, in quotes")
+    _sampling_params(args, SamplingParams())  # what is wrong there is known before a core is started
+    failed = False
+    with LLM(**_llm_arguments(args)) as llm:
+        if args.explain_model:
+            print("\n".join(llm.llm_engine.engine_core.call("explain_model")))
+        params = _sampling_params(args, llm.get_default_sampling_params())
+        if len(args.prompts) == 1:
+            stream(llm.llm_engine, args.prompts[0], params)
+        elif args.prompts:
+            for output in llm.generate(args.prompts, params):
+                answer = output.outputs[0]
+                failed = failed or answer.error is not None
+                print(f"> {output.prompt}\n{answer.error or answer.text.strip()}\n")
+    return ExitCode.FAILED if failed else ExitCode.OK
+
+
+def _chat(args: argparse.Namespace) -> None:
+    from ..engine.llm import LLM
+    from .console import chat
+
+    _sampling_params(args, SamplingParams())
+    with LLM(**_llm_arguments(args)) as llm:
+        chat(llm.llm_engine, _sampling_params(args, llm.get_default_sampling_params()), args.system)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from .console import demo
+
+    demo(_engine_arguments(args))
+
+
+def _bench(args: argparse.Namespace) -> ExitCode:
+    from rich.console import Console
+
+    found = bench.run(bench.options_of(args), _llm_arguments(args))
+    Console().print(bench.table(found))
+    bench.save(found)
+    return ExitCode.FAILED if any(figures["failed"] for figures in found.results) else ExitCode.OK
+
+
+def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
+
+
+def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    given = _engine_arguments(args)
+    if args.connect is None:
+        if args.key or args.server_key:
+            raise InvalidArgumentError("--key and --server-key are for --connect; give the daemon's address")
+        return given
+    given.pop("seed", None)  # the flag is the request's here
+    return {"connect": args.connect, "key": args.key, "server_key": args.server_key, **given}
+
+
+def _daemon(args: argparse.Namespace) -> None:
+    from ..serve.daemon import serve
+
+    options, config = daemon_options.from_cli_args(args)
+    os.environ["MAINSPRING_LOG_FORMAT"] = options.log_format  # the core's too
+    logs.set_up("daemon")
+    serve(options, config, _say)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # that nobody listens is no reason to end; print() would fail again at exit
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
+def _status(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ..serve.status import document, frame, is_ready, look
+
+    try:
+        found = look(args.address or _default_address(), key=args.key, server_key=args.server_key)
+    except Exception as error:  # any other exit code would mean that somebody is there
+        if args.json:
+            print(json.dumps({"phase": "unreachable", "error": str(error)}))
+        else:
+            print(f"unreachable: {error}")
+        return 2
+    if args.json:
+        print(json.dumps(document(found)))
+    else:
+        Console().print(frame(found))
+    return 0 if is_ready(found) else 1
+
+
+def _top(args: argparse.Namespace) -> None:
+    from ..serve.status import show
+
+    show(args.address or _default_address(), key=args.key, server_key=args.server_key)
+
+
+def _default_address() -> str:
+    from ..ipc.transport import default_folder, ipc_address
+
+    return ipc_address(default_folder())
+
+
+def _new_key(args: argparse.Namespace) -> None:
+    path = (args.output or keys.config_folder()) / f"{args.name}.key"
+    pair = keys.new_keypair(path)
+    print(f"secret key: {path}\npublic key: {path.with_suffix('.pub')}: {pair.public}")
+
+
+def _allow_key(args: argparse.Namespace) -> None:
+    key, name = keys.load_public(args.public)
+    path = args.allowed_keys or keys.default_allowed()
+    allowed = keys.AllowedKey(args.name or name, args.weight, args.admin)
+    if not allowed.name:
+        raise InvalidArgumentError("the key has no name; give --name")
+    keys.append_allowed(path, key, allowed)
+    print(f"{allowed.name} may connect, by {path}")
+
+
+def _list_keys(args: argparse.Namespace) -> None:
+    for key, allowed in keys.load_allowed(args.allowed_keys or keys.default_allowed()).items():
+        print(f"{key} {allowed.name} weight={allowed.weight:g}{' admin' * allowed.admin}")
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    command = [sys.executable, "-P", "-m", "mainspring.tools.build_kernels", *args.arguments]
+    return subprocess.run(command, check=False).returncode  # it needs torch, which nothing here may import
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Call forms and names of other engines, and nothing else."""

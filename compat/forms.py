@@ -1,0 +1,272 @@
+"""The generations of `add_request`'s call forms, told apart by the types of what stands where.
+
+Each is `request_id, prompt, params`, then:
+
+=======  ==================  ============  ===================  ==========================  ========  ===========
+form     4                   5             6                    7                           8         9
+=======  ==================  ============  ===================  ==========================  ========  ===========
+newest   arrival_time        lora_request  tokenization_kwargs  trace_headers               priority  prompt_text
+middle   arrival_time        lora_request  trace_headers        prompt_adapter_request      priority
+oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
+=======  ==================  ============  ===================  ==========================  ========  ===========
+
+The oldest is meant if 4 is a list, 5 a float, 6 a `LoRARequest` or 7 an int; the middle one if 6 is a mapping of trace
+headers alone or 7 a `PromptAdapterRequest`.
+
+`generate` of the async engine is `prompt, sampling_params, request_id`, then keywords only, or by position:
+
+=======  ==================  ==============  ======================  ==================
+form     4                   5               6                       7
+=======  ==================  ==============  ======================  ==================
+newer    lora_request        trace_headers   priority
+middle   lora_request        trace_headers   prompt_adapter_request  priority
+oldest   prompt_token_ids    lora_request    prefix_pos
+=======  ==================  ==============  ======================  ==================
+
+Older constructors, of both engines, take the configuration part by part, as ``model_config, cache_config,
+parallel_config, scheduler_config, …, log_stats``; that of the async engine may begin with two flags about Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from ..ipc.adapters import LoRARequest, PromptAdapterRequest
+from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ..ipc.params import is_text
+
+if TYPE_CHECKING:
+    from ..engine.observe.metrics import StatLoggers
+
+_TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
+_OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
+_NEXT = "data_parallel_rank"
+_NONE_ONLY = ("executor_class", "placement_group", "vision_language_config", "prompt_adapter_config")
+_ENGINE_KEYWORDS = (
+    *("log_stats", "usage_context", "stat_loggers", "aggregate_engine_logging", "mm_registry", "input_registry"),
+    *("use_cached_outputs", "worker_use_ray", "engine_use_ray", *_NONE_ONLY),
+)
+_FLAGS = ("log_stats", "aggregate_engine_logging", "use_cached_outputs")
+_PARTS: dict[str, type[Section]] = {
+    "vllm_config": EngineConfig,
+    **SECTIONS,
+    "decoding_config": StructuredOutputsConfig,
+}
+_NAMES = {kind: name for name, kind in SECTIONS.items()}
+
+
+class AddCall(NamedTuple):
+    """A call in the newest form: the arguments of `InputProcessor.process_inputs`."""
+
+    request_id: str
+    prompt: Any
+    params: Any
+    arrival_time: float | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    priority: int
+    prompt_text: str | None
+    trace_headers: Mapping[str, str] | None = None
+    lora_request: LoRARequest | None = None
+    prompt_adapter_request: PromptAdapterRequest | None = None
+
+
+def resolve_add_request(
+    request_id: str | int,
+    prompt: Any,
+    params: Any,
+    slots: tuple[Any, Any, Any, Any, Any],
+    prompt_text: str | None,
+    older: Mapping[str, Any],
+    method: str = "add_request",
+) -> AddCall:
+    """Bring any form to the newest one. `slots` are the arguments 4 to 8 as they came, `older` the keywords that the
+    newest form does not have.
+
+    Raises:
+        UnknownArgumentError: a keyword that no form has.
+        NotSupportedError: an argument whose feature does not exist yet.
+        InvalidRequestError: no prompt, or no id.
+    """
+    for name in older:
+        if name not in (*_OLDER_KEYWORDS, _NEXT):
+            raise unknown_argument(method, name, (*AddCall._fields, *_OLDER_KEYWORDS))
+    if isinstance(request_id, bool) or not isinstance(request_id, (str, int)) or _is_no_id(request_id):
+        raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
+    prompt_token_ids = older.get("prompt_token_ids")
+    prefix_pos, adapter = older.get("prefix_pos"), older.get("prompt_adapter_request")
+
+    fourth, fifth, sixth, seventh, priority = slots
+    oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
+    headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
+    if oldest or type(seventh) is int:
+        prompt_token_ids = _either("prompt_token_ids", fourth, prompt_token_ids)
+        arrival_time, lora, tokenization, trace = fifth, sixth, None, None
+        prefix_pos = _either("prefix_pos", seventh, prefix_pos)
+    elif headers or isinstance(seventh, PromptAdapterRequest):
+        arrival_time, lora, tokenization, trace = fourth, fifth, None, sixth
+        adapter = _either("prompt_adapter_request", seventh, adapter)
+    else:
+        arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
+
+    refuse_unsupported(data_parallel_rank=older.get(_NEXT))
+    if prefix_pos is not None and type(prefix_pos) is not int:
+        raise InvalidRequestError(f"prefix_pos is {shown(prefix_pos)}; it must be an int")
+    if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and abs(arrival_time) < 1e300):
+        raise InvalidRequestError(f"arrival_time is {shown(arrival_time)}; it must be a number of seconds")
+    if trace is not None and not (isinstance(trace, Mapping) and all(is_text(x) for kv in trace.items() for x in kv)):
+        raise InvalidRequestError(f"trace_headers is {shown(trace)}; it must be a dict of str to str")
+    prompt = one_prompt(prompt, older.get("inputs"), prompt_token_ids)
+    params = older.get("sampling_params") if params is None else params
+    call = AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
+    return call._replace(trace_headers=trace, lora_request=lora, prompt_adapter_request=adapter)
+
+
+def resolve_generate(
+    prompt: Any,
+    params: Any,
+    request_id: Any,
+    positional: tuple[Any, ...],
+    slots: tuple[Any, Any, Any, Any, Any],
+    prompt_text: str | None,
+    older: Mapping[str, Any],
+) -> AddCall:
+    """The same for `generate`: `positional` are the arguments past the third, `slots` those of `add_request`, by
+    keyword.
+
+    Raises: as that, and
+        InvalidArgumentError: too many arguments, or one both by position and by keyword.
+    """
+    arrival_time, lora, tokenization, trace, priority = slots
+    if len(positional) > 4:
+        raise InvalidArgumentError(f"generate got {3 + len(positional)} arguments by position; it takes at most 7")
+    fourth, fifth, sixth, seventh = (*positional, None, None, None, None)[:4]
+    if isinstance(fourth, (list, tuple)):
+        by_position = {"prompt_token_ids": fourth, "prefix_pos": sixth, _NEXT: seventh}
+        lora = _either("lora_request", fifth, lora)
+    else:
+        newer = type(sixth) is int
+        rank, adapter = (seventh, None) if newer else (None, sixth)
+        by_position = {"prompt_adapter_request": adapter, _NEXT: rank}
+        lora, trace = _either("lora_request", fourth, lora), _either("trace_headers", fifth, trace)
+        if (given := sixth if newer else seventh) is not None:
+            priority = _either("priority", given, None if type(priority) is int and not priority else priority)
+    older = {**older, **{name: _either(name, value, older.get(name)) for name, value in by_position.items()}}
+    slots = (arrival_time, lora, tokenization, trace, priority)
+    return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
+
+
+def _either(name: str, positional: Any, keyword: Any) -> Any:
+    """The one that is given."""
+    if positional is not None and keyword is not None:
+        raise InvalidArgumentError(f"{name} is given by position and by keyword: give it once")
+    return keyword if positional is None else positional
+
+
+class EngineCall(NamedTuple):
+    """A constructor's call in the newest form."""
+
+    vllm_config: EngineConfig
+    log_stats: bool
+    stat_loggers: StatLoggers | None
+
+
+def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> EngineCall:
+    """A constructor's call, with the configuration whole or part by part. What stands by position is told apart by its
+    type: parts of the configuration, whether there are statistics (the first bool), stat loggers (a dict or list).
+
+    Raises:
+        UnknownArgumentError: a keyword that no form has.
+        NotSupportedError: Ray, or another argument whose feature does not exist yet.
+        InvalidArgumentError: there is no configuration, a part of it twice, or something else in the place of a part.
+    """
+    for name, value in keywords.items():
+        if name in _PARTS and not isinstance(value, (_PARTS[name], NoneType)):
+            raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a {_PARTS[name].__name__} or None")
+        if name not in (known := (*_ENGINE_KEYWORDS, *_PARTS)):
+            raise unknown_argument(owner, name, known)
+    ray = [keywords.get("worker_use_ray"), keywords.get("engine_use_ray")]
+    if args and isinstance(args[0], bool):
+        ray, args = [*ray, *args[:2]], args[2:]
+    if any(ray):
+        raise NotSupportedError("worker_use_ray and engine_use_ray are not supported yet; leave them False")
+    parts: dict[type, Any] = {}
+    for part in (*args, *keywords.values()):
+        if isinstance(part, Section):
+            if type(part) in parts:
+                raise InvalidArgumentError(f"{shown(part)} is given beside another {type(part).__name__}; give one")
+            parts[type(part)] = part
+    if EngineConfig in parts and len(parts) > 1:
+        named = ", ".join(_NAMES[kind] for kind in parts if kind in _NAMES)
+        raise InvalidArgumentError(f"{named} is given beside a vllm_config, which holds one: give one of them")
+    if EngineConfig not in parts and ModelConfig not in parts:
+        raise InvalidArgumentError("there is no vllm_config; give EngineArgs(...).create_engine_config()")
+    log_stats, stat_loggers = keywords.get("log_stats"), keywords.get("stat_loggers")
+    flags, registries = 0, 0
+    for value in args:
+        if isinstance(value, bool):
+            log_stats = log_stats if flags else _either("log_stats", value, log_stats)
+            flags += 1
+        elif isinstance(value, (Mapping, list, tuple)):
+            stat_loggers = _either("stat_loggers", value, stat_loggers)
+        elif not isinstance(value, (Section, str)) and not flags:  # a str: the usage context, which has no effect
+            refuse_unsupported(**{"executor_class" if isinstance(value, type) else "placement_group": value})
+        elif not isinstance(value, (Section, str, NoneType)):
+            registries += 1  # of inputs: without effect
+            if registries > 1 or isinstance(value, (int, float, type)):
+                raise InvalidArgumentError(f"{owner} got {shown(value)} by position, where it has no such argument")
+    if flags > len(_FLAGS):
+        raise InvalidArgumentError(f"{owner} got {flags} flags by position; it takes {', '.join(_FLAGS)}")
+    refuse_unsupported(**{name: keywords.get(name) for name in _NONE_ONLY})
+    whole = parts.pop(EngineConfig, None) or EngineConfig(**{_NAMES[kind]: part for kind, part in parts.items()})
+    return EngineCall(whole, True if log_stats is None else log_stats, stat_loggers)
+
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def takes_older_forms(construct: Constructor) -> Constructor:
+    """Decorator of `LLMEngine.__init__`: the configuration may come part by part, and a keyword that is not known is an
+    `UnknownArgumentError`."""
+    newest = [*inspect.signature(construct).parameters][1:]
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+        whole = isinstance(args[0] if args else keywords.get("vllm_config"), EngineConfig)
+        if not whole or not keywords.keys() <= set(newest):
+            multiprocess = keywords.pop("multiprocess_mode", True)
+            call = resolve_engine(type(self).__name__, args, keywords)
+            args, keywords = (), {**call._asdict(), "multiprocess_mode": multiprocess}
+        construct(self, *args, **keywords)
+
+    return cast(Constructor, __init__)
+
+
+def _is_no_id(request_id: str | int) -> bool:
+    return not (is_text(request_id) if isinstance(request_id, str) else -(2**63) <= request_id < 2**63)
+
+
+def one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
+    prompt = inputs if prompt is None else prompt
+    if prompt_token_ids is None:
+        if prompt is None:
+            raise InvalidRequestError("there is no prompt; give prompt or prompt_token_ids")
+        return prompt
+    if prompt is None or isinstance(prompt, str):
+        return {"prompt": prompt, "prompt_token_ids": prompt_token_ids}
+    raise InvalidRequestError("prompt_token_ids is given beside a prompt that is not text; give one of them")
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raise for the first argument that is given but whose feature does not exist yet.
+
+    Raises:
+        NotSupportedError: it names the argument.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotSupportedError(f"{name} is not supported yet; leave it out")

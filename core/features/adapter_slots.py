@@ -1,0 +1,122 @@
+"""Which LoRA adapters are in memory, and which of them running requests have: a fixed number of places."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...ipc.messages import Adapter
+
+if TYPE_CHECKING:
+    from ..model.run.lora import LoRA
+    from ..plan.request import Request
+
+PATIENCE_STEPS = 64  # that who waits for a place is passed by requests of adapters that have one
+
+
+class LoRAName(NamedTuple):
+    """A request's adapter."""
+
+    digest: bytes  # of its content
+    adapter: Adapter
+
+
+class LoRAs:
+    """Adapters by content; the least recently used of those that nobody runs with gives way to another.
+
+    A request runs only while its adapter has one of `places`. One that waits for a place is passed by others, but not
+    for ever: after `PATIENCE_STEPS` adapters that have a place get no more requests, until one is free.
+
+    Args:
+        kept: most adapters in memory, at least `places`.
+        is_pinned: whether the adapter of this digest is to stay.
+        missing: told of a request whose adapter is not in memory, when there is a place for it.
+    """
+
+    def __init__(
+        self, places: int, kept: int, is_pinned: Callable[[bytes], bool], missing: Callable[[Request], None]
+    ) -> None:
+        self._kept, self._is_pinned, self._missing = kept, is_pinned, missing
+        self._loaded: OrderedDict[bytes, LoRA] = OrderedDict()
+        self._free = list(range(places, 0, -1))
+        self._running: dict[bytes, tuple[int, int]] = {}  # place, and how many requests run
+        self._names: Counter[str] = Counter()  # of these requests
+        self.live: Counter[str] = Counter()  # requests in flight, by their adapter's name
+        self._first: tuple[Request, int] | None = None  # who waits for a place, and since which step
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._loaded
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Of the adapters of requests that run, and of those that wait."""
+        running = self._names
+        return sorted(running), sorted(name for name, count in self.live.items() if count > running[name])
+
+    def put(self, lora: LoRA) -> bool:
+        """Keep an adapter; False, if there is no room."""
+        if lora.digest not in self._loaded and not self._make_room():
+            return False
+        self._loaded[lora.digest] = lora
+        self._loaded.move_to_end(lora.digest)
+        return True
+
+    def drop(self, digest: bytes) -> None:
+        """Forget an adapter, unless somebody runs with it."""
+        if digest not in self._running:
+            self._loaded.pop(digest, None)
+
+    def _victim(self) -> bytes | None:
+        return next((one for one in self._loaded if one not in self._running and not self._is_pinned(one)), None)
+
+    def _make_room(self) -> bool:
+        if len(self._loaded) >= self._kept:
+            victim = self._victim()
+            if victim is None:
+                return False
+            del self._loaded[victim]
+        return True
+
+    def allows(self, request: Request, step: int, ask: bool) -> bool:
+        """Whether a waiting request with an adapter may run, as far as adapters go. `ask`: it is to be brought into
+        memory if it is not there."""
+        assert request.lora is not None
+        digest = request.lora.digest
+        if self._first is not None:
+            first, since = self._first
+            if first.finished or first.lora is None or first.lora.digest in self._running:
+                self._first = None
+            elif digest in self._running:
+                return step - since < PATIENCE_STEPS
+        if digest in self._running or (self._free and digest in self._loaded):
+            return True
+        if self._free and (len(self._loaded) < self._kept or self._victim() is not None):
+            if ask and digest not in self._loaded:
+                self._missing(request)
+        elif self._first is None:
+            self._first = request, step
+        return False
+
+    def seat(self, request: Request) -> None:
+        """A request that `allows` let in runs from now on."""
+        assert request.lora is not None
+        digest = request.lora.digest
+        if digest not in self._running:
+            self._running[digest] = self._free.pop(), 0
+            self._first = None  # whoever waits now began to wait for the next one
+        place, count = self._running[digest]
+        self._running[digest] = place, count + 1
+        self._names[request.lora.adapter.name] += 1
+        self._loaded.move_to_end(digest)
+        request.lora_place, request.lora_weights = place, self._loaded[digest]
+
+    def unseat(self, request: Request) -> None:
+        assert request.lora is not None
+        digest = request.lora.digest
+        place, count = self._running[digest]
+        self._running[digest] = place, count - 1
+        self._names -= Counter([request.lora.adapter.name])
+        request.lora_weights = None
+        if count == 1:
+            del self._running[digest]
+            self._free.append(place)

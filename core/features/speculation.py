@@ -1,0 +1,137 @@
+"""Guesses at a request's next tokens, which one step of the model then checks all at once.
+
+A guess is accepted if, and only if, it is the token that the request's own keyed sampler chooses there, so the output
+is the same with guesses and without. Guesses that were wrong leave nothing behind: their keys and values are written
+over, for a token's place in the cache follows from its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ...ipc.config import SpeculativeConfig
+from ..plan.columns import Columns
+from ..plan.request import Request
+from ..plan.step import IN_FLIGHT, Step
+
+MOST_ROWS = 32  # tokens of a step up to which it is filled with guesses: past that a row costs what it may bring
+REST = 16  # tokens without a guess, after several that were wrong
+MOST_LOGPROBS = 32  # of a request that speculates: a step brings several times as many of them
+
+
+class Speculation(NamedTuple):
+    """How guesses are made. `guess(tokens, count)` gives at most `count` (int32) that may follow `tokens` (int32)."""
+
+    most: int  # guesses of a request in a step
+    guess: Callable[[np.ndarray, int], np.ndarray]
+
+
+def speculation_of(config: SpeculativeConfig | None) -> Speculation | None:
+    """What the configuration asks for."""
+    if config is None:
+        return None
+    look = partial(look_up, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
+    return Speculation(config.num_speculative_tokens, look if config.method == "ngram" else leave_room)
+
+
+def look_up(tokens: np.ndarray, count: int, longest: int, shortest: int) -> np.ndarray:
+    """What followed the last tokens where they stood before: `longest` of them or as many as were found, at least
+    `shortest`; the latest such place. What it then runs into are the guesses themselves."""
+    last = len(tokens) - 1
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    length = 1
+    while ends.size and length < longest:
+        more = ends[np.searchsorted(ends, length) :]
+        more = more[tokens[more - length] == tokens[last - length]]
+        if not more.size:
+            break
+        ends, length = more, length + 1
+    if not ends.size or length < shortest:
+        return tokens[:0]
+    found: np.ndarray = np.resize(tokens[ends[-1] + 1 :], count)
+    return found
+
+
+def leave_room(tokens: np.ndarray, count: int) -> np.ndarray:
+    """Places for the guesses of a draft model, which writes them into the step (draft.py)."""
+    return np.zeros(count, np.int32)
+
+
+def may_speculate(request: Request) -> bool:
+    """Whether several of its tokens can be chosen at once: what changes its logits must not depend on the tokens
+    before, and the prompt must be tokens."""
+    stateless = not (request.looks_back or request.is_penalised or request.embeds is not None)
+    return stateless and request.sampling.logprobs <= MOST_LOGPROBS
+
+
+def standing(step: Step, row: np.ndarray, back: np.ndarray, tokens: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Which of the chosen `tokens` stand, bool ``[choices]``: of each row those up to the first that is not what was
+    guessed, or that `stops` the request. `row` and `back` are the step's `choices`."""
+    guesses = np.append(step.token_ids, -1)[np.cumsum(step.counts)[row] - back]
+    last = (back == 0) | (tokens != guesses) | stops
+    before = np.cumsum(last) - last
+    found: np.ndarray = before == before[np.searchsorted(row, row)]
+    return found
+
+
+class Guesses:
+    """Those in the rows of running requests, behind their own tokens."""
+
+    def __init__(self, speculation: Speculation, rows: Columns) -> None:
+        self._speculation, self._rows = speculation, rows
+
+    def seat(self, request: Request) -> None:
+        """A request got its slot."""
+        if may_speculate(request):
+            self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
+
+    def wait(self, slots: np.ndarray, num_running: int) -> np.ndarray:
+        """Which of the requests at `slots` compute nothing while a token of theirs is in flight (bool ``[slots]``):
+        those with guesses in flight, and, where a step has room for guesses, those that are to make some."""
+        rows = self._rows
+        waits: np.ndarray = rows.guessed[slots] > 0
+        if num_running < MOST_ROWS:
+            waits |= rows.guess_from[slots] <= rows.num_tokens[slots]
+        return waits
+
+    def fill(self, slots: np.ndarray, budget: int, extend: Callable[[int, int], bool]) -> None:
+        """Fill what is left of a small step with guesses of requests whose tokens are all known, for this step alone,
+        as far as there are free blocks: `extend` lets a slot's tables reach so many tokens, if it can."""
+        rows = self._rows
+        room = min(budget, MOST_ROWS) - int(rows.granted.sum())
+        if room <= 0:
+            return
+        known = rows.tokens[slots, rows.num_tokens[slots] - 1] != IN_FLIGHT
+        ready = known & ~rows.silent[slots] & (rows.granted[slots] == 1)
+        ready &= rows.num_computed[slots] + 1 == rows.num_tokens[slots]
+        able = slots[ready & (rows.guess_from[slots] <= rows.num_tokens[slots])].tolist()
+        share = -(-room // max(1, len(able)))
+        for slot in able:
+            start = int(rows.num_tokens[slot])
+            count = min(int(rows.trust[slot]), share, room, int(rows.max_len[slot]) - 1 - start)
+            guess = self._speculation.guess(rows.tokens[slot, :start], count) if count > 0 else ()
+            end = start + len(guess)
+            if end > rows.reach[slot] and not extend(slot, end):
+                end = int(rows.reach[slot])
+            count = end - start
+            if count > 0:
+                rows.tokens[slot, start:end] = guess[:count]
+                rows.num_tokens[slot], rows.guessed[slot] = end, count
+                rows.granted[slot] += count
+                room -= count
+
+    def settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> tuple[int, int]:
+        """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
+        guesses wrong guesses less. Returns how many guesses there were, and how many were right."""
+        rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
+        slots, right = slots[guessing], brought[guessing] - 1
+        ends[guessing] += right - step.guessed[guessing]
+        rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
+        trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
+        rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
+        rows.trust[slots] = np.maximum(trust, 1)
+        return int(step.guessed[guessing].sum()), int(right.sum())

@@ -1,0 +1,76 @@
+"""A model's attention, learned from its config alone: a dry run in which every weight has a shape but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from ....ipc.config import LoadConfig, ModelConfig
+from ....kernels.contract import AttentionSpec
+from ..load.loader import read_config
+from ..load.refuse import refuse_class, refuse_config, trial_run
+from .probe import record_attention
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec], torch.dtype]:
+    """What each attention call of a checkpoint asks for, and the checkpoint's dtype, of which no weight is read.
+
+    Raises:
+        ModelNotFoundError: there is no such checkpoint.
+        UnsupportedModelError: it can't be served, or its model can't be run without weights.
+    """
+    config = read_config(model_config, LoadConfig())
+    refuse_config(config, model_config.model or "")
+    dtype: Any = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
+    limit = model_config.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
+    with trial_run(str(model_config.model), " without weights"):
+        with META:
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.bfloat16,  # whatever it is: some operations know their shapes in 16 bits alone
+                attn_implementation="eager",
+                trust_remote_code=model_config.trust_remote_code,
+            )
+        refuse_class(type(model))
+        with _Weightless():  # type: ignore[no-untyped-call]
+            calls = record_attention(model.eval(), limit)
+    return [call.spec for call in calls], dtype
+
+
+class _Weightless(TorchDispatchMode):
+    """What an operation makes of a weight on the meta device and of other numbers is zeros on the CPU, so masks and
+    positions, which a model may look at, are there. What would be made on the meta device is made on the CPU."""
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        on = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        wanted = {leaf for leaf in leaves if isinstance(leaf, torch.device)}
+        if META not in on:
+            args, kwargs = tree_map(_on_cpu, (args, kwargs))
+            return func(*args, **kwargs)
+        if CPU not in on | wanted:
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        return tree_map(_zeros, func(*args, **kwargs))
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(META)
+    return META if isinstance(value, torch.device) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    return CPU if isinstance(value, torch.device) and value == META else value
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros_like(value, device=CPU) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,245 @@
+"""Fuse by structure, verify by execution.
+
+A pass over a loaded model replaces, in place, what it recognises: RMSNorms by one kernel, gated MLPs by one product for
+gate and up and one kernel for ``act(gate) * up``, and linear layers that are given the same tensor (query, key and
+value, but also any others) by one product whose parts are handed out. Each replacement is run against the original on
+fixed random rows and kept only if both agree within `fuse_match.TOLERANCE`. If then all decoder layers are of a known
+form, one loop over kernels takes the place of their code (see stack.py). Decisions are plain values; given back at a
+restart they are followed without running anything, so that numerics are those of the first start.
+
+One module at a time: memory peaks at the model plus the weights of one module, and the originals are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ....kernels import host_memory
+from ....kernels.contract import Backend
+from ..load.parameters import ParameterMap, Slot
+from ..run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart, join, linear_of
+from ..run.stack import StackedDecoder, StackOptions
+from .fuse_match import (
+    MLPOptions,
+    NormOptions,
+    NotRecognisedError,
+    compare,
+    is_mlp_candidate,
+    is_norm_candidate,
+    recognise_mlp,
+    recognise_norm,
+)
+from .fuse_observe import is_plain_linear, shared_inputs
+from .stack_match import recognise_stack
+
+RMS_NORM, GATED_MLP, PROJECTIONS, STACK = "rms_norm", "gated_mlp", "projections", "decoder_stack"
+
+
+class Decision(NamedTuple):
+    """What was decided about one place: a plain value, for msgpack or JSON."""
+
+    kind: str  # rms_norm, gated_mlp, projections or decoder_stack
+    fused: bool
+    reason: str  # why not; empty where fused
+    options: Sequence[Any] = ()  # the fields of NormOptions, MLPOptions or StackOptions, or the names of joined layers
+
+
+class FuseReport(NamedTuple):
+    """What `fuse_model` did, and where the parameters live now."""
+
+    # module path → decision; of joined layers "path:q_proj+k_proj+v_proj", of the stack "decoder_stack"
+    decisions: dict[str, Decision]
+    parameters: ParameterMap
+    untouched: dict[str, int]  # class name → how many modules with parameters of their own stayed as they were
+    stack: StackedDecoder | None  # where it took the place of the layers' code
+
+    def lines(self) -> list[str]:
+        """For ``--explain-model``."""
+        lines = []
+        for kind in (*_BUILD, STACK):
+            of_kind = {path: d for path, d in self.decisions.items() if d.kind == kind}
+            done = Counter(_describe(kind, d.options) for d in of_kind.values() if d.fused)
+            lines += [f"{kind}: {count} fused ({what})" for what, count in done.items()]
+            left = Counter(d.reason for d in of_kind.values() if not d.fused)
+            for reason, count in left.items():
+                first = next(path for path, d in of_kind.items() if d.reason == reason)
+                such_as = "" if first == kind else f", such as {first}"
+                lines.append(f"{kind}: {count} not fused{such_as}: {reason}")
+        others = ", ".join(f"{count} {name}" for name, count in self.untouched.items())
+        return [*lines, f"as they were: {others}"] if others else lines
+
+
+def fuse_model(
+    model: PreTrainedModel, backend: Backend, *, decisions: Mapping[str, Sequence[Any]] | None = None
+) -> FuseReport:
+    """Fuse `model` in place. It must be in eval mode.
+
+    decisions: those of an earlier report on the same checkpoint and backend, as they are or back from JSON; then
+    nothing is run, and what they do not name stays as it is. Raises ValueError where they don't fit the model.
+    """
+    if model.training:
+        raise ValueError("fuse_model needs a model in eval mode; call model.eval() first")
+    fusing = _Fusing(model, backend)
+    with torch.no_grad():
+        if decisions is None:
+            fusing.decide()
+        else:
+            fusing.follow({path: Decision(*decision) for path, decision in decisions.items()})
+    return FuseReport(fusing.decisions, fusing.parameters, _untouched(model), fusing.stack)
+
+
+class _Replacement(NamedTuple):
+    """What one decision would change."""
+
+    original: Callable[[torch.Tensor], torch.Tensor]
+    fused: Callable[[torch.Tensor], torch.Tensor]
+    modules: dict[str, nn.Module]  # by the path they are to have
+    slots: dict[str, Slot]  # where parameters will be
+
+
+class _Fusing:
+    """One pass over one model."""
+
+    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
+        self.model = model
+        self.backend = backend
+        self.decisions: dict[str, Decision] = {}
+        self.parameters = ParameterMap.of(model)
+        self.stack: StackedDecoder | None = None
+        places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+        uses = Counter(places.values())
+        self._shared = {name for name, place in places.items() if uses[place] > 1}
+
+    def decide(self) -> None:
+        """Look at every place there is, and fuse what agrees."""
+        groups = shared_inputs(self.model)
+        for path, module in list(self.model.named_modules()):
+            if is_norm_candidate(module):
+                self._settle(path, RMS_NORM, partial(recognise_norm, module, self.backend))
+            elif is_mlp_candidate(module):
+                self._settle(path, GATED_MLP, partial(recognise_mlp, module, self.backend))
+            for children in groups.get(path, ()):
+                # unless a fused MLP has taken their place meanwhile
+                parent = self.model.get_submodule(path)
+                if all(isinstance(getattr(parent, name, None), nn.Linear) for name in children):
+                    self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
+        self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend))
+
+    def follow(self, decisions: Mapping[str, Decision]) -> None:
+        """Do what was decided before, without running anything."""
+        for path, decision in decisions.items():
+            if decision.fused:
+                try:
+                    self._fuse(path, decision.kind, decision.options, verify=False)
+                except Exception as error:  # a name, a shape or a class is not what it was
+                    raise ValueError(
+                        f"the decision {path!r}: {tuple(decision)} does not fit the model: {error}"
+                    ) from error
+            self.decisions[path] = decision
+
+    def _settle(self, path: str, kind: str, recognise: Callable[[], Sequence[Any]]) -> None:
+        try:
+            options = recognise()
+            self._fuse(path, kind, options, verify=True)
+            self.decisions[path] = Decision(kind, True, "", list(options))
+        except NotRecognisedError as reason:
+            self.decisions[path] = Decision(kind, False, str(reason))
+
+    def _fuse(self, path: str, kind: str, options: Sequence[Any], *, verify: bool) -> None:
+        if kind == STACK:
+            self.stack = StackedDecoder(self.model, StackOptions.of(options), self.backend)
+            self.stack.install()
+            return
+        path = path.partition(":")[0]
+        new = _BUILD[kind](self.model.get_submodule(path), path, options, self.backend)
+        for name in new.slots:
+            if name in self._shared:
+                raise NotRecognisedError(f"its parameter {name} is also used elsewhere")
+        if verify:
+            compare(new.original, new.fused, next(iter(new.slots.values())).tensor)
+        for at, module in new.modules.items():
+            parent, _, child = at.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, module.eval())
+        for name, slot in new.slots.items():
+            old = self.parameters.get(name)
+            self.parameters.move(name, slot)
+            if old.data_ptr() != slot.view().data_ptr():
+                host_memory.give_back(old)
+
+
+def _norm(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    ((name, weight),) = original.named_parameters()
+    fused = FusedRMSNorm(weight, *NormOptions(*options), backend)
+    return _Replacement(original, fused, {path: fused}, {_at(path, name): Slot(fused, "weight")})
+
+
+def _mlp(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    gate, up, down, activation = MLPOptions(*options)
+    linears = _linears(original, dict.fromkeys((gate, up)))  # one where they are merged already
+    gate_up = linear_of(*join(list(linears.values())))
+    fused = FusedMLP(gate_up, _linears(original, [down])[down], activation, backend)
+    return _Replacement(original, fused, {path: fused}, _slots(path, linears, gate_up))
+
+
+def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Backend) -> _Replacement:
+    linears = _linears(parent, names)
+    originals = list(linears.values())
+    joined = JoinedProjections(*join(originals), [linear.out_features for linear in originals], backend)
+    parts = [ProjectionPart(joined, i, linear.bias is not None) for i, linear in enumerate(originals)]
+    modules = {_at(path, "+".join(names)): joined, **{_at(path, n): p for n, p in zip(names, parts, strict=True)}}
+    return _Replacement(
+        partial(_side_by_side, originals), partial(_side_by_side, parts), modules, _slots(path, linears, joined)
+    )
+
+
+_BUILD: dict[str, Callable[[nn.Module, str, Sequence[Any], Backend], _Replacement]] = {
+    RMS_NORM: _norm,
+    GATED_MLP: _mlp,
+    PROJECTIONS: _projections,
+}
+
+
+def _linears(parent: nn.Module, names: Iterable[str]) -> dict[str, nn.Linear]:
+    linears = {name: parent.get_submodule(name) for name in names}
+    for name, linear in linears.items():
+        if not is_plain_linear(linear):
+            raise NotRecognisedError(f"{name} is not a plain linear layer")
+    return cast("dict[str, nn.Linear]", linears)
+
+
+def _slots(path: str, linears: Mapping[str, nn.Linear], owner: nn.Module) -> dict[str, Slot]:
+    """Where the parameters of linear layers are once they lie in `owner` one after another."""
+    slots, start = {}, 0
+    for name, linear in linears.items():
+        for attribute, _ in linear.named_parameters():
+            slots[_at(path, name, attribute)] = Slot(owner, attribute, start, linear.out_features)
+        start += linear.out_features
+    return slots
+
+
+def _side_by_side(modules: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([module(x) for module in modules], dim=-1)
+
+
+def _at(path: str, *names: str) -> str:
+    return ".".join((path, *names) if path else names)
+
+
+def _describe(kind: str, options: Sequence[Any]) -> str:
+    if kind == STACK:
+        return f"{len(StackOptions.of(options).names)} layers"
+    names = {RMS_NORM: NormOptions._fields, GATED_MLP: MLPOptions._fields}.get(kind)
+    return ", ".join(options if names is None else [f"{n} {v}" for n, v in zip(names, options, strict=True)])
+
+
+def _untouched(model: nn.Module) -> dict[str, int]:
+    ours = {id(m) for fused in model.modules() if isinstance(fused, FusedMLP) for m in fused.modules()}
+    ours |= {id(m) for m in model.modules() if isinstance(m, FusedRMSNorm | JoinedProjections)}
+    return dict(Counter(type(m).__name__ for m in model.modules() if m._parameters and id(m) not in ours))

@@ -1,0 +1,179 @@
+"""Recognise modules by what they hold and what they compute, and compare two that should be equal.
+
+Names play no part. A candidate is taken for what it looks like only after its own forward, run in fp32 on small random
+weights, has given what the fused module gives. That shows the formula at any weights, not only at today's; how the
+fused module rounds in the model's dtype is then compared with the real weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ....kernels.contract import Backend
+from ..run.fused import FusedMLP, FusedRMSNorm, join, linear_of
+from .fuse_observe import SEED, is_plain_linear
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+"""Largest difference allowed, as a part of the row's root mean square plus the element's own size. Half precision
+rounds two or three times on the way in one order and once in the other; a row of an MLP then sums such differences."""
+
+ROW_COUNTS = (8, 16)  # both multiples of ROW_MULTIPLE: the only counts that are ever run
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+_HIDDEN, _INNER = 16, 24  # sizes of the small random weights; different, so that a mix-up shows
+
+
+class NotRecognisedError(Exception):
+    """Why a candidate is not what it looked like."""
+
+
+class NormOptions(NamedTuple):
+    eps: float
+    offset: float
+
+
+class MLPOptions(NamedTuple):
+    """Names of the linear layers; gate and up are one name where the checkpoint has them merged, gate first."""
+
+    gate: str
+    up: str
+    down: str
+    activation: str
+
+
+def is_norm_candidate(module: nn.Module) -> bool:
+    """One input, one vector and a small positive number: what an RMSNorm has."""
+    if module._modules or module._buffers or len(module._parameters) != 1:
+        return False
+    (parameter,) = module._parameters.values()
+    return parameter is not None and parameter.dim() == 1 and bool(_small_numbers(module)) and _takes_one_input(module)
+
+
+def is_mlp_candidate(module: nn.Module) -> bool:
+    """One input, linear layers of the shapes of (gate, up, down) or (gate_up, down), and no other parameter."""
+    linears = _linears(module)
+    if not linears or not any(_roles(linears)):
+        return False
+    held = sum(len(list(linear.parameters())) for linear in linears.values())
+    return held == len(list(module.parameters())) and _takes_one_input(module)
+
+
+def recognise_norm(module: nn.Module, backend: Backend) -> NormOptions:
+    """eps and offset (0 or 1) of an RMSNorm. Raises `NotRecognisedError` for what is none."""
+    ((name, parameter),) = module.named_parameters()
+    weight = _random(torch.Generator().manual_seed(SEED), parameter.device, len(parameter))
+    # small rows too: there eps matters
+    agrees = _trial(module, {name: weight}, len(parameter), smallest=-3)
+    for options in (NormOptions(eps, offset) for eps in _small_numbers(module) for offset in (0.0, 1.0)):
+        if agrees(FusedRMSNorm(nn.Parameter(weight), *options, backend)):
+            return options
+    raise NotRecognisedError("computes something other than x / rms(x) * weight or x / rms(x) * (1 + weight)")
+
+
+def recognise_mlp(module: nn.Module, backend: Backend) -> MLPOptions:
+    """Which layer is gate, up and down, and the activation. Raises `NotRecognisedError` where no assignment fits."""
+    linears = _linears(module)
+    for gate, up, down in _roles(linears):
+        random = partial(_random, torch.Generator().manual_seed(SEED), linears[down].weight.device)
+        inner = _INNER if gate != up else 2 * _INNER
+        sizes = {gate: (inner, _HIDDEN), up: (inner, _HIDDEN), down: (_HIDDEN, _INNER)}
+        small = {
+            name: linear_of(random(*size), None if linears[name].bias is None else random(size[0]))
+            for name, size in sizes.items()
+        }
+        tensors = {f"{name}.{held}": p for name, linear in small.items() for held, p in linear.named_parameters()}
+        agrees = _trial(module, tensors, _HIDDEN, smallest=-2)
+        gate_up = linear_of(*join([small[name] for name in dict.fromkeys((gate, up))]))
+        for activation in ACTIVATIONS:
+            if agrees(FusedMLP(gate_up, small[down], activation, backend)):
+                return MLPOptions(gate, up, down, activation)
+    raise NotRecognisedError("computes something other than down(act(gate(x)) * up(x)) with silu or gelu")
+
+
+def _trial(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], width: int, smallest: float
+) -> Callable[[nn.Module], bool]:
+    """Run `module` with these for its parameters; → a test whether another gives the same."""
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        raise NotRecognisedError("its forward is hooked or replaced")
+    x = random_rows(ROW_COUNTS[-1], width, smallest, 2, next(iter(tensors.values())))
+    try:
+        out = functional_call(module, dict(tensors), (x,))
+    except Exception as error:  # any model's code
+        raise NotRecognisedError(f"can't be run on random weights ({type(error).__name__}: {error})") from error
+    if not isinstance(out, torch.Tensor):
+        raise NotRecognisedError(f"returns a {type(out).__name__}")
+    return lambda fused: difference(fused(x), out) <= TOLERANCE[torch.float32]
+
+
+def compare(original: Callable[[torch.Tensor], Any], fused: Callable[[torch.Tensor], Any], like: torch.Tensor) -> None:
+    """Run both on fixed random rows of the width and dtype of `like`; raises `NotRecognisedError` if they differ."""
+    limit = TOLERANCE[like.dtype]
+    for rows in ROW_COUNTS:
+        x = random_rows(rows, like.shape[-1], -1, 1, like)
+        error = difference(original(x), fused(x))
+        if not error <= limit:
+            raise NotRecognisedError(
+                f"fused and original differ by {error:.1e} on {rows} rows, the limit is {limit:.1e}"
+            )
+
+
+def difference(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """The largest difference of two ``[..., n]``, as a part of the row's root mean square plus the element's size."""
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    return float(row_differences(expected, got).max())
+
+
+def row_differences(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """The same of each row: ``[...]``."""
+    a, b = expected.float(), got.float()
+    scale = a.pow(2).mean(-1, keepdim=True).sqrt() + a.abs()
+    return ((a - b).abs() / scale.clamp_min(1e-30)).amax(-1)
+
+
+def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, str, str]]:
+    """Assignments of (gate, up, down) that the shapes allow; gate is up where they are merged."""
+    for first, *middle, down in permutations(linears):
+        inner, hidden = linears[first].weight.shape
+        if len(middle) == 1 and linears[middle[0]].weight.shape == (inner, hidden):
+            if linears[down].in_features == inner:
+                yield first, middle[0], down
+        elif not middle and inner % 2 == 0 and linears[down].in_features == inner // 2:
+            yield first, first, down
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    linears = {name: m for name, m in module.named_children() if isinstance(m, nn.Linear) and is_plain_linear(m)}
+    return linears if len(linears) in (2, 3) else {}
+
+
+def _small_numbers(module: nn.Module) -> list[float]:
+    return list(dict.fromkeys(v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 0.1))
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _random(generator: torch.Generator, device: torch.device, *shape: int) -> torch.Tensor:
+    """Weights of about the size that keeps a row's scale, off zero so that nothing looks like its absence."""
+    scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+    return torch.randn(shape, generator=generator).mul_(scale).add_(0.1).to(device)
+
+
+def random_rows(rows: int, width: int, smallest: float, largest: float, like: torch.Tensor) -> torch.Tensor:
+    """``[1, rows, width]``, row scales from ``10**smallest`` to ``10**largest``, with a mean and a few outliers."""
+    generator = torch.Generator().manual_seed(SEED + rows)
+    x = torch.randn(rows, width, generator=generator) + 0.2
+    x[:, :: max(1, width // 4)] *= 4
+    return (x * torch.logspace(smallest, largest, rows)[:, None])[None].to(like)

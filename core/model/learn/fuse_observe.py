@@ -1,0 +1,130 @@
+"""See what a model's modules are called with, in one forward pass over a few random tokens.
+
+Attention is stood in for by one in which a token sees itself alone. Then no cache is needed, and no row of the pass has
+any business with another: what still depends on the other rows is the model's own doing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ....kernels.contract import ROW_MULTIPLE
+from ..run.attention import attention_set
+
+STAND_IN = "mainspring_row_local"
+SEED = 20240229
+TEXT_ROWS = 3 * ROW_MULTIPLE  # tokens of the text that a pass takes its rows from
+
+
+def own_values(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each token's output is its own value, for every query head: ``[rows, heads, dim]``."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def _row_local(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """The same as transformers calls it: ``[1, heads, rows, dim]`` → ``[1, rows, heads, dim]``."""
+    return own_values(*(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
+
+
+@contextmanager
+def stand_in(model: PreTrainedModel, note: Callable[..., None] | None = None) -> Iterator[None]:
+    """Attention is stood in for. `note` is called with the arguments of each call before."""
+
+    def noted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        note(*args, **kwargs)  # type: ignore[misc]  # not used where there is none
+        return _row_local(*args, **kwargs)
+
+    with attention_set(model, STAND_IN):
+        ALL_ATTENTION_FUNCTIONS.register(STAND_IN, noted if note else _row_local)
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
+
+
+@torch.no_grad()
+def run_rows(
+    model: PreTrainedModel,
+    rows: slice,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+    attention: Callable[..., None] | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Final hidden states ``[rows, hidden]`` of these rows of a fixed random text, without the output layer.
+
+    Around every module ``before(path, module, args, kwargs)`` and ``after(path, module, args, kwargs, output)`` are
+    called, before every attention ``attention`` with what it is given. positions: of all `TEXT_ROWS` of the text.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    text = torch.randint(embeddings.weight.shape[0], (TEXT_ROWS,), generator=torch.Generator().manual_seed(SEED))
+    if positions is None:
+        positions = torch.arange(TEXT_ROWS)
+    ids, positions = text[None, rows].to(model.device), positions[None, rows].to(model.device)
+    with ExitStack() as stack:
+        stack.enter_context(stand_in(model, attention))
+        for path, module in model.named_modules():
+            if before:
+                hook = module.register_forward_pre_hook(partial(before, path), with_kwargs=True)
+                stack.callback(hook.remove)
+            if after:
+                hook = module.register_forward_hook(partial(after, path), with_kwargs=True)
+                stack.callback(hook.remove)
+        outputs = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    hidden: torch.Tensor = outputs[0][0]
+    return hidden
+
+
+def shared_inputs(model: PreTrainedModel) -> dict[str, list[tuple[str, ...]]]:
+    """Linear layers side by side in one module that are given the very same tensor.
+
+    → module path → groups of child names, in the order of their calls. A layer counts when the pass called it exactly
+    once, and a group when its tensor still held the same values at the last call.
+    """
+    plain = {path for path, module in model.named_modules() if is_plain_linear(module)}
+    calls = Counter[str]()
+    inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # and a copy; kept, so that an id means one tensor
+    changed: set[int] = set()
+    children: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path in plain:
+            (x,) = (*args, *kwargs.values())
+            if not torch.equal(inputs.setdefault(id(x), (x, x.clone()))[1], x):
+                changed.add(id(x))
+            calls[path] += 1
+            children[path.rpartition(".")[0], id(x)].append(path)
+
+    run_rows(model, slice(ROW_MULTIPLE), before=note)
+    groups: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for (parent, x), paths in children.items():
+        once = tuple(path.rpartition(".")[2] for path in paths if calls[path] == 1)
+        if len(once) > 1 and x not in changed:
+            groups[parent].append(once)
+    return groups
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """An ``nn.Linear`` and nothing more: no forward of its own, no hook, no parametrization."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )

@@ -1,0 +1,234 @@
+"""Make a row of the forward pass have the same bits whatever other rows there are, and tell whether it has.
+
+Two kinds of torch's own operators don't, on a CPU (both seen with torch 2.13):
+
+- matrix products over a number of rows that is no multiple of `ROW_MULTIPLE`: other code runs the last few rows. An
+  expert of a mixture gets as many rows as happen to choose it;
+- some elementwise functions, which are computed by vector instructions but for the end of each thread's share of the
+  tensor, where a scalar version rounds differently. Which elements lie there depends on the number of rows. ``exp``,
+  ``tanh``, ``erf``, ``log1p``, ``sin``, ``cos`` and plain arithmetic are the same in both, and the others can be
+  written with them.
+
+`RowInvariant` is a context in which both are right. It costs a microsecond or two for every torch call inside it, so it
+is put only around the modules that need it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ....kernels.contract import ROW_MULTIPLE
+from ..run.fused import FusedMLP, FusedRMSNorm
+from .fuse_observe import TEXT_ROWS, run_rows
+
+Function = Callable[..., Any]
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-x.float()).add_(1.0).reciprocal_().to(x.dtype)
+
+
+def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    x = input.float()
+    return (x / torch.exp(-x).add_(1.0)).to(input.dtype)
+
+
+def _gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if approximate == "none":
+        return F.gelu(input)
+    x = input.float()
+    inner = (x * x * x).mul_(0.044715).add_(x).mul_((2.0 / torch.pi) ** 0.5)
+    return (torch.tanh(inner).add_(1.0).mul_(x).mul_(0.5)).to(input.dtype)
+
+
+def _softplus(input: torch.Tensor, beta: float = 1.0, threshold: float = 20.0) -> torch.Tensor:
+    x = input.float() * beta
+    return torch.where(x > threshold, x, torch.log1p(torch.exp(x))).div_(beta).to(input.dtype)
+
+
+def _mish(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return (input.float() * torch.tanh(_softplus(input.float()))).to(input.dtype)
+
+
+ELEMENTWISE: dict[Function, Function] = {
+    F.silu: _silu,
+    F.gelu: _gelu,
+    F.softplus: _softplus,
+    F.mish: _mish,
+    torch.sigmoid: _sigmoid,
+    torch.Tensor.sigmoid: _sigmoid,
+}
+
+LEFT_OPERAND: dict[Function, int] = {
+    F.linear: 0,
+    torch.matmul: 0,
+    torch.Tensor.matmul: 0,
+    torch.mm: 0,
+    torch.Tensor.mm: 0,
+    torch.bmm: 0,
+    torch.Tensor.bmm: 0,
+    torch.addmm: 1,
+    torch.baddbmm: 1,
+}
+"""Matrix products → which argument holds the rows, in its second last dimension."""
+
+
+def _odd_rows(function: Function, args: tuple[Any, ...]) -> int:
+    """The number of rows of a matrix product, where it is no multiple of `ROW_MULTIPLE`; else 0."""
+    at = LEFT_OPERAND.get(function)
+    if at is None or len(args) <= at:
+        return 0
+    left = args[at]
+    rows: int = left.shape[-2] if left.dim() > 1 else 1
+    return rows if rows % ROW_MULTIPLE and left.shape[-1] > 1 else 0
+
+
+def _padded(function: Function, /, *args: Any, **kwargs: Any) -> Any:
+    """The function's result. A matrix product is given as many more rows of zeros as make a multiple."""
+    rows = _odd_rows(function, args)
+    if not rows:
+        return function(*args, **kwargs)
+    at = LEFT_OPERAND[function]
+    left = args[at]
+    flat = left.dim() == 1
+    padded = F.pad(left[None] if flat else left, (0, 0, 0, -rows % ROW_MULTIPLE))
+    out = function(*args[:at], padded, *args[at + 1 :], **kwargs).narrow(-2, 0, rows)
+    return out[0] if flat else out
+
+
+def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """``torch._grouped_mm``: rows ``[n, in]``, sorted by expert and ending at `offs`, times ``[experts, in, out]``."""
+    out = rows.new_empty(len(rows), weights.shape[2])
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            out[start:end] = _padded(torch.mm, rows[start:end], weights[expert])
+            start = end
+    return out
+
+
+class RowInvariant(TorchFunctionMode):
+    """Inside this context, products are padded to whole multiples of rows and hazardous functions rewritten."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = _grouped_mm if func is torch._grouped_mm else ELEMENTWISE.get(func)
+        return replacement(*args, **(kwargs or {})) if replacement else _padded(func, *args, **(kwargs or {}))
+
+
+class RoutedProducts(TorchFunctionMode):
+    """Inside this context, linear layers are computed by `linear`, a backend's."""
+
+    def __init__(self, linear: Function) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what `RowInvariant` would replace in a pass over `model`, under the innermost module that was given all the
+    rows: one that deals rows out is named, not what gets some of them. What fused modules do inside is the backend's
+    promise."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.found: defaultdict[str, set[str]] = defaultdict(set)
+        self._stack: list[tuple[str, nn.Module, bool]] = []
+        with self:
+            run_rows(model, slice(TEXT_ROWS), self._before, self._after)
+
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
+        self._stack.append((path, module, x is not None and x.shape[:-1].numel() % TEXT_ROWS == 0))
+
+    def _after(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        exact = func is F.gelu and kwargs.get("approximate", "none") == "none"
+        if func in ELEMENTWISE and not exact and out.numel() >= TEXT_ROWS:
+            self._note(func.__name__)
+        elif func is torch._grouped_mm or _odd_rows(func, args):
+            self._note("products over some of the rows")
+        return out
+
+    def _note(self, what: str) -> None:
+        if self._stack and not isinstance(self._stack[-1][1], FusedMLP | FusedRMSNorm):
+            path = next((path for path, _, whole in reversed(self._stack) if whole), self._stack[0][0])
+            self.found[path].add(what)
+
+
+def make_row_invariant(model: PreTrainedModel) -> list[str]:
+    """Run the modules of `model` that need it in `RowInvariant`; → lines for ``--explain-model``.
+
+    To be called on a loaded model in eval mode, after `fuse_model`. Changes no parameter and no name.
+    `is_row_invariant` tells whether anything is left.
+    """
+    found, lines = _Watch(model).found, Counter[str]()
+    for path, why in found.items():
+        if any(path.startswith(f"{outer}.") for outer in found):
+            continue  # runs in what is set around the outer one
+        module = model.get_submodule(path)
+        module.forward = _invariant(module.forward)
+        lines[f"{type(module).__name__} runs row-invariant ({', '.join(sorted(why))})"] += 1
+    return [f"clockwork: {count} x {what}" for what, count in lines.items()]
+
+
+def _invariant(forward: Function) -> Function:
+    @wraps(forward)
+    def invariant(*args: Any, **kwargs: Any) -> Any:
+        with RowInvariant():
+            return forward(*args, **kwargs)
+
+    return invariant
+
+
+def route_products(model: PreTrainedModel, linear: Function) -> None:
+    """Let every linear layer that fusing left alone be computed by `linear`, a backend's."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = routed(module, linear)  # type: ignore[method-assign]
+
+
+def routed(module: nn.Linear, linear: Function) -> Function:
+    """A forward of this linear layer."""
+    return lambda input: linear(input, module.weight, module.bias)
+
+
+def stray_products(model: PreTrainedModel) -> set[str]:
+    """Modules with matrix products of torch's own, once `route_products` was called: few rows may not show that their
+    bits depend on how many there are."""
+    return set(_Products(model).found)
+
+
+class _Products(_Watch):
+    """Notes them under the class of the innermost module."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at = 0 if func in (torch._grouped_mm, torch.einsum) else LEFT_OPERAND.get(func)
+        left = args[at] if at is not None and len(args) > at else None
+        # products of one term each, which rotary embeddings have, are exact
+        if at is not None and self._stack and not (isinstance(left, torch.Tensor) and left.shape[-1] == 1):
+            self.found[type(self._stack[-1][1]).__name__].add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def is_row_invariant(model: PreTrainedModel) -> bool:
+    """Whether a few tokens, attention aside, have the same bits alone and among others.
+
+    Else clockwork can't be promised: a router that drops tokens when an expert is full does this, or a sum over rows.
+    """
+    some = slice(ROW_MULTIPLE, 2 * ROW_MULTIPLE)
+    return torch.equal(run_rows(model, slice(TEXT_ROWS))[some], run_rows(model, some))

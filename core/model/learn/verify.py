@@ -1,0 +1,160 @@
+"""Verify by execution: the paged path must give the logits that the model gives alone.
+
+Two random sequences go through the model one by one, with the library's own eager attention, and then together through
+the runner that serves: flattened into rows, cut into chunks, their blocks interleaved. Whatever makes rows of one
+request depend on another's, or a later chunk on state that no cache holds, shows as a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....ipc.errors import UnsupportedModelError
+from ....kernels.contract import Backend
+from ....kernels.reference.backend import ReferenceBackend
+from ...work.runner import ModelRunner
+from ..run.attention import attention_set
+from ..run.paged_model import PagedModel
+
+BLOCK_SIZE = 8
+LENGTHS = (13, 10)  # tokens of the two sequences; more where a small window must be crossed
+SMALL_WINDOW = 24
+
+# Largest difference allowed, in standard deviations of the logits. Tiny random models of 104 architectures stay below
+# 1e-4 in fp32. In half precision the library's own attention rounds scores, and a router may then send a token to
+# another expert, so the middle row of a chunk is compared there: what is wrong by structure is wrong in most rows.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+class Chunk(NamedTuple):
+    """The tokens ``start:end`` of one sequence."""
+
+    sequence: int
+    start: int
+    end: int
+
+
+def verify(model: PagedModel, backend: Backend) -> str:
+    """Compare the paged path on `backend` with the model alone; → a line for ``--explain-model``.
+
+    Where they differ by more than `TOLERANCE` in half precision, rounding alone may be the reason (seen in models with
+    large scores), and fp32 decides: weights are widened for as long as that takes, which loses nothing but needs the
+    memory, and is not done where they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves
+    `model` bound to nothing of use.
+    """
+    sequences = random_sequences(model)
+    dtype = model.dtype
+    error, logits = _difference(model, sequences, backend, dtype)
+    model.verified = backend, logits
+    if dtype != torch.float32 and not error <= TOLERANCE[dtype] and model.streamed is None:
+        dtype = torch.float32
+        with _widened(model.model):
+            error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
+    if not error <= TOLERANCE[dtype]:  # also when it is not a number
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} gives other logits with a paged cache than alone (they differ by "
+            f"{error:.2g} standard deviations, the limit is {TOLERANCE[dtype]:g}), so something besides its attention "
+            "passes information between tokens"
+        )
+    kind = str(dtype).removeprefix("torch.")
+    return f"verified: logits of the paged path within {error:.1e} standard deviations of the model's own, in {kind}"
+
+
+def _difference(
+    model: PagedModel, sequences: list[torch.Tensor], backend: Backend, dtype: torch.dtype
+) -> tuple[float, torch.Tensor]:
+    """The largest difference of any row in fp32, of the middle row of any chunk in half precision; and the paged path's
+    logits of all rows."""
+    steps = schedule([len(sequence) for sequence in sequences])
+    own = _own_logits(model, sequences)
+    paged = paged_logits(model, sequences, steps, backend, dtype)
+    worst = []
+    for chunk in (chunk for step in steps for chunk in step):
+        alone = own[chunk.sequence].float()
+        ours = paged[chunk.sequence][chunk.start : chunk.end].float()
+        rows = (ours - alone[chunk.start : chunk.end]).abs().amax(1) / alone.std().clamp_min(1e-12)
+        worst.append(rows.amax() if dtype == torch.float32 else rows.median())
+    return float(torch.stack(worst).amax()), torch.cat(paged)
+
+
+def random_sequences(model: PagedModel) -> list[torch.Tensor]:
+    """Two random sequences, long enough to cross the smallest window if that is small. Never the padding token."""
+    windows = [spec.window for spec in model.layers if spec.window is not None]
+    extra = min((window for window in windows if window < SMALL_WINDOW), default=0)
+    pad = getattr(model.config, "pad_token_id", None)
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for length in LENGTHS:
+        length = min(length + extra, model.max_position or length + extra)
+        ids = torch.randint(2, model.vocab_size, (length,), generator=generator)
+        ids[ids == pad] = 1
+        sequences.append(ids.to(model.device))
+    return sequences
+
+
+@torch.inference_mode()
+def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's eager attention."""
+    with attention_set(model.model, "eager"):
+        return [
+            model.model(
+                input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], use_cache=False
+            )[0][0]
+            for ids in sequences
+        ]
+
+
+@contextmanager
+def _widened(module: torch.nn.Module) -> Iterator[None]:
+    """Hold every half-precision tensor of `module` in fp32 for a while."""
+    narrow = [(t, t.dtype) for t in (*module.parameters(), *module.buffers()) if t.dtype in TOLERANCE]
+    try:
+        for tensor, _ in narrow:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in narrow:
+            tensor.data = tensor.data.to(dtype)
+
+
+def schedule(lengths: list[int]) -> list[list[Chunk]]:
+    """Three steps: a chunk of each sequence, one token of the first beside most of the second, then what is left."""
+    first, second = lengths
+    cut, other = first // 2, second // 3
+    return [
+        [Chunk(0, 0, cut), Chunk(1, 0, other)],
+        [Chunk(1, other, second - 1), Chunk(0, cut, cut + 1)],
+        [Chunk(0, cut + 1, first), Chunk(1, second - 1, second)],
+    ]
+
+
+def paged_logits(
+    model: PagedModel,
+    sequences: list[torch.Tensor],
+    steps: list[list[Chunk]],
+    backend: Backend,
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Logits ``[length, vocab]`` of each sequence, from steps that cover it, through a cache made for the purpose."""
+    count, longest = len(sequences), max(map(len, sequences))
+    layout = model.lay_out(backend, BLOCK_SIZE, dtype or model.dtype)
+    groups, columns = len(layout.groups), -(-longest // BLOCK_SIZE)
+    limit = max(longest, model.max_position or 4096)
+    tokens = max(sum(chunk.end - chunk.start for chunk in step) for step in steps)
+    runner = ModelRunner(model, layout, backend, 1 + groups * count * columns, count, limit, tokens)
+    # block 0 is the null block; the sequences take turns with the others
+    places = torch.arange(groups * count * columns).view(columns, count, groups).permute(2, 1, 0)
+    runner.tables[:, :, :columns] = 1 + places.numpy()
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for step in steps:
+        order, starts, ends = np.array(step).T
+        ids = torch.cat([sequences[c.sequence][c.start : c.end] for c in step]).cpu().numpy()
+        out = runner.forward(order, starts, ends - starts, ids, np.arange(len(ids)))
+        for sequence, part in zip(order, out.split((ends - starts).tolist()), strict=True):
+            logits[sequence].append(part)
+    return [torch.cat(parts) for parts in logits]

@@ -1,0 +1,1 @@
+"""Reads a checkpoint into a model of transformers."""

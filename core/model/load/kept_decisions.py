@@ -1,0 +1,74 @@
+"""Decisions of fusing, kept from one start of a core to the next.
+
+They are a file, named by a digest of all that they follow from: the model's config, code and weights (a few values of
+each), the processor, the libraries' versions, and what this package makes of them. A start takes the file away and
+writes it again once the model was verified as a whole, which every start does: after one that failed, all is decided
+anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ....kernels.contract import Backend
+from ....kernels.native.build import cache_folder, cpu_features
+from .light_imports import keep
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parents[3]
+
+
+class KeptDecisions:
+    """Of the one model that a process loads. `folder`: by default ``fusing`` beside the native kernels."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+
+    def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Any] | None:
+        """Those of an earlier start, if there are any. None are kept for a GPU, and for code of a checkpoint's own,
+        which may import what no digest knows."""
+        if model.device.type != "cpu" or not type(model).__module__.startswith("transformers."):
+            return None
+        try:
+            folder = self._folder or cache_folder().with_name("fusing")
+            self._path = folder / f"{_digest(model, backend)}.json"
+            data = self._path.read_bytes()
+            self._path.unlink()
+            return msgspec.json.decode(data, type=dict[str, tuple[str, bool, str, list[Any]]])
+        except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
+            return None
+
+    def keep(self, decisions: Mapping[str, Any]) -> None:
+        """Call it after `find`, when the model is right."""
+        if self._path is None:
+            return
+        try:
+            keep(self._path, decisions)
+        except OSError as error:
+            logger.info("decisions of fusing can't be kept in %s: %s", self._path.parent, error)
+
+
+def _digest(model: PreTrainedModel, backend: Backend) -> str:
+    hashed = blake2b(digest_size=16)
+    names = [torch.__version__, transformers.__version__, type(model).__name__, type(backend).__name__, backend.name]
+    for text in (*names, *sorted(cpu_features()), model.config.to_json_string(use_diff=False)):
+        hashed.update(f"{text}\n".encode())
+    ours = [*PACKAGE.glob("core/model/**/*.py"), *PACKAGE.glob("kernels/**/*.py"), *PACKAGE.glob("kernels/native/*.*")]
+    for file in (Path(inspect.getfile(type(model))), *sorted(file for file in ours if file.is_file())):
+        hashed.update(file.read_bytes())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        values = tensor.flatten()[:: max(1, tensor.numel() // 8)].float().tolist()
+        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {values}\n".encode())
+    return hashed.hexdigest()

@@ -1,0 +1,338 @@
+"""From a folder or hub id to a `PagedModel`: config, checks, weights, dry run, verification."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_accelerate_available
+
+from ....ipc.config import LoadConfig, ModelConfig
+from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
+from ....kernels.contract import AttentionSpec, Backend
+from ....kernels.reference.backend import ReferenceBackend
+from ...work.device import device_for
+from ..learn.fuse import fuse_model
+from ..learn.probe import record_attention
+from ..learn.row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products
+from ..learn.verify import verify
+from ..run.paged_model import PagedModel
+from ..run.streamed_layers import StreamedLayers, stream_layers
+from .frozen_rope import freeze_rope
+from .kept_decisions import KeptDecisions
+from .quantized import AwqWeights, read_awq, settle_quantization
+from .refuse import refuse_class, refuse_config, trial_run
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
+
+
+def load_model(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device: torch.device,
+    max_model_len: int | None = None,
+    backend: Backend | None = None,
+    decisions: Mapping[str, Any] | KeptDecisions | None = None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
+    offload: int = 0,
+) -> PagedModel:
+    """Load a checkpoint and make sure that the paged path computes what the model computes alone.
+
+    `max_model_len` settles what depends on the length of a sequence (see rope.py); without it the model's own limit
+    does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. `prepare`
+    is told the attention and the dtype before any kernel of `backend` runs. `offload` bytes of a GPU's memory are saved
+    by weights that stay in the host's (see streamed.py). Raises `ModelNotFoundError` when there is
+    no such checkpoint and `UnsupportedModelError`, naming what stands in the way, when it can't be served rightly.
+    """
+    config = read_config(model_config, load_config)
+    name = model_config.model or ""
+    quantization = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
+    refuse_config(config, name)
+    model_class = _model_class(config, model_config)
+    if model_class is not None:
+        refuse_class(model_class)
+    quantized: AwqWeights | None = None
+    first = torch.device("cpu") if offload else device
+    if quantization == "awq" and load_config.load_format != "dummy":
+        with _quiet(load_config.use_tqdm_on_load):
+            model, quantized = _awq_model(config, model_class, model_config, load_config)
+    else:
+        model = build_model(config, model_config, load_config, first)
+    model.requires_grad_(False)
+    streamed, note = stream_layers(model, offload, device_for(device)) if offload else (None, "")
+    paged = page(model, max_model_len, backend, decisions, prepare, streamed)
+    paged.quantized = quantized
+    if streamed is not None:
+        paged.notes.insert(0, note)
+    return paged
+
+
+def page(
+    model: PreTrainedModel,
+    max_model_len: int | None = None,
+    backend: Backend | None = None,
+    decisions: Mapping[str, Any] | KeptDecisions | None = None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
+    streamed: StreamedLayers | None = None,
+) -> PagedModel:
+    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
+    refuse_class(type(model))
+    model.eval()
+    backend = backend or ReferenceBackend()
+    routed = RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext()
+    with trial_run(type(model).__name__), routed:
+        return _learned(model, max_model_len, backend, decisions, prepare, streamed)
+
+
+def _learned(
+    model: PreTrainedModel,
+    max_model_len: int | None,
+    backend: Backend,
+    decisions: Mapping[str, Any] | KeptDecisions | None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
+    streamed: StreamedLayers | None,
+) -> PagedModel:
+    limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    notes = freeze_rope(model, limit) if limit else []
+    calls = record_attention(model, limit)
+    if not calls:
+        raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
+    if streamed is not None and streamed.unseen:
+        raise UnsupportedModelError(
+            f"cpu_offload_gb is set, and {type(model).__name__} runs layers without calling them"
+        )
+    if prepare is not None:
+        prepare([call.spec for call in calls], model.dtype)
+    kept = None
+    if streamed is not None:  # what is joined is copied, so streamed layers stay as they are, and the others like them
+        decisions = {}
+    elif isinstance(decisions, KeptDecisions):
+        kept, decisions = decisions, decisions.find(model, backend)
+    fused = fuse_model(model, backend, decisions=decisions)
+    notes += fused.lines()
+    on_gpu = model.device.type == "cuda"
+    if not on_gpu:
+        notes += make_row_invariant(model)
+    elif backend.deterministic:
+        route_products(model, backend.linear)
+    paged = PagedModel(model, calls, fused.parameters, notes)
+    paged.decisions = dict(fused.decisions)
+    paged.stack = fused.stack
+    if streamed is not None:
+        paged.streamed, paged.parameters.packed = streamed, streamed.weights
+    notes.append(verify(paged, backend))
+    if kept:
+        kept.keep(fused.decisions)
+    stray = stray_products(model) if backend.deterministic and on_gpu else set()
+    if backend.deterministic and (stray or not is_row_invariant(model)):
+        if on_gpu:
+            where = f" ({', '.join(sorted(stray))})" if stray else ""
+            raise UnsupportedModelError(
+                f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of "
+                f"a step{where}: unset it, or run the model on a CPU"
+            )
+        notes.append("not clockwork: a token's bits depend on the other tokens of a step")
+        logger.warning("%s is %s", type(model).__name__, notes[-1])
+    return paged
+
+
+def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTrainedConfig:
+    """The checkpoint's config with `hf_overrides` merged in."""
+    name = model_config.model
+    if not name:
+        raise InvalidArgumentError("model is empty; give a folder or a Hugging Face id")
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"the folder {name!r} holds no config.json")
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ModelNotFoundError(f"there is no folder {name!r}")
+    where: dict[str, Any] = {"revision": model_config.revision, "cache_dir": load_config.download_dir}
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(str(folder), **where)
+        model_type, own_code = raw.get("model_type"), "AutoConfig" in raw.get("auto_map", {})
+        if model_type not in CONFIG_MAPPING and not (own_code and model_config.trust_remote_code):
+            hint = "; trust_remote_code=True would run the code that comes with it" if own_code else ""
+            raise UnsupportedModelError(f"transformers does not know the model_type {model_type!r} of {name!r}{hint}")
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=model_config.trust_remote_code, **where
+        )
+        if model_config.hf_overrides:
+            config = type(config).from_dict(_merged(raw, model_config.hf_overrides))
+    except OSError as error:
+        raise ModelNotFoundError(_not_found(name, error)) from error
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # each config class validates in its own way
+        raise UnsupportedModelError(f"config.json of {name!r} is not valid: {_first_line(error)}") from error
+    return config
+
+
+def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[PreTrainedModel] | None:
+    """The causal-LM class transformers has for this config; None where the checkpoint brings its own code."""
+    if model_config.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return None
+    known = AutoModelForCausalLM._model_mapping
+    heads = [getattr(transformers, name, None) for name in config.architectures or ()]
+    other = next((h.__name__ for h in heads if h is not None and not issubclass(h, GenerationMixin)), None)
+    if type(config) not in known or other is not None:
+        kind = other or config.model_type
+        raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
+    return cast("type[PreTrainedModel]", known[type(config)])
+
+
+def build_model(
+    config: PreTrainedConfig,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device: torch.device,
+    auto: Any = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """The model that transformers' class `auto` makes of a checkpoint. Errors as `load_model`."""
+
+    def load(name: str) -> Any:
+        return auto.from_pretrained(
+            name,
+            config=config,
+            dtype=model_config.dtype,
+            revision=model_config.revision or "main",
+            cache_dir=load_config.download_dir,
+            use_safetensors=True if load_config.load_format == "safetensors" else None,
+            trust_remote_code=model_config.trust_remote_code,
+            attn_implementation="eager",
+            # straight to the device where accelerate is installed, which transformers needs for that
+            device_map={"": device} if device.type != "cpu" and is_accelerate_available() else None,
+            output_loading_info=True,
+        )
+
+    with _quiet(load_config.use_tqdm_on_load):
+        if load_config.load_format != "dummy":
+            loaded: Any = _loaded(load, model_config)
+            return cast("PreTrainedModel", loaded.to(device))
+        dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(model_config.seed)
+            model = auto.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
+            )
+        return cast("PreTrainedModel", model.eval())
+
+
+def _awq_model(
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+) -> tuple[PreTrainedModel, AwqWeights]:
+    """The plain model that the weights of an AWQ checkpoint stand for, and those weights."""
+    if model_class is None:
+        raise UnsupportedModelError(f"{model_config.model!r} is quantized and brings its own code; only one may be")
+    weights = AwqWeights({})
+
+    def load(name: str) -> Any:
+        nonlocal weights
+        tensors, weights = read_awq(name, model_config.revision or "main", load_config.download_dir)
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=model_config.dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+
+    return _loaded(load, model_config), weights
+
+
+def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrainedModel:
+    """What `load` makes of a folder or hub id, a model and how loading it went, unless it went wrong."""
+    name = str(Path(model_config.model or "").expanduser())
+    try:
+        with _WithoutSympy():
+            model, info = load(name)
+    except SafetensorError as error:
+        raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
+    except OSError as error:
+        raise ModelNotFoundError(f"no weights of {name!r} could be read: {_first_line(error)}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))  # of no use without a head
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UnsupportedModelError(f"the checkpoint {name!r} lacks the parameter {missing[0]!r}{more}")
+    if info["unexpected_keys"]:
+        logger.warning("%d tensors of %s are not used by the model", len(info["unexpected_keys"]), name)
+    return cast("PreTrainedModel", model)
+
+
+class _WithoutSympy(TorchFunctionMode):
+    """Most operations on the meta device, where transformers builds a model, are Python code of torch that imports
+    sympy, a large part of a core's start. The usual ones need not run there: random values for weights, which have no
+    values, and frequencies of rotary embeddings, which are made again once weights are read: so it does no harm that
+    what is written in place into one of both devices is lost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, nn.init.normal_) and (x := args[0] if args else kwargs["tensor"]).is_meta:
+            return x
+        if func is torch.arange and str(kwargs.get("device")) == "meta":
+            kwargs["device"] = "cpu"
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if not any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                raise
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))  # it was of both devices
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def _quiet(show_progress: bool) -> Iterator[None]:
+    """Keep transformers' own words off the terminal; its progress bar only where the load is long and wanted."""
+
+    def progress_bar(factory: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return factory(*args, **{**kwargs, "delay": PROGRESS_DELAY_S, "disable": None if show_progress else True})
+
+    verbosity = transformers_logging.get_verbosity()
+    hook = transformers_logging.set_tqdm_hook(progress_bar)
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.set_tqdm_hook(hook)
+
+
+def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with `overrides` on top; a dict in both is merged, so that one field of a part can be replaced."""
+    merged = dict(raw)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _not_found(name: str, error: OSError) -> str:
+    if Path(name).expanduser().is_dir():
+        return f"config.json of {name!r} can't be read: {_first_line(error)}"
+    return f"{name!r} is neither a folder here nor a model that the Hugging Face hub gave: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""The model as the worker runs it, over the paged cache."""

@@ -1,0 +1,120 @@
+"""The modules that take the place of what `fuse` recognised. Numerics are the backend's; shapes are the original's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ....kernels.contract import Backend
+
+
+class FusedRMSNorm(nn.Module):
+    """``x / rms(x) * (offset + weight)`` over the last dimension, in one kernel. Keeps the original's parameter."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float, backend: Backend) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        self.offset = offset
+        self._rms_norm = backend.rms_norm
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[..., n]`` → the same shape and dtype. The input may be a strided view (a head norm after joined q/k/v)."""
+        return self._rms_norm(hidden_states, self.weight, self.eps, self.offset)
+
+
+class FusedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` with gate and up in one product, gate first."""
+
+    def __init__(self, gate_up: nn.Linear, down: nn.Linear, activation: str, backend: Backend) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+        self._act_and_mul = backend.act_and_mul
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden]`` → ``[..., hidden]``."""
+        gate_up = self.gate_up(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        out: torch.Tensor = self.down(self._act_and_mul(gate_up, self.activation))
+        return out.view(*hidden_states.shape[:-1], out.shape[-1])
+
+
+class JoinedProjections(nn.Module):
+    """Several linear layers over the same input, as one product.
+
+    The model calls them one after another (``self.q_proj(x)``, ``self.k_proj(x)``, ``self.v_proj(x)``). Whichever comes
+    first computes all; each of the others then takes its part, once. Parts are handed over only for the very tensor
+    object they were computed from, which is held until the last is taken, so its identity can't be reused. A call with
+    any other tensor computes anew: the result is right whatever the model does, and two threads at worst compute twice.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int], backend: Backend) -> None:
+        super().__init__()
+        self._linear = backend.linear
+        self.weight = nn.Parameter(weight, requires_grad=False)  # [sum(sizes), in]
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.sizes = list(sizes)
+        # the input, and the parts of its product still to be taken; in a list, for setting a module's attribute is slow
+        self._handoff: list[tuple[torch.Tensor, list[torch.Tensor | None]] | None] = [None]
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` → ``[..., sizes[index]]``, a strided view into the joint product."""
+        pending = self._handoff[0]
+        if pending is not None and pending[0] is x:
+            parts = pending[1]
+            part = parts[index]
+            if part is not None:
+                parts[index] = None
+                if not any(p is not None for p in parts):
+                    self._handoff[0] = None
+                return part
+        product: tuple[torch.Tensor, ...] = torch.split(self._linear(x, self.weight, self.bias), self.sizes, dim=-1)
+        self._handoff[0] = (x, [None if i == index else p for i, p in enumerate(product)])
+        return product[index]
+
+
+class ProjectionPart(nn.Module):
+    """One of several joined projections, under the name the model calls it by."""
+
+    def __init__(self, joined: JoinedProjections, index: int, has_bias: bool) -> None:
+        super().__init__()
+        self._joined = (joined,)  # in a tuple: the parent registers it, once
+        self.index = index
+        self.has_bias = has_bias
+        self.in_features = joined.weight.shape[1]
+        self.out_features = joined.sizes[index]
+        self._start = sum(joined.sizes[:index])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._joined[0].weight.detach().narrow(0, self._start, self.out_features)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias = self._joined[0].bias
+        return bias.detach().narrow(0, self._start, self.out_features) if bias is not None and self.has_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._joined[0].part(self.index, x)
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A linear layer around existing tensors, with nothing allocated or initialised."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear.eval()
+
+
+def join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights ``[sum of outputs, in]`` and biases of several layers, one after another. Where only some have a bias,
+    the others get zeros, which change nothing."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    return weight, torch.cat([bias.detach() for bias in biases])

@@ -1,0 +1,155 @@
+"""LoRA in the forward pass: to a row's product ``W x`` its adapter adds ``scale * B (A x)``.
+
+All linear layers compute through `Backend.linear`, so that is the one place: `AdaptedBackend` looks up by the weight's
+identity what the adapters of the step add to it. Several checkpoint parameters may lie in one tensor; each
+adds to its own columns of the product. It is done in fp32, as PEFT does, for each adapter over its own rows, padded to
+a multiple of `ROW_MULTIPLE`: so a row's bits depend on no other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ....kernels.contract import ROW_MULTIPLE, Backend
+from ...work.device import device_for
+from ..learn.fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
+from ..learn.row_invariant import routed
+from .fused import JoinedProjections
+from .paged_model import PagedModel
+
+
+class Place(NamedTuple):
+    """Where a linear layer of the checkpoint is computed."""
+
+    weight: int  # `id` of the tensor that holds its weight
+    start: int  # of its columns in that tensor's product
+    num_outputs: int
+    num_inputs: int
+
+
+class Delta(NamedTuple):
+    """What an adapter adds to one linear layer."""
+
+    down: torch.Tensor  # A, fp32 [rank, inputs]
+    up: torch.Tensor  # B, fp32 [outputs, rank]
+    scale: float
+    start: int
+
+
+class LoRA(NamedTuple):
+    """An adapter as it is computed."""
+
+    digest: bytes  # of its files
+    deltas: Mapping[int, Sequence[Delta]]  # by `Place.weight`
+
+    def to(self, device: torch.device) -> LoRA:
+        moved = {
+            weight: [delta._replace(down=delta.down.to(device), up=delta.up.to(device)) for delta in deltas]
+            for weight, deltas in self.deltas.items()
+        }
+        return self._replace(deltas=moved)
+
+
+class _Share(NamedTuple):
+    """The rows of a step that an adapter has."""
+
+    lora: LoRA
+    padded: torch.Tensor  # int64, a multiple of ROW_MULTIPLE of them, the last one repeated
+    rows: torch.Tensor  # int64
+
+
+class AdaptedBackend:
+    """A backend with adapters: all is the `backend`'s own, but that `linear` adds what the step's rows ask for.
+
+    Args:
+        slots: of running requests.
+        max_loras: adapters in one step.
+    """
+
+    def __init__(self, backend: Backend, slots: int, max_loras: int) -> None:
+        self._backend = backend
+        self._loras: list[LoRA | None] = [None] * (max_loras + 1)  # by place; at 0 there is none
+        self._place_of = np.zeros(slots, np.int64)
+        self._of_tokens: list[_Share] = []
+        self._of_logits: list[_Share] = []
+        self._head = 0  # id of the weight that sees only the rows that have logits
+        self._device = device_for(torch.device("cpu"))
+        self._note: Callable[[int, int], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Backend.linear`."""
+        out = self._backend.linear(x, weight, bias)
+        key = id(weight)
+        if self._note is not None:
+            self._note(key, x.shape[:-1].numel())
+        for lora, padded, rows in self._of_logits if key == self._head else self._of_tokens:
+            for down, up, scale, start in lora.deltas.get(key, ()):
+                inner = self._backend.linear(x.reshape(-1, x.shape[-1])[padded].float(), down)
+                added = self._backend.linear(inner, up)[: len(rows)].mul_(scale)
+                part = out.view(-1, out.shape[-1]).narrow(1, start, len(up))
+                part[rows] = (part[rows] + added).to(out.dtype)
+        return out
+
+    def attach(self, model: PagedModel) -> dict[str, Place]:
+        """Compute the linear layers of `model`, which was loaded with this backend, here. Returns those that adapters
+        may change, by module path: each that sees every row of a step once, in order, and the output layer."""
+        self._device = device_for(model.device)
+        for module in model.model.modules():
+            if isinstance(module, nn.Linear) and is_plain_linear(module):
+                module.forward = routed(module, self.linear)  # type: ignore[method-assign]
+        seen: dict[int, set[int]] = {}
+        self._note = lambda key, rows: seen.setdefault(key, set()).add(rows)
+        run_rows(model.model, slice(TEXT_ROWS))
+        self._note = None
+        able = {key for key, rows in seen.items() if rows == {TEXT_ROWS}}
+        head = model.model.get_output_embeddings()
+        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+            able.add(id(head.weight))
+            self._head = id(head.weight) if model.selects_rows else 0
+        places = {}
+        for name in model.parameters.names():
+            owner, attribute, start, _ = slot = model.parameters.slot(name)
+            if attribute == "weight" and isinstance(owner, nn.Linear | JoinedProjections) and id(slot.tensor) in able:
+                places[name.removesuffix(".weight")] = Place(id(slot.tensor), start, *slot.view().shape)
+        return places
+
+    def admit(self, slot: int, place: int, lora: LoRA | None) -> None:
+        """The request at `slot` has this adapter from now on, as one of at most `max_loras`; place 0: none."""
+        self._place_of[slot] = place
+        held = self._loras[place]
+        if lora is not None and (held is None or held.digest != lora.digest):
+            self._loras[place] = lora.to(self._device.torch)
+
+    def forget(self) -> None:
+        """Nobody runs, and no adapter takes memory of the device."""
+        self._loras = [None] * len(self._loras)
+        self._place_of[:] = 0
+        self._of_tokens = self._of_logits = []
+
+    def begin(self, slots: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> bool:
+        """Say what the next forward pass computes, as in `Rows`. Whether any of it has an adapter."""
+        places = self._place_of[slots]
+        self._of_tokens = self._of_logits = []
+        if places.any():
+            places = np.repeat(places, counts)
+            self._of_tokens, self._of_logits = self._shares(places), self._shares(places[wanted])
+        return bool(self._of_tokens)
+
+    def _shares(self, places: np.ndarray) -> list[_Share]:
+        shares = []
+        for place in np.unique(places[places > 0]).tolist():
+            rows = np.flatnonzero(places == place)
+            padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
+            on_device = self._device.bring(torch.from_numpy(padded))
+            lora = self._loras[place]
+            assert lora is not None
+            shares.append(_Share(lora, on_device, on_device[: len(rows)]))
+        return shares

@@ -1,0 +1,162 @@
+"""A loaded model as the runner sees it: flattened tokens in, logits of chosen rows out, KV in the paged cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache
+from ...work.kv_layout import KVLayout, plan_layout
+from ..learn.probe import AttentionCall
+from ..load.parameters import ParameterMap
+from ..load.quantized import AwqWeights
+from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
+from .stack import StackedDecoder
+from .streamed_layers import StreamedLayers
+
+if TYPE_CHECKING:
+    from .whole_model import WholeModel
+
+
+class PagedModel:
+    """A causal language model of transformers whose attention runs over a paged KV cache. Where it has no output layer
+    (see pooling.py), hidden states stand for the logits.
+
+    ``layers[i]`` describes attention call ``i`` of a forward pass. ``sources[i]`` is ``i``, or the earlier call whose
+    keys and values call ``i`` reads (layers that share them): `bind` is then given that call's cache twice.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, calls: Sequence[AttentionCall], parameters: ParameterMap, notes: list[str]
+    ) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.layers: list[AttentionSpec] = [call.spec for call in calls]
+        self.sources: list[int] = [call.source for call in calls]
+        self.max_position: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.eos_token_ids = _eos_token_ids(model)
+        self.parameters = parameters  # where each parameter of the checkpoint lives now
+        self.notes = notes  # what loading learned and decided, for --explain-model
+        self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
+        self.is_quantized = False  # by this engine, or as the checkpoint comes
+        self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
+        self.verified: tuple[Backend, torch.Tensor] | None = None  # on what, and the logits that `verify` saw there
+        self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
+        self.streamed: StreamedLayers | None = None  # those whose weights are in host memory
+        self.whole: WholeModel | None = None  # where a backend runs all of it
+        self.row_multiple = ROW_MULTIPLE  # of which the rows of a forward pass are to be one
+        self._calls = AttentionCalls(self.sources)
+        for call in calls:
+            call.module.mainspring_calls = self._calls  # type: ignore[assignment]
+        model.set_attn_implementation(IMPLEMENTATION)
+        accepted = inspect.signature(model.forward).parameters
+        self.selects_rows = "logits_to_keep" in accepted  # whether the output layer sees only rows that have logits
+        # embeddings added in each layer are looked up by token id, which rows of embeddings do not tell
+        per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
+        self.accepts_embeddings = "inputs_embeds" in accepted and not per_layer
+
+    def lay_out(self, backend: Backend, block_size: int, dtype: torch.dtype) -> KVLayout:
+        """The layout of a cache of this `dtype` that `backend` reads."""
+        return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dim, backend.heads_first)
+
+    def bind(self, caches: Sequence[LayerCache]) -> None:
+        """Say where each attention call's keys and values lie."""
+        self._calls.caches = list(caches)
+        if self.whole is not None:
+            self.whole.decoder.bind(caches, self.sources)
+
+    def unbind(self) -> None:
+        """Let go of the cache; nothing can be computed until `bind`."""
+        self._calls.caches = []
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Sequence[StepAttention],
+        logit_rows: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step over the flattened tokens of all its requests.
+
+        input_ids and positions are int64 ``[tokens]``; attention has one entry per attention call; logit_rows is int64
+        ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids. tokens and n are multiples of
+        `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
+        """
+        if self.whole is not None:
+            embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            return self.whole.forward(embeddings, positions, attention, logit_rows)
+        self._calls.begin(attention)
+        inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "use_cache": False}
+        if inputs_embeds is None:
+            inputs["input_ids"] = input_ids.unsqueeze(0)
+        else:
+            inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
+        if self.selects_rows:
+            inputs["logits_to_keep"] = logit_rows
+        logits: torch.Tensor = self.model(**inputs)[0][0]
+        return logits if self.selects_rows else logits[logit_rows]
+
+    @torch.inference_mode()
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``[tokens, hidden]`` that stand for these ids in `forward`'s inputs_embeds; see `accepts_embeddings`."""
+        embedding = self.model.get_input_embeddings() if self.whole is None else self.whole.embedding
+        rows: torch.Tensor = embedding(input_ids)
+        return rows
+
+    @contextmanager
+    def unpacked(self) -> Iterator[PreTrainedModel]:
+        """The model with all its parameters in their places; those that a backend has packed are copies, and what
+        changes in them is kept. Streamed ones are in host memory: such a model can be read and changed, not run."""
+        copies = {}
+        for name in self.parameters.names():
+            tensor = self.parameters.slot(name).tensor
+            packed = self.parameters.packed.get(id(tensor))
+            if packed is not None and id(tensor) not in copies:
+                copies[id(tensor)] = tensor, packed, tensor.data
+                tensor.data = packed.unpack()
+        try:
+            yield self.model
+        finally:
+            for tensor, packed, before in copies.values():
+                now, tensor.data = tensor.data, before
+                if not torch.equal(now.to((whole := packed.unpack()).device), whole):
+                    packed.replace(now)
+
+    def explain(self) -> list[str]:
+        """What was learned and decided at load, for ``--explain-model``."""
+        shared = sum(source != index for index, source in enumerate(self.sources))
+        lines = [f"model: {type(self.model).__name__}, {self.dtype}, {self.device}"]
+        lines += [f"attention: {count} x {_describe(spec)}" for spec, count in Counter(self.layers).items()]
+        if shared:
+            lines.append(f"attention: {shared} of {len(self.layers)} calls read the keys and values of an earlier one")
+        return lines + self.notes
+
+
+def _describe(spec: AttentionSpec) -> str:
+    text = f"{spec.num_q_heads} query heads of {spec.key_dim}, {spec.num_kv_heads} KV heads, scale {spec.scale:.6g}"
+    if spec.value_dim != spec.key_dim:
+        text += f", values of {spec.value_dim}"
+    if spec.window is not None:
+        text += f", window {spec.window}"
+    if spec.softcap is not None:
+        text += f", soft cap {spec.softcap:g}"
+    return text
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids that end a text: the generation config's, which transformers fills from the config where it is absent."""
+    config = getattr(model, "generation_config", None)
+    ids = None if config is None else config.eos_token_id
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)

@@ -1,0 +1,319 @@
+"""Models that give vectors instead of tokens: which they are, how a checkpoint says its rows become one vector, and
+its own classification head.
+
+What sentence-transformers writes beside a checkpoint (modules.json) is followed. Of a head nothing is written again:
+the model's own forward runs, with the hidden states that were computed in the place of its trunk's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.models.auto.modeling_auto import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from ....ipc.config import LoadConfig, ModelConfig
+from ....ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, UnsupportedModelError
+from ....ipc.messages import Pooling
+from ....ipc.tokenizer_files import checkpoint_folder
+from ....kernels.contract import AttentionSpec, Backend
+from ..learn.probe import UNLIMITED
+from ..learn.row_invariant import is_row_invariant, make_row_invariant
+from ..learn.verify import TOLERANCE
+from ..load.frozen_rope import freeze_rope
+from ..load.kept_decisions import KeptDecisions
+from ..load.loader import build_model, page, read_config
+from ..load.refuse import refuse_class, refuse_config, trial_run
+from .attention import attention_set
+from .encoder import EncoderModel, is_causal, verify_encoder
+from .paged_model import PagedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_POOLED_BYTES = 128 << 20  # of what one request brings: half of what a message can carry
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "Sigmoid": torch.sigmoid,
+    "Softmax": lambda x: x.softmax(-1),
+}
+_LEGACY = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "lasttoken"}
+_MODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # rows [tokens, hidden] → [hidden]
+    "cls": lambda rows: rows[0],
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.amax(0),
+    "lasttoken": lambda rows: rows[-1],
+}
+_HEADS = {
+    "ForSequenceClassification": (AutoModelForSequenceClassification, ["classify"]),
+    "ForTokenClassification": (AutoModelForTokenClassification, ["token_classify"]),
+}
+
+
+class Dense(NamedTuple):
+    """A layer between pooling and the vector; fp32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str
+
+
+class Recipe(NamedTuple):
+    """From rows to an embedding."""
+
+    mode: str
+    dense: Sequence[Dense] = ()
+    normalize: bool = True
+    max_length: int | None = None  # tokens, that the checkpoint says it is good for
+
+
+def wants_pooling(model: ModelConfig, load: LoadConfig) -> bool:
+    """Whether a pooling model is asked for, or, where nothing is said, what the checkpoint is.
+
+    Raises:
+        InvalidArgumentError: `runner` and `task` contradict each other.
+        ModelNotFoundError, UnsupportedModelError: as `read_config`.
+    """
+    by_task = "auto" if model.task == "auto" else "generate" if model.task == "generate" else "pooling"
+    if "auto" not in (model.runner, by_task) and model.runner != by_task:
+        raise InvalidArgumentError(f"runner is {model.runner!r} and task is {model.task!r}: give one of them")
+    runner = by_task if model.runner == "auto" else model.runner
+    if runner != "auto" or not model.model:
+        return runner == "pooling"
+    if (_folder(model, load) / "modules.json").is_file():
+        return True
+    heads = [getattr(transformers, name, None) for name in read_config(model, load).architectures or ()]
+    return any(head is not None and not issubclass(head, GenerationMixin) for head in heads)
+
+
+class PoolingModel:
+    """A trunk that gives hidden states, and what makes vectors of them."""
+
+    def __init__(
+        self, model: PreTrainedModel, trunk: PagedModel | EncoderModel, tasks: list[str], recipe: Recipe
+    ) -> None:
+        self.model, self.trunk, self.recipe = model, trunk, recipe
+        self.has_head = tasks != ["embed"]
+        self._activation = _activation(model.config) if self.has_head else "Identity"
+        by_pairs = tasks == ["classify"] and model.config.num_labels == 1
+        self.tasks = [*tasks, *(["score"] if by_pairs else [] if self.has_head else ["token_embed", "score"])]
+        self.notes: list[str] = []
+        self.width = recipe.dense[-1].weight.shape[0] if recipe.dense else trunk.hidden_size
+
+    def check(self, pooling: Pooling, num_tokens: int) -> None:
+        """Raises `InvalidRequestError` for what this model can't give."""
+        if pooling.task not in self.tasks or pooling.task == "score":
+            raise InvalidRequestError(f"the task is {pooling.task!r:.80}; this model can {', '.join(self.tasks)}")
+        width = self.width if pooling.task == "embed" else self.trunk.hidden_size
+        if not 0 <= pooling.dimensions <= (0 if self.has_head else width):
+            limit = "none can be given for a classification" if self.has_head else f"the model's vectors have {width}"
+            raise InvalidRequestError(f"dimensions is {pooling.dimensions}; {limit}")
+        if not 0 <= pooling.second < num_tokens:
+            raise InvalidRequestError(f"the second text begins at {pooling.second}, of {num_tokens} tokens")
+        if pooling.task.startswith("token_") and num_tokens * width * 4 > MAX_POOLED_BYTES:
+            raise InvalidRequestError(
+                f"{num_tokens} vectors of {width} numbers are more than one request may bring, "
+                f"{MAX_POOLED_BYTES >> 20} MiB"
+            )
+
+    def keeps_rows(self, pooling: Pooling) -> bool:
+        """Whether all rows of a prompt are needed, not the last alone."""
+        return pooling.task != "embed" or self.recipe.mode != "lasttoken"
+
+    @torch.inference_mode()
+    def finish(self, pooling: Pooling, token_ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The vector, or vectors, of a request, in fp32, from its hidden states ``[tokens, hidden]``, fp32 too."""
+        if self.has_head:
+            logits = head_logits(self.model, torch.from_numpy(token_ids.astype(np.int64)), torch.from_numpy(rows))
+            out = ACTIVATIONS[self._activation](logits) if pooling.activate in (None, True) else logits
+            return out.cpu().numpy()
+        vectors, normalize = torch.from_numpy(rows), True
+        if pooling.task == "embed":
+            vectors, normalize = _MODES[self.recipe.mode](vectors), self.recipe.normalize
+            for weight, bias, activation in self.recipe.dense:
+                vectors = ACTIVATIONS[activation](F.linear(vectors[None], weight, bias)[0])
+        if pooling.dimensions:
+            vectors = vectors[..., : pooling.dimensions]
+        if normalize if pooling.activate is None else pooling.activate:
+            vectors = F.normalize(vectors, dim=-1)
+        return vectors.numpy()
+
+    def explain(self) -> list[str]:
+        """What was learned and decided at load, for ``--explain-model``."""
+        named = "its own head" if self.has_head else f"{self.recipe.mode}, {len(self.recipe.dense)} dense layers"
+        lines = self.trunk.explain() if isinstance(self.trunk, PagedModel) else [f"model: {type(self.model).__name__}"]
+        return [*lines, *self.notes, f"pooling: {named}; tasks: {', '.join(self.tasks)}"]
+
+
+def load_pooling_model(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device: torch.device,
+    backend: Backend,
+    decisions: Mapping[str, Any] | KeptDecisions | None,
+    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None],
+) -> PoolingModel:
+    """Load a checkpoint for pooling. Arguments and errors as `load_model`."""
+    config, name = read_config(model_config, load_config), model_config.model or ""
+    if model_config.quantization is not None:
+        raise NotSupportedError(f"quantization is {model_config.quantization!r}; pooling models are not quantized yet")
+    refuse_config(config, name)
+    architecture = (config.architectures or [""])[0]
+    auto, tasks = next((head for end, head in _HEADS.items() if architecture.endswith(end)), (AutoModel, ["embed"]))
+    model = build_model(config, model_config, load_config, device, auto)
+    model.requires_grad_(False).eval()
+    trunk: Any = model.base_model
+    refuse_class(type(trunk))
+    notes: list[str] = []
+    with trial_run(type(trunk).__name__):
+        causal = is_causal(trunk)
+    recipe = _recipe(_folder(model_config, load_config), "lasttoken" if causal else "cls")
+    if model is not trunk:
+        with trial_run(type(model).__name__):
+            notes.append(_verify_head(model))
+    if causal:
+        served: Any = page(trunk, model_config.max_model_len, backend, decisions, prepare)
+    else:
+        with trial_run(type(trunk).__name__):
+            served = _encoder(trunk, notes)
+    pooling = PoolingModel(model, served, tasks, recipe)
+    pooling.notes += notes
+    return pooling
+
+
+def _encoder(model: PreTrainedModel, notes: list[str]) -> EncoderModel:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    notes += freeze_rope(model, limit) if limit else []
+    if model.device.type == "cpu":
+        notes += make_row_invariant(model)
+    encoder = EncoderModel(model)
+    notes.append(verify_encoder(encoder))
+    if not is_row_invariant(model):
+        notes.append("not clockwork: a token's bits depend on the other tokens of a step")
+        logger.warning("%s is %s", type(model).__name__, notes[-1])
+    return encoder
+
+
+def head_logits(model: PreTrainedModel, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[labels]``, or ``[tokens, labels]``: what the head of `model` makes of its trunk's hidden states
+    ``[tokens, hidden]``, of any dtype, anywhere."""
+    trunk: Any = model.base_model
+    states = hidden[None].to(model.device, model.dtype, copy=True)
+    pooler = getattr(trunk, "pooler", None)
+    output = BaseModelOutputWithPoolingAndCrossAttentions(
+        last_hidden_state=states, pooler_output=None if pooler is None else pooler(states)
+    )
+    own = vars(trunk).get("forward")
+    trunk.forward = lambda *_, **__: output
+    try:
+        logits: torch.Tensor = model(input_ids=token_ids[None].to(model.device)).logits
+    finally:
+        del trunk.forward
+        if own is not None:
+            trunk.forward = own
+    return logits[0].float()
+
+
+@torch.inference_mode()
+def _verify_head(model: PreTrainedModel) -> str:
+    """The head over the trunk's hidden states is the whole model; → a line for ``--explain-model``."""
+    ids = torch.arange(2, 12, device=model.device) % model.config.get_text_config().vocab_size
+    with attention_set(model, "eager"):
+        own, hidden = model(input_ids=ids[None]).logits[0].float(), model.base_model(input_ids=ids[None])[0][0]
+    error, limit = float((head_logits(model, ids, hidden) - own).abs().amax()), TOLERANCE[model.dtype]
+    if not error <= limit * max(1.0, float(own.abs().amax())):
+        raise UnsupportedModelError(
+            f"the head of {type(model).__name__} needs more than the last hidden states: its logits differ by "
+            f"{error:.2g}"
+        )
+    return f"verified: the head of {type(model).__name__} over hidden states within {error:.1e} of the whole model"
+
+
+def _activation(config: PreTrainedConfig) -> str:
+    """What makes probabilities of a head's logits: as the checkpoint says, or as its kind has it."""
+    own = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+    named = own or getattr(config, "sbert_ce_default_activation_function", None)
+    if named:
+        name = str(named).rpartition(".")[2]
+        if name not in ACTIVATIONS:
+            raise UnsupportedModelError(f"config.json asks for the activation {named!r}, which is not known here")
+        return name
+    if config.problem_type == "regression":
+        return "Identity"
+    several = (config.num_labels or 0) > 1 and config.problem_type != "multi_label_classification"
+    return "Softmax" if several else "Sigmoid"
+
+
+def _folder(model: ModelConfig, load: LoadConfig) -> Path:
+    return checkpoint_folder(str(model.model), model.revision, load.download_dir)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{path} can't be read: {error}") from error
+
+
+def _recipe(folder: Path, default: str) -> Recipe:
+    """What the files of sentence-transformers say; without them `default`, normalised."""
+    if not (folder / "modules.json").is_file():
+        return Recipe(default)
+    recipe = Recipe(default, normalize=False)
+    for module in _json(folder / "modules.json"):
+        kind, place = str(module["type"]).rpartition(".")[2], folder / module["path"]
+        if kind == "Transformer":
+            named = (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length"))
+            found = [_json(place / file).get(name) for file, name in named if (place / file).is_file()]
+            longest = next((int(length) for length in found if length and length < UNLIMITED), None)
+            recipe = recipe._replace(max_length=longest)
+        elif kind == "Pooling":
+            recipe = recipe._replace(mode=_mode(_json(place / "config.json")))
+        elif kind == "Dense":
+            recipe = recipe._replace(dense=[*recipe.dense, _dense(place)])
+        elif kind == "Normalize":
+            recipe = recipe._replace(normalize=True)
+        else:
+            raise UnsupportedModelError(f"{folder / 'modules.json'} has a module {kind}, which is not known here")
+    return recipe
+
+
+def _mode(config: Mapping[str, Any]) -> str:
+    named = config.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else list(named or ())
+    if named is None:
+        chosen = [name.removeprefix("pooling_mode_") for name, on in config.items() if on is True]
+        modes = [_LEGACY.get(name, name) for name in chosen if name != "include_prompt"] or ["mean"]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UnsupportedModelError(
+            f"the checkpoint pools by {' and '.join(modes)}; known is one of {', '.join(_MODES)}"
+        )
+    return str(modes[0])
+
+
+def _dense(place: Path) -> Dense:
+    config = _json(place / "config.json")
+    activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+    known = config.get("module_input_name", "sentence_embedding") == "sentence_embedding"
+    if activation not in ACTIVATIONS or not known or not (place / "model.safetensors").is_file():
+        raise UnsupportedModelError(
+            f"{place}: a dense layer needs model.safetensors, an activation among {', '.join(ACTIVATIONS)} and the "
+            "pooled vector as its input"
+        )
+    tensors = load_file(place / "model.safetensors")
+    bias = tensors.get("linear.bias")
+    return Dense(tensors["linear.weight"].float(), None if bias is None else bias.float(), activation)

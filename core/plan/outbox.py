@@ -1,0 +1,86 @@
+"""What frontends are to be told next: a step's tokens, and which requests have begun and ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...ipc.messages import Finished, Logprobs, Outputs, Pooled, Started, Stats
+from ..work.logprobs import Scores
+
+MOST_POOLED = 64 << 20  # bytes of one message that are not its first vectors
+NO_TOKENS = np.zeros(0, np.int64)
+
+
+class Outbox:
+    """Keeps ends until they are told, with the tokens of the step or without."""
+
+    def __init__(self) -> None:
+        self._finished: dict[int, list[Finished]] = {}  # by frontend
+        self._pooled: defaultdict[int, dict[int, Pooled]] = defaultdict(dict)  # by frontend and handle
+
+    def __bool__(self) -> bool:
+        return bool(self._finished)
+
+    def put(self, frontend: int, finished: Finished) -> None:
+        self._finished.setdefault(frontend, []).append(finished)
+
+    def pooled(self, frontend: int, vectors: Pooled) -> None:
+        """What is told with the end of its request."""
+        self._pooled[frontend][vectors.handle] = vectors
+
+    def forget(self, frontend: int) -> None:
+        self._finished.pop(frontend, None)
+        self._pooled.pop(frontend, None)
+
+    def _due(self, frontend: int, finished: list[Finished]) -> tuple[list[Finished], list[Pooled]]:
+        """The ends that one message may tell, with their vectors; the others wait for the next."""
+        told: list[Pooled] = []
+        vectors, room = self._pooled.get(frontend, {}), MOST_POOLED
+        for count, one in enumerate(finished):
+            found = vectors.get(one.handle)
+            if found is not None and told and len(found.values) > room:
+                self._finished[frontend] = finished[count:]
+                finished = finished[:count]
+                break
+            if found is not None:
+                room -= len(found.values)
+                told.append(vectors.pop(one.handle))
+        return finished, told
+
+    def take(
+        self,
+        stats: Stats | None,
+        handles: np.ndarray = NO_TOKENS,
+        owners: np.ndarray = NO_TOKENS,
+        tokens: np.ndarray = NO_TOKENS,
+        started: Sequence[tuple[int, Started]] = (),
+        scores: Sequence[Scores] = (),
+        prompts: Sequence[tuple[int, Logprobs]] = (),
+    ) -> dict[int, Outputs]:
+        """Outputs by frontend. Token ``tokens[i]`` is of request ``handles[i]`` of frontend ``owners[i]``, all int64;
+        `scores` are of some of these tokens; `started` and `prompts` name the frontend of each."""
+        finished, self._finished = self._finished, {}
+        outputs = {}
+        for frontend in {*np.unique(owners).tolist(), *finished, *(f for f, _ in prompts)}:
+            mine = owners == frontend
+            logprobs = [told for f, told in prompts if f == frontend]
+            for one in scores:
+                here = one.only(mine[one.rows])
+                if len(here.rows):
+                    logprobs.append(here.message((np.cumsum(mine) - 1)[here.rows].tolist()))
+            ended, pooled = finished.get(frontend, []), list[Pooled]()
+            if frontend in self._pooled:
+                ended, pooled = self._due(frontend, ended)
+            outputs[frontend] = Outputs(
+                handles[mine].tolist(),
+                tokens[mine].tolist(),
+                [s for f, s in started if f == frontend],
+                ended,
+                stats,
+                logprobs,
+                pooled,
+            )
+        return outputs

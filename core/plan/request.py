@@ -1,0 +1,145 @@
+"""One request as the core sees it: token ids in, a reason to end. No text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...ipc.messages import AddRequest, Sampling
+
+if TYPE_CHECKING:
+    from ..features.adapter_slots import LoRAName
+    from ..model.run.lora import LoRA
+    from ..work.grammar import Follower
+
+
+class Request:
+    """What of a request does not fit a column. While it runs, its tokens and counters are in the scheduler's columns
+    at `slot`; `tokens` is the copy for the time it waits.
+
+    Args:
+        arrival: monotonic seconds.
+        key: names it under every core, see `request_key`.
+        salt: at most 64 bytes; only requests of one salt share cached prefixes.
+        processors: functions of the user that change its logits, see logit_rules.py.
+    """
+
+    # many may wait: a fifth of the memory
+    __slots__ = tuple(
+        (
+            "admitted_at arrival complete digests embeds failure finished first_token_at follower frontend handle hold "
+            "keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks num_cached_tokens "
+            "num_preemptions num_virtual pending pooling priority processors prompt_len queued room root sampling seq "
+            "slot started stop_tokens tables tokens told"
+        ).split()
+    )
+
+    def __init__(
+        self,
+        message: AddRequest,
+        frontend: int,
+        arrival: float,
+        max_model_len: int,
+        embeds: np.ndarray | None = None,
+        key: int = 0,
+        salt: bytes = b"",
+        processors: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        self.frontend = frontend
+        self.handle = message.handle
+        self.key = key
+        self.pooling = message.pooling
+        self.keeps_rows = False  # of a prompt that is pooled all hidden states are needed
+        self.sampling: Sampling = Sampling(1) if message.pooling else message.sampling
+        self.priority = message.priority
+        self.arrival = arrival
+        self.admitted_at: float | None = None  # first time
+        self.first_token_at: float | None = None  # if this core computed it
+        adapter = message.prompt_adapter
+        self.num_virtual = 0 if adapter is None else adapter.num_virtual_tokens  # tokens before the prompt's own
+        self.prompt_len = self.num_virtual + len(message.prompt_token_ids)
+        self.max_len = min(self.prompt_len + self.sampling.max_tokens, max_model_len)  # tokens it may come to
+        tokens = [0] * self.num_virtual + message.prompt_token_ids + message.output_token_ids
+        self.tokens = np.array(tokens, dtype=np.int32)
+        self.stop_tokens = frozenset(self.sampling.stop_token_ids)
+        self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
+        self.processors = processors
+        self.follower: Follower | None = None  # of its grammar, once that is compiled
+        self.failure: Exception | None = None  # why no token could be chosen for it
+        self.complete = False  # its grammar allows no further token
+        # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
+        wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
+        self.told = self.num_virtual + 1 if wanted else self.prompt_len
+        self.pending = 0  # what it waits for before it is queued
+        self.lora_name = "" if message.lora is None else message.lora.name
+        self.lora: LoRAName | None = None  # once it is known
+        self.lora_place = 0  # while it runs with an adapter, see loras.py
+        self.lora_weights: LoRA | None = None
+        self.slot = -1  # while running
+        self.seq = 0  # order of arrival, given when it is queued
+        self.started = bool(message.output_token_ids)  # a token of it was sent
+        self.finished = False
+        self.queued = False  # waits in its frontend's queue
+        self.room = self.hold = 0  # as far as known: free blocks to admit it, blocks that it will hold
+        self.tables: list[list[int]] = []  # one a KV group
+        self.digests: list[bytes] = []  # of the prefixes that end with each full block
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.num_cached_blocks = 0  # when it was looked up last
+        # What else than tokens the keys and values depend on is hashed into the root of the chain. Each hash has a
+        # domain of its own: no salt can be made that leads into another one's chain.
+        self.root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16, key=salt, person=b"root").digest()
+        if embeds is not None:
+            content = np.ascontiguousarray(embeds).tobytes()
+            self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"embeds").digest()
+
+    def use_lora(self, lora: LoRAName) -> None:
+        """Run with an adapter; said before it is queued, as `use_virtual_tokens`."""
+        self.lora = lora
+        self.root = hashlib.blake2b(self.root + lora.digest, digest_size=16, person=b"lora").digest()
+
+    def use_virtual_tokens(self, embeds: np.ndarray, digest: bytes) -> None:
+        """Embeddings fp32 ``[num_virtual, hidden]`` of the tokens before the prompt's own."""
+        self.embeds = embeds
+        self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=b"virtual").digest()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has run, under this core or one before."""
+        return self.admitted_at is not None or self.started
+
+    @property
+    def is_penalised(self) -> bool:
+        sampling = self.sampling
+        return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether its next token can only be chosen when the host knows the one before."""
+        sampling = self.sampling
+        return bool(self.processors or sampling.grammar) or any(len(words) > 1 for words in sampling.bad_words)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether anything changes its logits before a token is chosen."""
+        sampling = self.sampling
+        edits = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.grammar
+        return bool(edits or (sampling.min_tokens and self.stop_tokens) or self.is_penalised or self.processors)
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits or hidden
+        states are asked for."""
+        if self.keeps_rows:
+            return 0
+        return min(len(self.tokens), self.told if self.told < self.prompt_len else len(self.tokens)) - 1
+
+    def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:
+        """Hash the blocks that `tokens[:num_tokens]` fills and that are not hashed yet."""
+        for start in range(len(self.digests) * block_size, num_tokens - block_size + 1, block_size):
+            parent = self.digests[-1] if self.digests else self.root
+            block = np.ascontiguousarray(tokens[start : start + block_size]).tobytes()
+            self.digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())

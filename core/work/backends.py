@@ -1,0 +1,148 @@
+"""Which device, which kernels, how much of its memory: what has to be settled before a model is loaded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ...ipc.config import DeviceConfig
+from ...ipc.errors import InvalidArgumentError
+from ...kernels import BackendUnavailableError
+from ...kernels.contract import AttentionSpec, Backend
+from ...kernels.flashinfer import prebuilt
+from ...kernels.reference.backend import ReferenceBackend
+
+logger = logging.getLogger(__name__)
+
+MEMORY_WAIT_SECONDS = 30.0  # for what a dead core had
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this name; ``auto``: a GPU if there is one.
+
+    Raises:
+        InvalidArgumentError: a GPU was asked for, and there is none that can be used.
+    """
+    if name == "cpu" or (name == "auto" and not _has_gpu()):
+        return torch.device("cpu")
+    if torch.version.cuda is None:
+        trouble = f"this torch, {torch.__version__}, was built for CPUs: install its CUDA build"
+    else:
+        trouble = _driver_trouble()
+    if not trouble:
+        return torch.device(name if ":" in name else "cuda:0")
+    if name == "auto":
+        logger.warning("there is a GPU, but %s; the model runs on the CPU", trouble)
+        return torch.device("cpu")
+    raise InvalidArgumentError(f"device is {name!r}, but {trouble}")
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available() or Path("/dev/nvidia0").exists()
+
+
+def _driver_trouble() -> str:
+    try:
+        torch.cuda.init()
+        found = torch.cuda.device_count()
+        return "" if found else "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        if "too old" in text:
+            return f"the NVIDIA driver is too old for CUDA {torch.version.cuda}: install a newer one ({text})"
+        return f"no NVIDIA driver answers: install it, and see that nvidia-smi runs ({text})"
+
+
+def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
+    """The kernels for `device`.
+
+    Raises:
+        InvalidArgumentError: those asked for can't run here.
+    """
+    name, on_gpu = options.attention_backend, device.type == "cuda"
+    if name == "reference":
+        if options.deterministic and on_gpu:
+            raise InvalidArgumentError("deterministic on a GPU needs attention_backend='flashinfer'")
+        return ReferenceBackend(deterministic=not on_gpu)
+    try:
+        if name == "native" or (name == "auto" and not on_gpu):
+            from ...kernels.native.backend import NativeBackend
+
+            if on_gpu:
+                raise BackendUnavailableError(f"attention_backend='native' is for CPUs, and the device is {device}")
+            return NativeBackend()
+        from ...kernels.flashinfer.backend import FlashInferBackend
+
+        return FlashInferBackend(device, options.deterministic, options.kernels_dir)
+    except BackendUnavailableError as error:
+        if name != "auto" or (options.deterministic and on_gpu):
+            raise InvalidArgumentError(str(error)) from error
+        logger.warning("%s; until then the reference kernels run, many times slower", error)
+        return ReferenceBackend(deterministic=not on_gpu)
+
+
+def backends_for(
+    specs: Sequence[AttentionSpec], backend: Backend, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> list[Backend]:
+    """The kernels of each attention call: `backend`, or the reference for what that refuses."""
+    fallback = ReferenceBackend()
+    reasons = {spec: backend.refuses(spec, dtype, kv_dtype) for spec in specs}
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        if backend.deterministic:
+            raise InvalidArgumentError(f"deterministic is set, and attention with {reason}")
+        _warn_once(reason)
+    return [fallback if reasons[spec] else backend for spec in specs]
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("attention with %s: the reference kernels run it, many times slower", reason)
+
+
+def prepare_kernels(
+    backend: Backend, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Compile what a model will need and nobody has built, now rather than while somebody waits.
+
+    Raises:
+        InvalidArgumentError: that fails.
+    """
+    if backend.name == "flashinfer":
+        kinds = (prebuilt.attention_of(spec, dtype, kv_dtype) for spec in dict.fromkeys(specs))
+        try:
+            prebuilt.compile_missing(prebuilt.modules_needed(kind for kind in kinds if kind))
+        except prebuilt.KernelsError as error:
+            raise InvalidArgumentError(str(error)) from error
+
+
+def graph_sizes(options: DeviceConfig, device: torch.device, max_num_seqs: int) -> list[int]:
+    """Numbers of decoding requests to capture CUDA graphs for."""
+    if device.type != "cuda" or options.enforce_eager:
+        return []
+    wanted = options.cudagraph_capture_sizes
+    if wanted is None:
+        return sorted({size for size in _SIZES if size < max_num_seqs} | {min(max_num_seqs, _SIZES[-1])})
+    return sorted({size for size in wanted if size <= max_num_seqs})
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory; 0 for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def wait_for_memory(device: torch.device, needed: int) -> None:
+    """A core that was killed may still hold its memory for a moment: wait until as much is free as it took."""
+    until = time.monotonic() + MEMORY_WAIT_SECONDS
+    while free_bytes(device) < needed:
+        if time.monotonic() > until:
+            logger.warning(
+                "%.1f GB of the GPU are free, and the last core took %.1f GB", free_bytes(device) / 1e9, needed / 1e9
+            )
+            return
+        time.sleep(0.1)

@@ -1,0 +1,133 @@
+"""How many KV blocks there are: from explicit sizes, from a profile on a GPU, from free memory on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidArgumentError, OutOfMemoryError
+from ...kernels.contract import ROW_MULTIPLE, Backend
+from ..model.run.paged_model import PagedModel
+from ..plan.step import PROMPT_LOGITS
+from .kv_layout import KVLayout
+from .runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded
+CPU_DEFAULT_BYTES = 4 << 30
+GRAPH_BYTES = 8 << 20  # of a captured graph, beside the memory it works in
+CHOICE_BYTES = 24  # of each logit while tokens are chosen: itself, and fp32 copies that are masked
+
+
+def count_blocks(
+    config: EngineConfig,
+    layout: KVLayout,
+    model: PagedModel,
+    backend: Backend,
+    graph_sizes: Sequence[int] = (),
+    beside: int = 0,
+) -> tuple[int, int]:
+    """Blocks in the pool (the null block among them), and the longest request they and the model allow. `beside`: bytes
+    that a draft model needs for each block.
+
+    Without `max_model_len` the model's own limit holds, cut to what the cache can hold. There are never more blocks
+    than all seats could fill.
+
+    Raises:
+        OutOfMemoryError: not one request of `max_model_len` tokens would fit.
+    """
+    cache, scheduler = config.cache_config, config.scheduler_config
+    budget = scheduler.max_num_batched_tokens
+    wanted = config.model_config.max_model_len
+    limit = wanted or model.max_position or 4096
+    if wanted and model.max_position and wanted > model.max_position:
+        raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {model.max_position}")
+    available = cache.num_gpu_blocks_override
+    if available is None:
+        if cache.kv_cache_memory_bytes is not None:
+            memory = cache.kv_cache_memory_bytes
+        elif model.device.type == "cuda":
+            memory = _profile_cuda(config, layout, model, backend, graph_sizes)
+        else:
+            memory = min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
+        available = memory // (layout.block_bytes + beside)
+        available = min(available, 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget))
+    needed = 1 + layout.blocks_for(limit, budget)
+    if needed > available and wanted is None:
+        # blocks needed grow with the length
+        low = bisect_left(range(limit), available, key=lambda length: layout.blocks_for(length + 1, budget))
+        if low > 1:
+            logger.warning("max_model_len cut from %d to %d: that is what the KV cache holds", limit, low)
+            return available, low
+    if needed > available or limit < 2:
+        raise OutOfMemoryError(
+            f"one request of max_model_len {limit} needs {needed} KV blocks of {layout.block_bytes + beside} bytes, "
+            f"but the cache has {max(0, available)}: set a smaller max_model_len or a larger kv_cache_memory_bytes"
+        )
+    return available, limit
+
+
+def free_host_bytes() -> int:
+    """Memory that can be taken without swapping; where the system does not tell, half of what it has."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _profile_cuda(
+    config: EngineConfig, layout: KVLayout, model: PagedModel, backend: Backend, graph_sizes: Sequence[int]
+) -> int:
+    """What the cache may take of a GPU: its share, less weights, the peak of the largest step or of choosing tokens for
+    all seats, graphs and what other programs have."""
+    cache, scheduler, device = config.cache_config, config.scheduler_config, model.device
+    budget = scheduler.max_num_batched_tokens
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step(model, layout, backend, budget)
+    choosing = min(scheduler.max_num_seqs + PROMPT_LOGITS, budget) * model.vocab_size * CHOICE_BYTES
+    peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + choosing)
+    if graph_sizes:  # graphs keep the memory of the largest of them to themselves
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run_largest_step(model, layout, backend, max(graph_sizes), requests=max(graph_sizes))
+        peak += torch.cuda.max_memory_allocated(device) - before + GRAPH_BYTES * len(graph_sizes)
+        # each keeps the place of its logits
+        peak += (sum(graph_sizes) - max(graph_sizes)) * model.vocab_size * model.dtype.itemsize
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    logger.info(
+        "a step takes up to %.2f GB of the GPU, weights included; others have %.2f GB", peak / 1e9, others / 1e9
+    )
+    return max(0, int(total * cache.gpu_memory_utilization) - peak - others)
+
+
+def run_largest_step(
+    model: PagedModel,
+    layout: KVLayout,
+    backend: Backend,
+    budget: int,
+    requests: int = 0,
+) -> torch.Tensor:
+    """Requests that fill the whole budget, over a pool of two blocks that are named again and again: takes the memory
+    of such a step without the cache's. `requests`: so many; 0: as few as can be. Returns logits ``[8, vocab]``, or as
+    many as there are requests."""
+    longest = budget // requests if requests else min(budget, model.max_position or budget)
+    starts = np.arange(0, budget, longest)
+    runner = ModelRunner(model, layout, backend, 2, len(starts), longest, budget)
+    runner.tables[:] = 1
+    counts = np.minimum(longest, budget - starts)
+    ids, rows = np.zeros(budget, np.int64), np.zeros(max(requests, ROW_MULTIPLE), np.int64)
+    return runner.forward(np.arange(len(starts)), np.zeros_like(starts), counts, ids, rows)

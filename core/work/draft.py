@@ -1,0 +1,138 @@
+"""A draft model: a smaller one with the same vocabulary, which guesses what the target will choose.
+
+Block b of its cache holds the same tokens as block b of the target's first group without a window. So prefix cache,
+preemption and eviction are shared, and nothing else is kept of it: it computes the rows of every step first, to have
+them in its cache, then its guesses one after another, and writes them into the step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidArgumentError, NotSupportedError
+from ...kernels.contract import Backend
+from ..features.speculation import may_speculate
+from ..memory.kv_cache import TableUpdate
+from ..model.load.loader import load_model
+from ..model.run.paged_model import PagedModel
+from ..model.run.whole_model import make_whole
+from ..plan.step import Step
+from .backends import choose_backend, prepare_kernels
+from .kv_layout import KVLayout, cache_dtype
+from .runner import ModelRunner
+
+
+class Draft(NamedTuple):
+    """A draft model, loaded."""
+
+    model: PagedModel
+    layout: KVLayout
+    backend: Backend
+    group: int  # of the target, whose blocks its own mirror
+
+
+def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout) -> Draft | None:
+    """The draft model that the configuration names, if any.
+
+    Raises:
+        InvalidArgumentError: it has another vocabulary, or takes no requests as long as the target's.
+        NotSupportedError: its blocks can't mirror the target's.
+    """
+    speculative, cache = config.speculative_config, config.cache_config
+    if speculative is None or speculative.method != "draft_model":
+        return None
+    wanted = msgspec.structs.replace(
+        config.model_config,
+        model=speculative.model,
+        revision=speculative.revision,
+        quantization=None,
+        hf_overrides={},
+    )
+    backend, longest = choose_backend(config.device_config, target.device), config.model_config.max_model_len
+    model = load_model(
+        wanted,
+        config.load_config,
+        target.device,
+        longest,
+        backend,
+        None,
+        lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
+    )
+    make_whole(model, backend, None, model.quantized)
+    model.quantized = model.verified = None
+    if model.vocab_size != target.vocab_size:
+        raise InvalidArgumentError(
+            f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "
+            "they must have the same tokenizer"
+        )
+    layout = model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
+    group = next((i for i, one in enumerate(target_layout.groups) if one.window is None), None)
+    if group is None or len(layout.groups) > 1:
+        raise NotSupportedError(
+            "a draft model needs layers of one kind, and a model that has layers without a window: here are "
+            f"{len(layout.groups)} kinds of layers, and {'none' if group is None else 'some'} without a window"
+        )
+    return Draft(model, layout, backend, group)
+
+
+class Drafter:
+    """Runs a draft model beside the target, whose runner is `target`."""
+
+    def __init__(self, draft: Draft, config: EngineConfig, num_blocks: int, max_len: int, target: ModelRunner) -> None:
+        limit, scheduler = draft.model.max_position, config.scheduler_config
+        if limit is not None and limit < max_len:
+            raise InvalidArgumentError(f"max_model_len is {max_len}; the draft model's own limit is {limit}")
+        self._group = draft.group
+        self.runner = ModelRunner(
+            draft.model,
+            draft.layout,
+            draft.backend,
+            num_blocks,
+            scheduler.max_num_seqs,
+            max_len,
+            scheduler.max_num_batched_tokens,
+        )
+        self.runner.follow(target)
+
+    def warm_up(self) -> None:
+        self.runner.warm_up(())
+
+    def write_guesses(self, step: Step) -> None:
+        """Compute the rows of `step`, and put guesses into the places that it has for them. Waits for each."""
+        guessed, ends = step.guessed, np.cumsum(step.counts)
+        bare = step._replace(before={}, scored=[], guessed=np.zeros_like(guessed))
+        mine = step.tables.group == self._group
+        known = np.repeat(ends - guessed, step.counts) > np.arange(step.num_tokens)
+        tokens = self._choose(
+            bare._replace(
+                counts=step.counts - guessed,
+                token_ids=step.token_ids[known],
+                samples=guessed > 0,
+                admitted=[request for request in step.admitted if may_speculate(request)],
+                tables=TableUpdate(np.zeros(int(mine.sum()), np.int32), *(column[mine] for column in step.tables[1:])),
+            )
+        )
+        nothing = TableUpdate(*np.zeros((4, 0), np.int32))
+        for nth in range(int(guessed.max())):
+            rows = np.flatnonzero(guessed > nth)
+            step.token_ids[(ends - guessed)[rows] + nth] = tokens
+            tokens = self._choose(
+                bare._replace(
+                    slots=step.slots[rows],
+                    starts=(step.starts + step.counts - guessed)[rows] + nth,
+                    counts=np.ones(len(rows), np.int32),
+                    token_ids=tokens,
+                    samples=guessed[rows] > nth + 1,  # the last guess is computed to be in the cache
+                    admitted=[],
+                    tables=nothing,
+                    guessed=bare.guessed[rows],
+                )
+            )
+
+    def _choose(self, step: Step) -> np.ndarray:
+        launched = self.runner.execute(step)
+        return self.runner.sample(launched).tokens.wait() if step.samples.any() else np.zeros(0, np.int64)

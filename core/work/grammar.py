@@ -1,0 +1,291 @@
+"""Structured outputs: which tokens may come next, so that an answer has the form asked for.
+
+The library is llguidance (MIT, Rust, no dependencies, wheels for Linux on x86-64 and ARM and for macOS). Against
+xgrammar: nothing is computed for a whole vocabulary ahead, so a schema is ready in milliseconds where that takes
+seconds (at 150,000 tokens); it counts fuel for lexer and parser, so a hostile grammar ends in an error and not in
+minutes; a keyword of JSON schema that it lacks is an error, where xgrammar ignores `multipleOf`; and it imports neither
+torch nor transformers. It releases the GIL while it compiles and makes masks. What it does not bound is refused before
+it sees it (grammar_text.py).
+
+A matcher may move between threads, but is used by one at a time; a `Grammar` and a `GrammarCompiler` by any.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...ipc.errors import InvalidRequestError
+from .grammar_text import reason, to_lark
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from tokenizers import Tokenizer
+
+MAX_CACHED = 256  # grammars
+MAX_CACHED_BYTES = 128 << 20  # of memory, estimated
+_STACK_BYTES = 256 << 20  # of the thread that compiles: the library descends along references; untouched pages are free
+_BYTES_PER_CHARACTER = 200  # of a compiled grammar's memory, measured at the worst
+# Otherwise text that can be no other is allowed in the tokenizer's own spelling only: which, for a long text, it would
+# look up for each mask.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+
+
+class _Vocabulary(NamedTuple):
+    tokenizer: LLTokenizer
+    tokenizer_size: int  # some know more tokens than the model
+    size: int  # of the model's
+    text: np.ndarray  # bits of the tokens that are text, int32 [words]
+    eos: np.ndarray  # bits of those that end a document, int32 [words]
+    eos_ids: frozenset[int]
+
+
+class Matcher:
+    """Where one answer stands in its grammar. Tokens are of the model's vocabulary."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._num_text = 0  # tokens accepted
+        self._ended = False
+
+    def fill(self, row: np.ndarray) -> None:
+        """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` for token ``i``. Without the GIL.
+
+        Args:
+            row: int32 ``[ceil(vocab_size / 32)]``, contiguous.
+
+        Raises:
+            InvalidRequestError: the grammar needs more work than it may, or leads nowhere from here. It stays so.
+        """
+        matcher, vocabulary = self._matcher, self._vocabulary
+        if self.finished:
+            row[:] = vocabulary.eos
+            return
+        words = (vocabulary.tokenizer_size + 31) // 32
+        mask = row if words == row.size else np.empty(words, np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        np.bitwise_and(mask[: row.size], vocabulary.text, out=row)
+        if matcher.is_accepting():
+            np.bitwise_or(row, vocabulary.eos, out=row)
+        elif not row.any():
+            raise InvalidRequestError(f"the grammar allows no token after {self._num_text} output tokens")
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False, and nothing has changed, if it may not come next. With the GIL: microseconds, and
+        some milliseconds in an ambiguous grammar.
+
+        Raises:
+            InvalidRequestError: the grammar needs more work than it may. It stays so.
+        """
+        vocabulary = self._vocabulary
+        if token in vocabulary.eos_ids:
+            self._ended = self._ended or self._matcher.is_accepting()
+            return self._ended
+        if self._ended or not _has(vocabulary, token):
+            return False
+        allowed = self._matcher.try_consume_tokens([token]) == 1
+        self._num_text += allowed
+        self._check()
+        return allowed
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may come."""
+        return self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            why = reason(self._matcher.get_error())
+            raise InvalidRequestError(f"the grammar can't be followed after {self._num_text} output tokens: {why}")
+
+
+class Follower:
+    """A matcher that goes on by whatever the output has more than when it was asked last."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher, self._num_tokens = matcher, 0
+
+    def fill(self, output: np.ndarray, row: np.ndarray) -> None:
+        """Write the bits of the tokens that may follow `output`, see `Matcher.fill`."""
+        for token in output[self._num_tokens :].tolist():
+            if not self.matcher.accept(token):
+                raise InvalidRequestError(f"output token {self._num_tokens} is {token}: the grammar does not allow it")
+            self._num_tokens += 1
+        self.matcher.fill(row)
+
+
+class Grammar:
+    """A compiled form."""
+
+    def __init__(self, start: LLMatcher, vocabulary: _Vocabulary, num_bytes: int) -> None:
+        self._start, self._vocabulary = start, vocabulary
+        self.num_bytes = num_bytes  # of memory, estimated
+
+    def matcher(self) -> Matcher:
+        """At the beginning of a document, in some microseconds."""
+        return Matcher(self._start.deep_copy(), self._vocabulary)
+
+
+class GrammarCompiler:
+    """Grammars for one model's tokenizer, compiled in a thread of its own, the latest of them kept.
+
+    Args:
+        tokenizer: the content of a tokenizer.json, or what was read from it with all added tokens.
+        vocab_size: of the model; ids that the tokenizer does not know are never allowed.
+        eos_token_ids: what ends a document.
+    """
+
+    def __init__(self, tokenizer: str | Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._source, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[tuple[str, str], Grammar | InvalidRequestError] = OrderedDict()
+        self._cached_bytes = 0
+        self._pending: dict[tuple[str, str], Future[Grammar]] = {}
+        self._queue: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._started = False
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """Wait for `submit`.
+
+        Raises:
+            InvalidRequestError: there is no such kind, or the text is wrong, not supported, or too much work.
+        """
+        return self.submit(kind, text).result()
+
+    def submit(self, kind: str, text: str) -> Future[Grammar]:
+        """The grammar of a `StructuredOutputsParams.spec`, once it is compiled, or what `compile` raises. Who waits for
+        the same one shares it; it can't be cancelled."""
+        key = (kind, text)
+        with self._lock:
+            if (shared := self._pending.get(key)) is not None:
+                return shared
+            future: Future[Grammar] = Future()
+            future.set_running_or_notify_cancel()
+            if (known := self._cached.get(key)) is not None:
+                self._cached.move_to_end(key)
+                _settle(future, known)
+            else:
+                self._pending[key] = future
+                self._queue.put(key)
+                if not self._started:
+                    self._started = True
+                    _start_thread(self._work)
+        return future
+
+    def _work(self) -> None:
+        while True:
+            key = self._queue.get()
+            found: Grammar | InvalidRequestError
+            try:
+                found = _compile(self._vocabulary, *key)
+            except InvalidRequestError as error:
+                found = error.with_traceback(None)
+            except BaseException as error:  # also the library's panics, which are no Exception
+                found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
+            with self._lock:
+                future = self._pending.pop(key)
+                self._keep(key, found)
+            _settle(future, found)
+
+    def _keep(self, key: tuple[str, str], found: Grammar | InvalidRequestError) -> None:
+        self._cached[key] = found
+        self._cached_bytes += _num_bytes(key, found)
+        while len(self._cached) > MAX_CACHED or (self._cached_bytes > MAX_CACHED_BYTES and len(self._cached) > 1):
+            self._cached_bytes -= _num_bytes(*self._cached.popitem(last=False))
+
+    @functools.cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        """Made with the first grammar: seconds, for a large vocabulary."""
+        from llguidance import LLTokenizer
+
+        source = json.loads(self._source if isinstance(self._source, str) else self._source.to_str())
+        known = _token_ids(source)
+        special = [token["id"] for token in source["added_tokens"] if token["special"]]
+        eos = sorted(token for token in self._eos_token_ids if 0 <= token < self._vocab_size)
+        ends = [token for token in eos if token in known] or special[:1] or [0]  # the library wants one; ours are `eos`
+        source.update(post_processor=None, truncation=None, padding=None)
+        size = max(self._vocab_size, max(known, default=-1) + 1)
+        tokenizer = LLTokenizer(json.dumps(source), n_vocab=size, eos_token=ends)
+        text = {token for token in known if token < self._vocab_size}.difference(special, eos)
+        return _Vocabulary(
+            tokenizer,
+            size,
+            self._vocab_size,
+            _bits(text, self._vocab_size),
+            _bits(eos, self._vocab_size),
+            frozenset(eos),
+        )
+
+
+def _compile(vocabulary: _Vocabulary, kind: str, text: str) -> Grammar:
+    from llguidance import LLMatcher
+
+    start = LLMatcher(vocabulary.tokenizer, to_lark(kind, text) + _NO_FORCING, log_level=0, limits=_limits(kind))
+    if start.is_error():
+        raise InvalidRequestError(f"{kind} can't be used: {reason(start.get_error())}")
+    try:  # the first mask: many a hopeless grammar shows here, and all copies have it
+        Matcher(start, vocabulary).fill(np.empty_like(vocabulary.text))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{kind} can't be used: {error}") from None
+    return Grammar(start, vocabulary, (64 << 10) + len(text.encode(errors="replace")) * _BYTES_PER_CHARACTER)
+
+
+@functools.cache
+def _limits(kind: str) -> LLParserLimits:
+    """Of one mask's work, and of a matcher's memory: some 50 MB at 50,000 states. What a token costs in an ambiguous
+    grammar grows with a row's items; schemas are not ambiguous, and have four for each property that may come next."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=500 if kind == "grammar" else 2000,
+        step_lexer_fuel=50_000,
+        step_max_items=5_000 if kind == "grammar" else 20_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+def _token_ids(source: dict[str, Any]) -> set[int]:
+    vocabulary = source["model"]["vocab"]
+    ids = set(vocabulary.values()) if isinstance(vocabulary, dict) else set(range(len(vocabulary)))
+    return ids | {token["id"] for token in source["added_tokens"]}
+
+
+def _bits(tokens: Collection[int], size: int) -> np.ndarray:
+    """int32 ``[ceil(size / 32)]`` with a bit for each token."""
+    flags = np.zeros((size + 31) // 32 * 32, bool)
+    flags[list(tokens)] = True
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _has(vocabulary: _Vocabulary, token: int) -> bool:
+    return 0 <= token < vocabulary.size and bool(int(vocabulary.text[token >> 5]) >> (token & 31) & 1)
+
+
+def _num_bytes(key: tuple[str, str], found: Grammar | InvalidRequestError) -> int:
+    return 2 * sum(map(len, key)) + (found.num_bytes if isinstance(found, Grammar) else 1 << 10)
+
+
+def _settle(future: Future[Grammar], found: Grammar | Exception) -> None:
+    if isinstance(found, Grammar):
+        future.set_result(found)
+    else:
+        future.set_exception(type(found)(*found.args))
+
+
+def _start_thread(target: Callable[[], None]) -> None:
+    """A daemon: a process need not wait for a grammar. Threads that start at the same moment get its stack as well."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        threading.Thread(target=target, name="grammars", daemon=True).start()
+    finally:
+        threading.stack_size(before)

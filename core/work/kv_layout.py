@@ -1,0 +1,131 @@
+"""Where each layer's keys and values lie in the block pool.
+
+Layers with equal KV heads, dimensions and window form a group, and a request has one block table per group. Blocks of
+all groups have one byte size, so that one pool serves them all: a block holds `block_size` tokens of
+`layers_per_block` layers, and a kind of layer with more layers than that is split into several groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.contract import AttentionSpec, LayerCache
+
+
+class KVGroup(NamedTuple):
+    """Layers that share a block table."""
+
+    window: int | None  # tokens a query sees, itself included; None: all
+    layers: tuple[int, ...]  # indices into the model's attention calls
+
+
+class KVLayout(NamedTuple):
+    """The plan of a block."""
+
+    block_size: int  # tokens
+    dtype: torch.dtype
+    block_elements: int  # elements of `dtype` a block takes
+    groups: tuple[KVGroup, ...]
+    specs: tuple[AttentionSpec, ...]  # one a layer: an attention call with keys and values of its own
+    dims: tuple[tuple[int, int], ...]  # how long each layer's key and value heads lie in the cache
+    offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
+    layer_of_call: tuple[int, ...]  # which layer each attention call of a forward uses; some share one
+    heads_first: bool = False  # in a block lie a head's keys, its values, the next head's; else keys, values by token
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_elements * self.dtype.itemsize
+
+    def blocks_for(self, num_tokens: int, budget: int) -> int:
+        """Blocks that one request of `num_tokens` holds at most, computed at most `budget` tokens a step."""
+        full = -(-num_tokens // self.block_size)
+        return sum(
+            full if g.window is None else min(full, -(-(g.window - 1 + budget) // self.block_size) + 1)
+            for g in self.groups
+        )
+
+    def caches(self, pool: torch.Tensor) -> list[LayerCache]:
+        """Views into `pool` ``[blocks, block_elements]``, one pair a layer."""
+        blocks = pool.shape[0]
+        out = []
+        for spec, dims, offsets in zip(self.specs, self.dims, self.offsets, strict=True):
+            rows, heads = self.block_size, spec.num_kv_heads
+            pair = [
+                pool.as_strided(
+                    (blocks, rows, heads, dim),
+                    (self.block_elements, *((dim, rows * sum(dims)) if self.heads_first else (heads * dim, dim)), 1),
+                    pool.storage_offset() + at,
+                )
+                for dim, at in zip(dims, offsets, strict=True)
+            ]
+            out.append(LayerCache(*pair))
+        return out
+
+
+def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """What the option `kv_cache_dtype` stands for, in a model of `model_dtype`."""
+    if name.startswith("fp8"):
+        return torch.float8_e4m3fn
+    return model_dtype if name == "auto" else getattr(torch, name)
+
+
+def plan_layout(
+    calls: Sequence[AttentionSpec],
+    sources: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dim: Callable[[int], int] = lambda dim: dim,
+    heads_first: bool = False,
+) -> KVLayout:
+    """Group the layers and place them in blocks of `dtype`. `sources` names for each attention call the one whose keys
+    and values it reads: itself, for most. `cache_dim` and `heads_first` are the backend's: how heads lie there."""
+    own = [call for call, source in enumerate(sources) if call == source]
+    specs = [calls[call] for call in own]
+    dims = [(cache_dim(s.key_dim), cache_dim(s.value_dim)) for s in specs]
+    kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
+    for layer, s in enumerate(specs):
+        # Blocks are kept as far back as the widest window of all calls that read them.
+        windows = [call.window for call, source in zip(calls, sources, strict=True) if source == own[layer]]
+        window = None if None in windows else max(w for w in windows if w is not None)
+        kinds.setdefault((s.num_kv_heads, *dims[layer], window), []).append(layer)
+
+    def elements(kind: tuple[int, int, int, int | None]) -> int:
+        return block_size * kind[0] * (kind[1] + kind[2])
+
+    def cost(layers_per_block: int) -> float:
+        """Elements a token of context takes in all groups, with 2% for each further table to keep."""
+        block = layers_per_block * max(map(elements, kinds))
+        groups = sum(-(-len(layers) // layers_per_block) for layers in kinds.values())
+        return block * groups * (1 + 0.02 * groups)
+
+    counts = {len(layers) for layers in kinds.values()}
+    candidates = {d for n in counts for d in range(1, n + 1) if n % d == 0}
+    layers_per_block = min(sorted(candidates, reverse=True), key=cost)
+
+    groups, offsets, largest = [], [(0, 0)] * len(specs), 0
+    for kind, layers in kinds.items():
+        for i in range(0, len(layers), layers_per_block):
+            part = layers[i : i + layers_per_block]
+            groups.append(KVGroup(kind[3], tuple(part)))
+            at = 0
+            for layer in part:
+                offsets[layer] = (at, at + block_size * kind[1] * (1 if heads_first else kind[0]))
+                at += elements(kind)
+            largest = max(largest, at)
+    # A block's length divides by every dim, so that the pool can be read as rows of one head.
+    unit = math.lcm(*(dim for pair in dims for dim in pair))
+    return KVLayout(
+        block_size,
+        dtype,
+        -(-largest // unit) * unit,
+        tuple(groups),
+        tuple(specs),
+        tuple(dims),
+        tuple(offsets),
+        tuple(own.index(source) for source in sources),
+        heads_first,
+    )

@@ -1,0 +1,59 @@
+"""Log probabilities: of the tokens that were chosen or given, and of the likeliest ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...ipc.messages import Logprobs
+from .device import Device, Tokens
+
+
+class Scores(NamedTuple):
+    """Of some rows, the token itself first and then the likeliest ones in descending order."""
+
+    rows: np.ndarray  # int64 [n], which ones
+    token_ids: np.ndarray  # int32 [n, 1 + k]
+    logprobs: np.ndarray  # float32 [n, 1 + k]
+    ranks: np.ndarray  # int32 [n], of the first: 1 if none is likelier
+
+    def message(self, rows: list[int], handle: int = -1, start: int = 0) -> Logprobs:
+        token_ids, logprobs, ranks = (a.tobytes() for a in (self.token_ids, self.logprobs, self.ranks))
+        return Logprobs(self.token_ids.shape[1], token_ids, logprobs, ranks, rows, handle, start)
+
+    def only(self, chosen: np.ndarray) -> Scores:
+        """Some of the rows: bool ``[n]``, or their indices."""
+        return Scores(*(column[chosen] for column in self))
+
+
+class Scoring(NamedTuple):
+    """`Scores` on their way to the host."""
+
+    rows: np.ndarray
+    token_ids: Tokens
+    logprobs: Tokens
+    ranks: Tokens
+
+    def wait(self) -> Scores:
+        return Scores(self.rows, self.token_ids.wait(), self.logprobs.wait(), self.ranks.wait())
+
+
+def score(logprobs: torch.Tensor, tokens: torch.Tensor, counts: np.ndarray, device: Device) -> list[Scoring]:
+    """Of `tokens` (int64 ``[n]``) under `logprobs` (fp32 ``[n, vocab]``), each with as many of the likeliest tokens as
+    `counts` (``[n]``) says. Rows of one count go together, so that which of two equal ones is left out depends on the
+    row alone."""
+    found = []
+    for count in np.unique(counts).tolist():
+        rows = np.flatnonzero(counts == count)
+        everyone = len(rows) == len(counts)
+        index = None if everyone else device.bring(torch.from_numpy(rows))
+        mine, own = (logprobs, tokens) if index is None else (logprobs[index], tokens[index])
+        own_logprob = mine.gather(1, own.unsqueeze(1))
+        ranks = (mine > own_logprob).sum(1, dtype=torch.int32) + 1
+        largest, ids = mine.topk(min(count, mine.shape[1]))
+        token_ids = torch.cat([own.unsqueeze(1), ids], 1).int()
+        arrays = (device.download(a) for a in (token_ids, torch.cat([own_logprob, largest], 1), ranks))
+        found.append(Scoring(rows, *arrays))
+    return found

@@ -1,0 +1,310 @@
+"""A step's arrays in, logits and tokens out: one forward over all rows of a step, launched or replayed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels import host_memory
+from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ..features.speculation import MOST_ROWS
+from ..memory.host_cache import HostBlocks
+from ..model.run.attention import StepAttention
+from ..model.run.lora import AdaptedBackend
+from ..model.run.paged_model import PagedModel
+from ..plan.request import Request
+from ..plan.step import IN_FLIGHT, PromptPart, Step
+from .backends import backends_for
+from .device import TURNS, Mark, Tokens, device_for
+from .kv_layout import KVLayout
+from .logit_rules import Before
+from .logprobs import Scoring, score
+from .sampler import Sampler
+from .step_inputs import Rows, StepInputs
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_SECONDS = 30.0  # for all graphs; sizes that are left when it is over run without
+
+
+class Launched(NamedTuple):
+    """A forward on its way."""
+
+    logits: torch.Tensor  # [sampling rows, vocab]
+    slots: np.ndarray  # int64 [sampling rows]
+    positions: np.ndarray  # int64 [sampling rows], of the tokens to come
+    turn: int
+    before: Before  # see `Step`
+    scored: list[PromptPart]
+    prompt_logits: torch.Tensor | None  # [rows of these parts, vocab]
+
+
+class Sampled(NamedTuple):
+    """A step's results on their way to the host."""
+
+    tokens: Tokens  # int64 [sampling rows]
+    logprobs: list[Scoring]  # of the sampling rows that ask for them
+    prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
+
+
+class _Graph(NamedTuple):
+    replay: Callable[[], None]
+    logits: torch.Tensor  # [size, vocab], where a replay leaves them
+
+
+class ModelRunner:
+    """Owns what a forward needs on the device: the block pool, input buffers, graphs, last tokens by slot.
+
+    An attention call that `backend` refuses is run by the reference kernels.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        layout: KVLayout,
+        backend: Backend,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_tokens: int,
+        host_blocks: int = 0,
+    ) -> None:
+        self.model = model
+        self.device = device = device_for(model.device)
+        self.inputs = StepInputs(device, layout, max_num_seqs, max_model_len, max_tokens, model.row_multiple)
+        # zeroed, for rows that are masked are still multiplied by 0
+        self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
+        self._host = HostBlocks(device, layout, host_blocks)
+        self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
+        caches = layout.caches(self.pool)
+        calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
+        model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
+        self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
+        self._adapted = backend if isinstance(backend, AdaptedBackend) else None
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, max(max_num_seqs, MOST_ROWS))
+        self._turn = 0
+        self._marks: list[Mark] = [device.mark()] * TURNS
+        self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it for as long as they live
+        self._graphs: dict[int, _Graph] = {}  # by number of rows, smallest first
+        # One plan a step for each distinct kind of call in a group; the calls of that kind share it.
+        self._plans: dict[tuple[int, AttentionSpec], list[int]] = {}
+        group_of = {layer: g for g, group in enumerate(layout.groups) for layer in group.layers}
+        for call, spec in enumerate(model.layers):
+            self._plans.setdefault((group_of[layout.layer_of_call[call]], spec), []).append(call)
+        limits = [b.graph_max_kv_len for b in self._backends]
+        self._graph_max_len = min((limit for limit in limits if limit is not None), default=max_model_len)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        return list(self._graphs)
+
+    @property
+    def tables(self) -> np.ndarray:
+        """int32 ``[groups, slots, columns]``."""
+        return self.inputs.tables
+
+    def follow(self, other: ModelRunner) -> None:
+        """Let tokens that are not on the host yet be those that `other` sampled."""
+        self._last_tokens = other._last_tokens
+
+    def give_back(self) -> None:
+        """Let the system have the cache's memory. Nothing can be run any more."""
+        host_memory.give_back(self.pool)
+        self.model.unbind()
+        self._graphs.clear()
+        for backend in self._backends:
+            backend.forget_graphs()
+
+    # ------------------------------------------------------------------ a step
+
+    def copy(self, step: Step) -> None:
+        """Launch the step's copies between pool and host memory, before anything that may find no memory."""
+        self._host.copy(step.copies, self.pool)
+
+    def begin(self, step: Step) -> None:
+        """Take in what is new in `step`: block tables, and who got a slot."""
+        group, slot, column, block = step.tables
+        self.tables[group, slot, column] = block
+        for request in step.admitted:
+            self._admit(request)
+
+    def execute(self, step: Step) -> Launched:
+        """Launch the forward of `step`, up to the logits of the rows that sample."""
+        self.begin(step)
+        slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
+        row, back = step.choices()
+        last_rows = (np.cumsum(counts) - 1)[row] - back
+        wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in step.scored)])
+        sampling, positions = slots[row], (starts + counts)[row] - back
+        if len(row) == step.num_tokens <= max(self._graphs, default=0):
+            # Guesses as if each were a request of one token, for which there are graphs.
+            slots, starts, counts = sampling, positions - 1, np.ones_like(row)
+        logits = self.forward(slots, starts, counts, step.token_ids, wanted)
+        parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if step.scored else (logits, None)
+        return Launched(parts[0], sampling, positions, self._turn, step.before, step.scored, parts[1])
+
+    @torch.inference_mode()
+    def forward(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, token_ids: np.ndarray, rows: np.ndarray
+    ) -> torch.Tensor:
+        """Logits ``[len(rows), vocab]`` of chosen rows of a step, in whose arrays one entry is one request: int64
+        slots, starts and counts, and the token ids of all, one after another, as in `Step`."""
+        self._turn = (self._turn + 1) % TURNS
+        self._marks[self._turn].wait()
+        step = Rows(slots, starts, counts, token_ids, rows).singles_first()
+        try:
+            size = self._graph_size(step)
+            return self._launch(step) if size is None else self._replay(step, size)
+        finally:
+            self._marks[self._turn] = self.device.mark()
+
+    @torch.inference_mode()
+    def sample(self, launched: Launched) -> Sampled:
+        """Choose the tokens of a launched step."""
+        logits, slots, positions, turn = launched[:4]
+        tokens, on_device, logprobs = self._sampler.choose(logits, slots, positions, turn, launched.before)
+        self._last_tokens[on_device] = tokens
+        self._marks[turn] = self.device.mark()
+        return Sampled(self.device.download(tokens), logprobs, self._score_prompts(launched))
+
+    def _score_prompts(self, launched: Launched) -> list[Scoring]:
+        found, first = [], 0
+        for request, start, count, _ in launched.scored:
+            assert launched.prompt_logits is not None
+            logprobs = launched.prompt_logits[first : first + count].float().log_softmax(1)
+            tokens = self.device.bring(torch.from_numpy(request.tokens[start : start + count].astype(np.int64)))
+            found += score(logprobs, tokens, np.full(count, request.sampling.prompt_logprobs), self.device)
+            first += count
+        return found
+
+    def _launch(self, step: Rows) -> torch.Tensor:
+        count, batches = self.inputs.fill(step, self._turn)
+        ids = self.inputs.ids.device[:count]
+        if self.device.asynchronous or (step.token_ids == IN_FLIGHT).any():
+            ids = self._with_last_tokens(ids, count)
+        embeds = self._mix_embeds(ids, step) if self._embeds else None
+        wanted = self.inputs.wanted.device[: self.inputs.padded(len(step.wanted))]
+        logits = self.model.forward(
+            ids, self.inputs.positions.device[:count], self._plan(batches, count), wanted, embeds
+        )
+        return logits[: len(step.wanted)]
+
+    def _with_last_tokens(self, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Ids with what each slot sampled last in place of `IN_FLIGHT`: such a token never was on the host."""
+        return torch.where(ids == IN_FLIGHT, self._last_tokens[self.inputs.row_slots.device[:count]], ids)
+
+    def _plan(self, batches: list[PagedBatch], count: int, graph: bool = False) -> list[StepAttention]:
+        attention: list[StepAttention | None] = [None] * len(self.model.layers)
+        offsets = self.inputs.offsets.device[:count]
+        for (group, spec), calls in self._plans.items():
+            backend = self._backends[calls[0]]
+            plan = backend.plan(spec, batches[group], self.model.device, self._turn, graph)
+            shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend)
+            for call in calls:
+                attention[call] = shared
+        return attention  # type: ignore[return-value]  # every call has a plan
+
+    # ------------------------------------------------------------------ graphs
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Run each kind of kernel once, so that none has to be built while somebody waits, and record graphs of steps
+        in which so many requests compute one token each. The largest comes first: its memory serves the others."""
+        for counts in (np.ones(1, np.int64), np.array([1, 1, 5])[-self._last_tokens.shape[0] :]):
+            starts = np.zeros(len(counts), np.int64)
+            logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
+        self._sampler.warm_up(logits)
+        began = time.monotonic()
+        for size in sorted(sizes if self._graph_max_len else (), reverse=True):
+            if time.monotonic() - began > CAPTURE_SECONDS:
+                logger.warning("no time to capture graphs of %d rows and fewer: such steps are launched", size)
+                break
+            try:
+                self._capture(size)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # the model waits for the device in its forward
+                logger.warning("no graph can be captured, so all steps are launched: %s", str(error).partition("\n")[0])
+                self._graphs.clear()
+                break
+        self._graphs = dict(sorted(self._graphs.items()))
+        if self._graphs:
+            logger.info("captured %d graphs in %.1f s", len(self._graphs), time.monotonic() - began)
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        nothing = np.zeros(1, np.int64)
+        step = Rows(nothing, nothing, np.ones(1, np.int64), nothing, np.zeros(size, np.int64))
+        self._turn = (self._turn + 1) % TURNS
+        self._marks[self._turn].wait()
+        _, batches = self.inputs.fill(step, self._turn, size)
+        attention = self._plan(batches, size, graph=True)
+        every_row = self._every_row[:size]
+
+        def run() -> torch.Tensor:
+            ids = self._with_last_tokens(self.inputs.ids.device[:size], size)
+            return self.model.forward(ids, self.inputs.positions.device[:size], attention, every_row)
+
+        self._graphs[size] = _Graph(*self.device.capture(run))
+        self._marks[self._turn] = self.device.mark()
+
+    def _graph_size(self, step: Rows) -> int | None:
+        """The smallest graph that this step fits in."""
+        num = len(step.slots)
+        adapted = self._adapted is not None and self._adapted.begin(step.slots, step.counts, step.wanted)
+        if adapted or self._embeds or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
+            return None
+        if int(step.starts.max()) >= self._graph_max_len:
+            return None
+        return next((size for size in self._graphs if size >= num), None)
+
+    def _replay(self, step: Rows, size: int) -> torch.Tensor:
+        _, batches = self.inputs.fill(step, self._turn, size)
+        self._plan(batches, size, graph=True)
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.logits[: len(step.slots)]
+
+    # ------------------------------------------------------------------ requests
+
+    def _admit(self, request: Request) -> None:
+        self._sampler.admit(request)
+        if self._adapted is not None:
+            self._adapted.admit(request.slot, request.lora_place, request.lora_weights)
+        self._embeds.pop(request.slot, None)
+        if request.embeds is not None:
+            embeds = torch.from_numpy(request.embeds.copy())
+            if request.embeds.dtype == np.uint16:
+                embeds = embeds.view(torch.bfloat16)
+            self._embeds[request.slot] = self.device.bring(embeds).to(self.model.dtype)
+
+    def _mix_embeds(self, ids: torch.Tensor, step: Rows) -> torch.Tensor | None:
+        """Input rows with prompt embeddings in their places; None if this step computes no such prompt."""
+        rows = None
+        firsts = np.cumsum(step.counts) - step.counts
+        entries = (a.tolist() for a in (step.slots, step.starts, step.counts, firsts))
+        for slot, start, count, first in zip(*entries, strict=True):
+            embeds = self._embeds.get(slot)
+            if embeds is None:
+                continue
+            if start >= len(embeds):
+                del self._embeds[slot]
+                continue
+            rows = self.model.embed(ids) if rows is None else rows
+            part = embeds[start : start + count]
+            rows[first : first + len(part)] = part
+            if start + count >= len(embeds):
+                del self._embeds[slot]
+        return rows
+
+
+def _seen_by(backend: Backend, spec: AttentionSpec, cache: LayerCache) -> LayerCache:
+    """A layer's cache without the padding of its heads, where `backend` wants none."""
+    keys, values = backend.cache_dim(spec.key_dim), backend.cache_dim(spec.value_dim)
+    return LayerCache(cache.keys[..., :keys], cache.values[..., :values])

@@ -1,0 +1,106 @@
+"""From logits to tokens: rules of the request, masks, then the keyed Gumbel choice.
+
+The parameters lie in columns by slot, set once when a request gets its slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels.contract import Backend
+from ..plan.request import Request
+from .device import Device, Staged
+from .logit_rules import Before, LogitRules
+from .logprobs import Scoring, score
+
+_COLUMNS = {
+    "temperature": torch.float32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "top_k": torch.int64,
+    "seed": torch.int64,
+    "position": torch.int64,
+    "slot": torch.int64,
+    "sampled": torch.bool,
+}
+_OF_REQUEST = ("temperature", "top_p", "min_p", "top_k", "seed")
+_OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
+
+
+class Choice(NamedTuple):
+    """What was chosen, on the device."""
+
+    tokens: torch.Tensor  # int64 [rows]
+    slots: torch.Tensor  # int64 [rows]
+    logprobs: list[Scoring]  # of the rows that ask for them
+
+
+class Sampler:
+    """Chooses one token for each row of logits. A row's choice depends on its logits, parameters and position alone."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int) -> None:
+        self._device, self._backend = device, backend
+        self._rules = LogitRules(max_num_seqs, vocab_size, device)
+        self._num_logprobs = np.full(max_num_seqs, -1)
+        self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
+        self._of_slot = {name: np.zeros(max_num_seqs, self._rows[name].host[0].dtype) for name in _OF_REQUEST}
+
+    def admit(self, request: Request) -> None:
+        slot, sampling = request.slot, request.sampling
+        for name, column in self._of_slot.items():
+            column[slot] = getattr(sampling, name)
+        self._num_logprobs[slot] = sampling.logprobs
+        self._rules.admit(request)
+
+    def choose(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int, before: Before
+    ) -> Choice:
+        """`logits` ``[rows, vocab]``, for the tokens at `positions` of the requests at `slots` (both ``[rows]``) →
+        a token for each row. May change `logits`."""
+        on_device = self._send("slot", slots, turn)
+        asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
+        if asked.size:
+            index = self._device.bring(torch.from_numpy(asked))
+            logprobs = logits[index].float().log_softmax(1)  # of the logits as the model made them
+        tokens = self._choose(self._rules.apply(logits, slots, positions, before), slots, positions, turn)
+        self._rules.chosen(tokens, slots)
+        scores = []
+        if asked.size:
+            scores = score(logprobs, tokens[index], self._num_logprobs[slots[asked]], self._device)
+            scores = [one._replace(rows=asked[one.rows]) for one in scores]
+        return Choice(tokens, on_device, scores)
+
+    def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
+        sampled = self._of_slot["temperature"][slots] > 0
+        if not sampled.any():
+            return self._backend.largest(logits)
+
+        def limit(name: str) -> torch.Tensor | None:
+            values = np.where(sampled, self._of_slot[name][slots], _OFF[name])
+            return self._send(name, values, turn) if (values != _OFF[name]).any() else None
+
+        scores = logits.float()
+        temperature = limit("temperature")
+        if temperature is not None:
+            scores = scores / temperature.unsqueeze(1)
+        limits = limit("top_k"), limit("top_p"), limit("min_p")
+        if any(values is not None for values in limits):
+            scores = self._backend.mask(scores, *limits)
+        seeds = self._send("seed", self._of_slot["seed"][slots], turn)
+        where = self._send("position", positions, turn)
+        return self._backend.choose(scores, seeds, where, self._send("sampled", sampled, turn))
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Run every kernel once."""
+        one = np.ones(len(logits))
+        limits = [self._send(name, one * value, 0) for name, value in (("top_k", 2), ("top_p", 0.5), ("min_p", 0.1))]
+        seeds, sampled = (self._send(name, one, 0) for name in ("seed", "sampled"))
+        self._backend.choose(self._backend.mask(logits.float(), *limits), seeds, seeds, sampled)
+
+    def _send(self, name: str, values: np.ndarray, turn: int) -> torch.Tensor:
+        column = self._rows[name]
+        column.host[turn][: len(values)] = values
+        return column.send(turn, len(values))

@@ -1,0 +1,166 @@
+"""What a forward pass reads, filled by the host in each step: ids, positions, places in the cache, block tables."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels.contract import ROW_MULTIPLE, DeviceBatch, PagedBatch
+from .device import Device, Staged
+from .kv_layout import KVLayout
+
+
+class Rows(NamedTuple):
+    """The requests of a step. One entry is one request, but for `token_ids`, which has those of all, one request's
+    after another's, and `wanted`: the rows that are to have logits."""
+
+    slots: np.ndarray  # int64 [requests]
+    starts: np.ndarray  # int64 [requests]: tokens computed before
+    counts: np.ndarray  # int64 [requests]: tokens to compute
+    token_ids: np.ndarray  # [sum of counts]
+    wanted: np.ndarray  # int64 [n], each below the sum of counts
+
+    def singles_first(self) -> Rows:
+        """The same step with the requests of a single row in front."""
+        many = self.counts > 1
+        if not (many[:-1] & ~many[1:]).any():
+            return self
+        order = np.argsort(many, kind="stable")
+        counts = self.counts[order]
+        firsts = _starts(self.counts)
+        moved = np.empty_like(firsts)
+        moved[order] = _starts(counts)
+        within = np.arange(len(self.token_ids)) - np.repeat(_starts(counts), counts)
+        request = np.searchsorted(np.cumsum(self.counts), self.wanted, side="right")
+        return Rows(
+            self.slots[order],
+            self.starts[order],
+            counts,
+            self.token_ids[np.repeat(firsts[order], counts) + within],
+            self.wanted + (moved - firsts)[request],
+        )
+
+
+class StepInputs:
+    """The arrays, and the block tables they are made from."""
+
+    def __init__(
+        self,
+        device: Device,
+        layout: KVLayout,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_tokens: int,
+        multiple: int = ROW_MULTIPLE,
+    ) -> None:
+        """multiple: of which the rows of a forward pass are to be one."""
+        self._multiple = multiple
+        groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
+        rows = self.padded(max(max_tokens, max_num_seqs))
+        self.tables = np.zeros((groups, max_num_seqs, columns), np.int32)  # block of each slot's columns
+
+        def staged(n: int, dtype: torch.dtype = torch.int64) -> Staged:
+            return Staged(device, (n,), dtype)
+
+        self.ids, self.positions, self.row_slots = staged(rows), staged(rows), staged(rows)
+        self.places = [staged(rows, torch.int32) for _ in range(groups)]  # the block of each row
+        self.offsets = staged(rows, torch.int32)  # its place in the block
+        self.wanted = staged(rows)
+        seqs = self.padded(max_num_seqs)
+        self.qo_indptr, self.kv_indptr = staged(seqs + 1, torch.int32), staged(seqs + 1, torch.int32)
+        self.last_page_len = staged(seqs, torch.int32)
+        self.kv_indices = [staged(max_num_seqs * columns + seqs, torch.int32) for _ in range(groups)]
+        self._block_size = layout.block_size
+        self._asynchronous = device.asynchronous
+        # Padding stands at the last position there is. It changes nothing in a model that passed verification, which
+        # runs the same way: frequencies that depend on a neighbour's position would show there.
+        self._last_position = max_model_len - 1
+
+    def padded(self, n: int) -> int:
+        """The next multiple, at least one."""
+        return max(1, -(-n // self._multiple)) * self._multiple
+
+    def fill(self, rows: Rows, turn: int, requests: int | None = None) -> tuple[int, list[PagedBatch]]:
+        """Write a step's arrays and send them. Returns the number of rows of the forward pass, padding included, and a
+        batch for each KV group.
+
+        requests: at least as many as there are, each of a single row; those too many are padding that attends to the
+        null block. None: rows are padded to a multiple, and belong to no request.
+        """
+        slots, starts, counts, token_ids, wanted = rows
+        total, num, size = len(token_ids), len(slots), self._block_size
+        count = self.padded(total) if requests is None else requests
+        ids, positions, offsets = self.ids.host[turn], self.positions.host[turn], self.offsets.host[turn]
+        row_slots = self.row_slots.host[turn]
+        ids[:total] = token_ids
+        if total == num:
+            row_slots[:total], positions[:total] = slots, starts
+        else:
+            row_slots[:total] = np.repeat(slots, counts)
+            positions[:total] = np.arange(total) + np.repeat(starts - _starts(counts), counts)
+        column, offsets[:total] = np.divmod(positions[:total], size)
+        for group, places in enumerate(self.places):
+            places.host[turn][:total] = self.tables[group, row_slots[:total], column]
+        if count > total:
+            ids[total:count] = row_slots[total:count] = offsets[total:count] = 0
+            positions[total:count] = self._last_position
+            for places in self.places:
+                places.host[turn][total:count] = 0  # the null block
+        if requests is None:  # a graph wants every row
+            self.wanted.host[turn][: len(wanted)] = wanted
+            self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
+        if on_device := self._asynchronous:
+            for array in (self.ids, self.positions, self.offsets, self.row_slots, *self.places):
+                array.send(turn, count)
+            if requests is None:
+                self.wanted.send(turn, self.padded(len(wanted)))
+
+        last = num if requests is None else requests
+        num_blocks = -(-(starts + counts) // size)
+        qo_indptr, kv_indptr = self.qo_indptr.host[turn], self.kv_indptr.host[turn]
+        qo_indptr[0] = kv_indptr[0] = 0
+        np.cumsum(counts, out=qo_indptr[1 : num + 1])
+        np.cumsum(num_blocks, out=kv_indptr[1 : num + 1])
+        if last > num:
+            qo_indptr[num + 1 : last + 1] = qo_indptr[num] + np.arange(1, last - num + 1)
+            kv_indptr[num + 1 : last + 1] = kv_indptr[num] + np.arange(1, last - num + 1)
+        lengths = self.last_page_len.host[turn]
+        lengths[:num], lengths[num:last] = starts + counts - (num_blocks - 1) * size, 1
+        listed = np.arange(int(num_blocks.max())) < num_blocks[:, None]
+        used, all_blocks = int(kv_indptr[num]), int(kv_indptr[last])
+        if on_device:
+            self.kv_indptr.send(turn, last + 1)
+            self.last_page_len.send(turn, last)
+        batches = []
+        for group, indices in enumerate(self.kv_indices):
+            indices.host[turn][:used] = self.tables[group, slots, : listed.shape[1]][listed]
+            indices.host[turn][used:all_blocks] = 0
+            twins = None
+            if on_device:
+                # In a graph the whole array, for its address and length must not change.
+                sent = indices.send(turn, all_blocks)
+                twins = DeviceBatch(
+                    self.kv_indptr.device[: last + 1],
+                    sent if requests is None else indices.device,
+                    self.last_page_len.device[:last],
+                )
+            batches.append(
+                PagedBatch(
+                    self.qo_indptr.pages[turn][: last + 1],
+                    self.kv_indptr.pages[turn][: last + 1],
+                    indices.pages[turn][:all_blocks],
+                    self.last_page_len.pages[turn][:last],
+                    size,
+                    int((counts == 1).sum()) + last - num,
+                    group,
+                    twins,
+                )
+            )
+        return count, batches
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    out: np.ndarray = np.cumsum(counts) - counts
+    return out

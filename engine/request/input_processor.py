@@ -1,0 +1,298 @@
+"""A prompt and its parameters, checked and turned into the messages that the core takes: one for each completion."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...ipc.adapters import LoRARequest, PromptAdapterRequest
+from ...ipc.config import LoRAConfig
+from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ...ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
+from ...ipc.params import RequestOutputKind, SamplingParams, is_text
+from ...ipc.pooling_params import PoolingParams
+from .pooling import no_tokens, settled
+from .prompts import Embeds, ParsedPrompt, parse_prompt
+
+if TYPE_CHECKING:
+    from ..text.tokenizer import Tokenizer
+
+
+ALL_TOKENS = 2**31 - 1
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreRequest:
+    """A request that was checked and is ready to be sent. `add_request` takes it in place of a prompt."""
+
+    request_id: str
+    prompt: str | None  # text, where known
+    prompt_token_ids: list[int]  # zeros under embeddings
+    params: SamplingParams  # a copy, with `max_tokens` and `seed` decided
+    eos_token_ids: frozenset[int]  # that end this request; empty if it ignores them
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str = ""
+    embeds: Embeds | None = None
+    bad_words: list[list[int]] = field(default_factory=list)  # as tokens
+    grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
+    trace_headers: Mapping[str, str] | None = None  # of the trace that it belongs to
+    lora_request: LoRARequest | None = None
+    prompt_adapter_request: PromptAdapterRequest | None = None
+    pooling: PoolingParams | None = None  # in place of tokens, which `params` then ask none of
+    second: int = 0  # where the second of two texts begins
+
+
+class InputProcessor:
+    """Knows the tokenizer and the model's limits; holds no requests."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model: ModelFacts,
+        eos_token_ids: Iterable[int],
+        stream_interval: int = 1,
+        max_logprobs: int = -1,
+        adapters: LoRAConfig = LoRAConfig(),  # noqa: B008  # frozen
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._stream_interval, self._max_logprobs = stream_interval, max_logprobs
+        self.model, self._adapters = model, adapters
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        prompt_text: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+    ) -> EngineCoreRequest:
+        """Check everything that can be checked here. Arguments as `LLMEngine.add_request`, in their newest form.
+
+        Raises:
+            InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
+        """
+        pooling = settled(params, self.model.tasks)
+        params = params if pooling is None else no_tokens()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(f"priority is {shown(priority)}; it must be an int of 64 bits")
+        if tokenization_kwargs is not None and not isinstance(tokenization_kwargs, Mapping):
+            raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization_kwargs)}; it must be a dict")
+        params.validate()
+        params = params.clone()
+        self.check_adapters(lora_request, prompt_adapter_request)
+        virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
+        limit = self.model.max_model_len - virtual
+        if virtual and limit < 1 + (pooling is None):
+            raise InvalidRequestError(
+                f"the prompt adapter has {virtual} virtual tokens; max_model_len is {self.model.max_model_len}, which "
+                "leaves none for a prompt"
+            )
+        parsed = parse_prompt(prompt)
+        if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
+            raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
+        keep, pooled = (pooling or params).truncate_prompt_tokens, pooling is not None
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, limit, pooled)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_vocabulary(name, getattr(params, name) or ())
+        if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
+            name = "use_beam_search" if params.use_beam_search else "prompt_logprobs"
+            raise InvalidRequestError(f"{name} needs a prompt of token ids, but this one is embeddings")
+        if self.tokenizer is None and params.stop:
+            raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
+        self._check_choices(params)
+        form = params.structured_outputs or params.guided_decoding
+        room = max(1, limit - len(token_ids))
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        params.stream_interval = params.stream_interval or self._stream_interval
+        params.seed = int.from_bytes(os.urandom(8), "big", signed=True) if params.seed is None else params.seed
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt=prompt_text if prompt_text is not None else parsed.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=frozenset() if params.ignore_eos or pooling else self.eos_token_ids,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=parsed.cache_salt or params.cache_salt or "",
+            embeds=parsed.embeds,
+            bad_words=self._tokenized(params.bad_words or ()),
+            grammar=[] if form is None else list(form.spec()),
+            trace_headers=trace_headers,
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            pooling=pooling,
+            second=parsed.second,
+        )
+
+    def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
+        """Raise what keeps a request from having these, as far as it is known here."""
+        for name, value, kind, option in (
+            ("lora_request", lora, LoRARequest, "enable_lora"),
+            ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest, "enable_prompt_adapter"),
+        ):
+            if value is not None and not getattr(self._adapters, option):
+                raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
+
+    def _check_choices(self, params: SamplingParams) -> None:
+        most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
+        asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs, "beams": beams}
+        for name, value in asked.items():
+            if value is not None and most >= 0 and not 0 <= value <= most:
+                given = "all log probabilities" if value < 0 else f"{value} log probabilities for each token"
+                raise InvalidRequestError(f"{name} takes {given}; max_logprobs of the engine is {most}; -1 allows all")
+        never = set(params.stop_token_ids or ()) | self.eos_token_ids if params.min_tokens else set()
+        if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids are all stop tokens, and min_tokens forbids those: none is left"
+            )
+
+    def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
+        """Each as it stands, and as it is after a space where that takes as many tokens and begins with another one."""
+        found = []
+        for word in bad_words:
+            if self.tokenizer is None:
+                raise InvalidRequestError("bad_words need a tokenizer; this engine has skip_tokenizer_init=True")
+            bare, spaced = (self.tokenizer.encode(space + word.lstrip(), False) for space in ("", " "))
+            found += [bare] if bare[:1] == spaced[:1] or len(bare) != len(spaced) else [bare, spaced]
+        return [tokens for tokens in found if tokens]
+
+    def _prompt_token_ids(
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, limit: int, pooled: bool
+    ) -> list[int]:
+        """Those that are kept: the last ones, or, of a prompt that is `pooled`, the first."""
+        most = None if keep is None else keep if keep > 0 else limit if pooled else limit - 1
+        for name in tokenization_kwargs:
+            if name != "add_special_tokens":
+                raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
+            if not isinstance(special := tokenization_kwargs[name], bool):
+                raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
+        if parsed.embeds is not None:
+            tokens, hidden = parsed.embeds.array.shape
+            if hidden != self.model.hidden_size:
+                raise InvalidRequestError(
+                    f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
+                )
+            if most is not None:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
+                )
+            token_ids = [0] * tokens
+        elif parsed.token_ids is not None:
+            token_ids = parsed.token_ids
+            self._check_vocabulary("prompt_token_ids", token_ids)
+        elif self.tokenizer is None:
+            raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
+        elif not is_text(parsed.text):
+            raise InvalidRequestError(f"the prompt is {shown(parsed.text)}, which holds half a surrogate pair")
+        else:
+            add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
+            cut = most if pooled else None
+            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, cut) if parsed.text else []
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+        if most is not None:
+            token_ids = token_ids[:most] if pooled else token_ids[-most:]
+        virtual = self.model.max_model_len - limit
+        beside = f", of which the prompt adapter's virtual tokens take {virtual}" if virtual else ""
+        longest = f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}{beside}"
+        if pooled and len(token_ids) > limit:
+            raise InvalidRequestError(f"{longest}: raise that, or give truncate_prompt_tokens")
+        if len(token_ids) >= limit + pooled:
+            raise InvalidRequestError(
+                f"{longest}, so with at least one token of output it may have at most {max(0, limit - 1)}"
+            )
+        return token_ids
+
+    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
+        size = self.model.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            wrong = next(token for token in token_ids if not 0 <= token < size)
+            raise InvalidRequestError(f"{name} holds {shown(wrong)}; token ids of this model go from 0 to {size - 1}")
+
+
+def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
+    """One message for each completion, each under a handle of its own; of beams the first."""
+    width = 1 if request.params.use_beam_search else request.params.width
+    numbered = zip(range(width), handles, strict=False)
+    return [core_message(request, handle, index=index) for index, handle in numbered]
+
+
+def core_message(
+    request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0, age_s: float = 0.0
+) -> AddRequest:
+    """What the core is to compute: completion `index`, or the token that follows a `beam`, of a request that it let in
+    `age_s` seconds ago."""
+    params, embeds = request.params, None  # their values may be of subclasses, which no message holds
+    if request.embeds is not None:
+        embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
+    assert params.max_tokens is not None
+    assert params.seed is not None
+    stops = sorted(int(token) for token in request.eos_token_ids.union(params.stop_token_ids or ()))
+    logprobs, prompt_logprobs, max_tokens = params.logprobs, params.prompt_logprobs, params.max_tokens
+    if params.use_beam_search:
+        logprobs, max_tokens, stops = 2 * params.width, 1, []
+    elif params.width > params.n and logprobs is None:
+        logprobs = 0  # the best are to be found
+    return AddRequest(
+        handle=handle,
+        request_id=request.request_id,
+        prompt_token_ids=[*request.prompt_token_ids, *beam] if beam else request.prompt_token_ids,
+        sampling=Sampling(
+            max_tokens=int(max_tokens),
+            seed=int(params.seed) if params.width == 1 else child_seed(params.seed, index),
+            top_k=int(max(params.top_k, 0)),
+            min_tokens=int(params.min_tokens),
+            stop_token_ids=stops,
+            **{name: float(getattr(params, name)) for name in _FLOATS},  # an int may be one that no message holds
+            logprobs=_count(logprobs),
+            prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
+            logit_bias={int(token): float(bias) for token, bias in (params.logit_bias or {}).items()},
+            allowed_token_ids=[int(token) for token in params.allowed_token_ids or ()],
+            bad_words=request.bad_words,
+            grammar=[str.__str__(text) for text in request.grammar],
+        ),
+        priority=int(request.priority),
+        cache_salt=str.__str__(request.cache_salt),
+        prompt_embeds=embeds,
+        pooling=_pooling(request),
+        age_s=age_s,
+        resumed=beam is not None,
+        lora=None if request.lora_request is None else request.lora_request.message,
+        prompt_adapter=None if request.prompt_adapter_request is None else request.prompt_adapter_request.message,
+        patient=params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop,
+    )
+
+
+def _pooling(request: EngineCoreRequest) -> Pooling | None:
+    if (params := request.pooling) is None:
+        return None
+    return Pooling(str.__str__(params.task or ""), int(params.dimensions or 0), params.activate, request.second)
+
+
+def _count(logprobs: int | None) -> int:
+    """As the core takes it: -1 for none, more than any vocabulary has for all."""
+    return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else int(min(logprobs, ALL_TOKENS))
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of several: the first 8 bytes of BLAKE2b over both as signed 64-bit big-endian."""
+    from hashlib import blake2b  # not on top: it takes a while to import, and most need it never
+
+    digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
+    return int.from_bytes(digest.digest(), "big", signed=True)

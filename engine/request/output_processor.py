@@ -1,0 +1,169 @@
+"""The core's outputs to requests with news. No I/O and no waiting: the synchronous and the async engine share it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs
+from ..text.tokenizer import Tokenizer
+from .beam_search import BeamRequest
+from .input_processor import EngineCoreRequest
+from .outputs import Logprob
+from .pooling_state import PoolingState
+from .request_state import Completion, RequestState
+
+if TYPE_CHECKING:
+    from ..observe.metrics import StatLoggerManager
+    from ..observe.tracing import Tracer
+
+
+class Processed(NamedTuple):
+    """The requests that have an output to show, which is made when somebody takes it, the handles that the core is
+    to abort, and what it is to be asked next."""
+
+    changed: list[RequestState]
+    aborts: list[int]
+    adds: list[AddRequest]
+
+
+class OutputProcessor:
+    """Every request in flight of one frontend. Not thread-safe; its engine sees to that."""
+
+    def __init__(self, tokenizer: Tokenizer | None, handles: Iterator[int]) -> None:
+        self._tokenizer, self._handles = tokenizer, handles
+        self._pieces: dict[int, str] = {}  # text of tokens, for log probabilities
+        self._requests: dict[str, RequestState] = {}
+        self._completions: dict[int, Completion] = {}  # by handle, the unfinished ones
+        self.told: StatLoggerManager | None = None  # who keeps statistics
+        self.tracer: Tracer | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
+        make = PoolingState if request.pooling else BeamRequest if request.params.use_beam_search else RequestState
+        state = self._requests[request.request_id] = make(request, handles, self._tokenizer, now)
+        for completion in state.completions:
+            self._completions[completion.handle] = completion
+        return state
+
+    def forget(self, error: Exception, now: float) -> list[RequestState]:
+        """Drop all requests, for nothing more will come of them; those that were in flight."""
+        dropped = list(self._requests.values())
+        if self.tracer is not None:
+            for state in dropped:
+                self.tracer.ended(state, now, error)
+        self._requests, self._completions = {}, {}
+        return dropped
+
+    def process(self, outputs: Outputs, now: float) -> Processed:
+        """Take in a step's outputs. Those of requests that are no longer known are dropped.
+
+        The work is one dict look-up and one append a token for requests that show nothing before their end; text costs
+        more and is made only for the others.
+        """
+        completions = self._completions
+        touched: dict[Completion, Finished | None] = {}
+        for handle, token in zip(outputs.handles, outputs.token_ids, strict=True):
+            completion = completions.get(handle)
+            if completion is not None:
+                completion.token_ids.append(token)
+                completion.request.metrics.last_token_time = now
+                touched[completion] = None
+        for scores in outputs.logprobs:
+            self._take_logprobs(scores, outputs.handles)
+        for vectors in outputs.pooled:
+            if (completion := completions.get(vectors.handle)) is not None and completion.request.source.pooling:
+                cast(PoolingState, completion.request).vectors = vectors
+        for said in outputs.started:
+            completion = completions.get(said.handle)
+            if completion is not None:
+                if self.told is not None:
+                    self.told.begins(completion.request, now)
+                completion.request.started(said)
+        for ended in outputs.finished:
+            completion = completions.get(ended.handle)
+            if completion is not None:
+                completion.request.metrics.num_preemptions += ended.num_preemptions
+                touched[completion] = ended
+        processed = self._advance(touched, now)
+        if self.told is not None:
+            self.told.took_in(outputs, now, idle=not self._completions)
+        return processed
+
+    def abort(self, request_ids: Iterable[str], now: float) -> Processed:
+        """End these requests at once; unknown ids are ignored."""
+        states = [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self]
+        running = [one for state in states for one in state.completions if one.finish_reason is None]
+        changed = self._advance({one: Finished(one.handle, "abort") for one in running}, now).changed
+        return Processed(changed, [one.handle for one in running], [])
+
+    def _advance(self, touched: dict[Completion, Finished | None], now: float) -> Processed:
+        aborts: list[int] = []
+        adds: list[AddRequest] = []
+        changed: dict[RequestState, None] = {}
+        for completion, ended in touched.items():
+            request = completion.request
+            if ended is None and request.reads_at_end:
+                continue
+            completion.advance(ended)
+            if completion.finish_reason is not None:
+                del self._completions[completion.handle]
+                if ended is None:
+                    aborts.append(completion.handle)
+            changed[request] = None
+        for state in changed:
+            if state.finished and (messages := state.go_on(self._handles)):
+                self._completions.update((completion.handle, completion) for completion in state.completions)
+                adds += messages
+        return Processed([state for state in changed if self._shows(state, now)], aborts, adds)
+
+    def _take_logprobs(self, scores: Logprobs, handles: Sequence[int]) -> None:
+        if scores.handle >= 0:
+            if completion := self._completions.get(scores.handle):
+                completion.request.add_prompt_logprobs(scores.start, self._entries(scores))
+            return
+        completions = [self._completions.get(handles[row]) for row in scores.rows]
+        if any(completions):
+            for completion, entry in zip(completions, self._entries(scores), strict=True):
+                if completion is not None:
+                    completion.add_logprobs(entry)
+
+    def _entries(self, scores: Logprobs) -> list[dict[int, Logprob]]:
+        token_ids, logprobs = _rows("<i", scores.token_ids, scores.width), _rows("<f", scores.logprobs, scores.width)
+        entries = []
+        for ids, values, (rank,) in zip(token_ids, logprobs, _rows("<i", scores.ranks, 1), strict=True):
+            entry = {ids[0]: Logprob(values[0], rank, self._piece(ids[0]))}
+            for place, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
+                if token != ids[0]:
+                    entry[token] = Logprob(value, place, self._piece(token))
+            entries.append(entry)
+        return entries
+
+    def _piece(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token not in self._pieces:
+            self._pieces[token] = self._tokenizer.decode(token)
+        return self._pieces[token]
+
+    def _shows(self, state: RequestState, now: float) -> bool:
+        """Whether there is an output to make; one that has ended is not looked after any more."""
+        if not state.finished:
+            return state.is_due
+        state.metrics.finished_time = now
+        del self._requests[state.source.request_id]
+        if self.told is not None:
+            self.told.ended(state, now)
+        if self.tracer is not None:
+            self.tracer.ended(state, now)
+        return True
+
+
+def _rows(kind: str, numbers: bytes, width: int) -> Iterator[tuple[Any, ...]]:
+    return struct.Struct(f"{kind[0]}{width}{kind[1]}").iter_unpack(numbers)

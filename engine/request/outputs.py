@@ -1,0 +1,177 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ...ipc.errors import MainspringError
+from ...ipc.messages import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Of one token at one place, under the model's own distribution: before penalties, biases and temperature."""
+
+    logprob: float
+    rank: int | None = None  # 1: none is likelier
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` completions.
+
+    `token_ids` holds every token, also the one that ended it; `text` leaves that one out, and the stop string too,
+    unless `include_stop_str_in_output`. With output kind DELTA both hold only what is new.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # of each token: itself, and the likeliest ones
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
+    lora_request: Any = None
+    error: MainspringError | None = None  # behind finish reason "error"
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A continuation that `LLM.beam_search` found."""
+
+    tokens: list[int]  # prompt and output
+    logprobs: list[dict[int, Logprob]]  # of the output's tokens
+    cum_logprob: float
+    text: str  # of prompt and output
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best continuations of one prompt, the best one first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds on the clock of `time.monotonic`.
+
+    `arrival_time` is as the caller gave it. `first_scheduled_time` and `first_token_time` follow from what the core
+    measured; the rest is when the frontend saw it. With `n` > 1 the first completion's firsts, the last one's lasts.
+    """
+
+    arrival_time: float
+    last_token_time: float | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    time_in_queue: float | None = None  # seconds between the core taking the request and its first step
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's completions so far, in order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token; with DELTA shown once
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: Any = None
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a pooling model made of a prompt: float32, a numpy array, for frontends have no torch. ``[width]``, or
+    ``[tokens, width]`` of the tasks for each token; empty if it failed."""
+
+    data: np.ndarray
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Of each label; logits, if no activation was asked for."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+O = TypeVar("O")  # noqa: E741  # of output
+P = TypeVar("P", bound="PoolingRequestOutput[Any]")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[O]):
+    """The one output of a request to a pooling model."""
+
+    request_id: str
+    outputs: O
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finish_reason: FinishReason | None = None  # "stop", "abort" or "error"
+    error: MainspringError | None = None  # behind finish reason "error"
+
+    def with_outputs(self, kind: type[P], outputs: Any) -> P:
+        """The same request's, of another kind."""
+        return kind(**{**vars(self), "outputs": outputs})
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Of `LLM.embed`."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Of `LLM.classify`."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Of `LLM.score`; prompt tokens are those of both texts."""
+
+
+def num_tokens_of(output: RequestOutput | PoolingRequestOutput[Any]) -> int:
+    """Tokens that it shows."""
+    return 0 if isinstance(output, PoolingRequestOutput) else sum(len(one.token_ids) for one in output.outputs)
+
+
+def errors_of(output: RequestOutput | PoolingRequestOutput[Any]) -> list[MainspringError]:
+    """Why it, or some of its completions, failed."""
+    if isinstance(output, PoolingRequestOutput):
+        return [] if output.error is None else [output.error]
+    return [one.error for one in output.outputs if one.error is not None]

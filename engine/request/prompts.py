@@ -1,0 +1,194 @@
+"""The forms a prompt can take, and the one form they become."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+
+from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ...ipc.params import is_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]  # share cached prefixes only with prompts of the same salt
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt`, if given, is only shown in outputs. `token_type_ids` are for pooling models that
+    know types: zeros for the first of two texts, ones for the second."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    token_type_ids: NotRequired[list[int]]
+    cache_salt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt as input embeddings, [tokens, hidden size]: a numpy array, a torch tensor or anything with DLPack."""
+
+    prompt_embeds: Any
+    cache_salt: NotRequired[str]
+
+
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """Of an encoder-decoder model; there are none yet, so it is refused."""
+
+    encoder_prompt: Any
+    decoder_prompt: Any
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+
+
+Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
+
+
+class Embeds(NamedTuple):
+    """Prompt embeddings, or other numbers, as they travel. bfloat16 is held as uint16."""
+
+    array: np.ndarray  # [tokens, hidden size]
+    dtype: str  # float32, float16 or bfloat16
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt in its one form: `token_ids` or `embeds` is set, or `text` is still to be encoded."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    embeds: Embeds | None = None
+    cache_salt: str | None = None
+    second: int = 0  # where the second of two texts begins, in `token_ids`; 0: there is none
+
+
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids")
+_NEXT = {
+    "multi_modal_data": "multi-modal prompts are",
+    "multi_modal_uuids": "multi-modal prompts are",
+    "mm_processor_kwargs": "multi-modal prompts are",
+    "encoder_prompt": "encoder-decoder prompts are",
+    "decoder_prompt": "encoder-decoder prompts are",
+}
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Recognise a prompt's form.
+
+    Raises:
+        InvalidRequestError: it has none of the known forms, or holds something that is no token id.
+        NotSupportedError: it is multi-modal or of an encoder-decoder model.
+    """
+    if isinstance(prompt, str):
+        return ParsedPrompt(text=prompt)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt)
+    if is_token_ids(prompt):
+        return ParsedPrompt(token_ids=_token_ids(prompt))
+    raise InvalidRequestError(
+        f"a prompt is {shown(prompt)}; it must be a str, a list of token ids, or a dict with 'prompt', "
+        "'prompt_token_ids' or 'prompt_embeds'"
+    )
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether this is one prompt of token ids, rather than a list of prompts. An empty list is one."""
+    if hasattr(prompt, "__array__"):
+        return getattr(prompt, "ndim", 0) == 1
+    return isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)) and all(map(_is_int, prompt[:1]))
+
+
+def listed_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of them."""
+    several = isinstance(prompts, (list, tuple)) and not (prompts and is_token_ids(prompts))
+    return list(prompts) if several else [prompts]
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    for key in prompt:
+        if key in _NEXT and prompt[key] is not None:
+            raise NotSupportedError(f"{_NEXT[key]} not supported yet ({key!r})")
+        if key not in _KEYS and key not in _NEXT:
+            raise InvalidRequestError(str(unknown_argument("a prompt", key, _KEYS)))
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequestError(f"prompt is {shown(text)}; it must be a str")
+    if salt is not None and (not is_text(salt) or not salt):
+        raise InvalidRequestError(f"cache_salt is {shown(salt)}; it must be a non-empty str")
+    if prompt.get("token_type_ids") is not None and prompt.get("prompt_token_ids") is None:
+        raise InvalidRequestError("token_type_ids are given without prompt_token_ids; give both")
+    if prompt.get("prompt_embeds") is not None:
+        if prompt.get("prompt_token_ids") is not None:
+            raise InvalidRequestError("a prompt has both prompt_token_ids and prompt_embeds; give one")
+        return ParsedPrompt(text=text, embeds=_read_embeds(prompt["prompt_embeds"]), cache_salt=salt)
+    if prompt.get("prompt_token_ids") is not None:
+        token_ids = _token_ids(prompt["prompt_token_ids"])
+        return ParsedPrompt(text, token_ids, cache_salt=salt, second=_second(token_ids, prompt.get("token_type_ids")))
+    if text is None:
+        raise InvalidRequestError("a prompt dict must have 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
+    return ParsedPrompt(text=text, cache_salt=salt)
+
+
+def _token_ids(value: Any) -> list[int]:
+    ids: Any = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise InvalidRequestError(f"prompt_token_ids is {shown(value)}; it must be a list of ints")
+    for at, token in enumerate(ids):
+        if not _is_int(token):
+            raise InvalidRequestError(f"prompt_token_ids[{at}] is {shown(token)}; it must be an int")
+    return [int(token) for token in ids]
+
+
+def _second(token_ids: list[int], given: Any) -> int:
+    if given is None:
+        return 0
+    types = given.tolist() if hasattr(given, "tolist") else given
+    zeros = types.count(0) if isinstance(types, (list, tuple)) and all(map(_is_int, types)) else 0
+    if not zeros or list(types) != [0] * zeros + [1] * (len(token_ids) - zeros):
+        raise InvalidRequestError(
+            f"token_type_ids is {shown(given)}; it must be a list of a 0 or 1 for each token, zeros first, at least one"
+        )
+    return zeros if zeros < len(token_ids) else 0
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int or (
+        hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
+    )
+
+
+def _read_embeds(value: Any) -> Embeds:
+    embeds = read_array("prompt_embeds", value)
+    if embeds.array.ndim != 2:
+        raise InvalidRequestError(f"prompt_embeds has shape {list(embeds.array.shape)}; it must be [tokens, hidden]")
+    return embeds
+
+
+def read_array(name: str, value: Any) -> Embeds:
+    """Numbers in any form that says of itself that it is an array, as they travel.
+
+    Raises:
+        InvalidRequestError: `name` is none, or not of a float dtype.
+    """
+    import numpy as np
+
+    torch, dtype = sys.modules.get("torch"), ""  # a tensor can only come from a process that has torch
+    try:
+        if torch is not None and isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu").contiguous()
+            if value.dtype == torch.bfloat16:
+                value, dtype = value.view(torch.uint16), "bfloat16"
+        array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError, AttributeError) as error:
+        raise InvalidRequestError(f"{name} can't be read as an array: {error}") from error
+    if array.dtype.name == "bfloat16":  # as ml_dtypes registers it
+        array, dtype = np.ascontiguousarray(array).view(np.uint16), "bfloat16"
+    if not dtype:
+        if array.dtype.kind != "f":
+            raise InvalidRequestError(f"{name} has dtype {array.dtype}; it must be float32, float16 or bfloat16")
+        dtype = "float16" if array.dtype.itemsize == 2 else "float32"
+        array = np.asarray(array, dtype=dtype, order="C")
+    return Embeds(array, dtype)

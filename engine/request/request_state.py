@@ -1,0 +1,235 @@
+"""A request in flight as the frontend sees it: its completions, the text so far, what was shown already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...ipc.errors import MainspringError, OverloadedError, RequestFailedError, from_wire
+from ...ipc.messages import AddRequest, Finished, FinishReason, Started
+from ...ipc.params import RequestOutputKind
+from ..text.detokenizer import TextStream, text_stream
+from ..text.stop_strings import StopStrings
+from ..text.tokenizer import Tokenizer
+from .input_processor import EngineCoreRequest
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One of a request's completions: its tokens as they come, its text as it is asked for."""
+
+    request: RequestState
+    index: int
+    handle: int
+    _stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of each token, if the core was asked for them
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: MainspringError | None = None
+    _stops: StopStrings | None = field(init=False)
+    _decoded: int = 0  # tokens whose text is in _texts
+    _texts: list[str] = field(default_factory=list)
+    _shown_text: int = 0  # pieces of _texts and tokens that a DELTA output has had
+    _shown_tokens: int = 0
+    _shown_end: bool = False
+
+    def __post_init__(self) -> None:
+        params = self.request.source.params
+        self._stops = StopStrings(list(params.stop), params.include_stop_str_in_output) if params.stop else None
+
+    def add_logprobs(self, entry: dict[int, Logprob]) -> None:
+        """Those of the next token, which stands first."""
+        self.logprobs.append(entry)
+        self.cumulative_logprob += next(iter(entry.values())).logprob
+
+    def advance(self, ended: Finished | None) -> None:
+        """Take in the new tokens and, if so, the end. A text that can't be made is this completion's error alone."""
+        try:
+            if ended is None:
+                self._read()
+            else:
+                self._finish(ended)
+        except Exception as error:
+            text = f"its text could not be made ({type(error).__name__}: {error})"
+            self._fail(RequestFailedError(text))
+
+    def _read(self) -> bool:
+        """Turn the new tokens into text. True if that brought a stop string: the completion has then ended, and what
+        came after it is dropped.
+        """
+        stream, stops = self._stream, self._stops
+        if stream is None:
+            return False
+        end, min_tokens = len(self.token_ids), self.request.source.params.min_tokens
+        while self._decoded < end:
+            text = stream.push(self.token_ids[self._decoded])
+            self._decoded += 1
+            if stops is not None:
+                text = stops.push(text, accept=self._decoded > min_tokens)
+            if text:
+                self._texts.append(text)
+            if stops is not None and stops.matched is not None:
+                del self.token_ids[self._decoded :]
+                if len(self.logprobs) > self._decoded:
+                    del self.logprobs[self._decoded :]
+                    self.cumulative_logprob = sum(next(iter(entry.values())).logprob for entry in self.logprobs)
+                self.finish_reason, self.stop_reason = "stop", stops.matched
+                return True
+        return False
+
+    def _finish(self, ended: Finished) -> None:
+        """Take the core's word for the end. A stop token stands in `token_ids` but not in the text."""
+        by_stop_token = ended.reason == "stop" and not self.request.source.params.include_stop_str_in_output
+        last = self.token_ids.pop() if by_stop_token and len(self.token_ids) > self._decoded else None
+        if not self._read():  # else a stop string stood before the end
+            self._end(ended.reason)
+            if last is not None:
+                self.token_ids.append(last)
+            if ended.reason == "stop" and ended.stop_token not in self.request.source.eos_token_ids:
+                self.stop_reason = ended.stop_token
+            elif ended.reason == "error":
+                self._fail(from_wire(ended.error, ended.error_text))
+
+    def _fail(self, error: MainspringError) -> None:
+        self.finish_reason, self.error = "error", error
+        self.stop_reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OverloadedError):  # that is an answer, not a failure
+            logger.warning("request %s failed: %s", self.request.source.request_id, self.stop_reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._stream is not None:
+            text = self._stream.flush()
+            if self._stops is not None:
+                text = self._stops.push(text, accept=False) + self._stops.flush()
+            if text:
+                self._texts.append(text)
+
+    def is_due(self, interval: int = 1) -> bool:
+        """Whether it has its first token, `interval` new ones, or an end to be shown."""
+        new = len(self.token_ids) - self._shown_tokens
+        return new >= (interval if self._shown_tokens else 1) or (
+            self.finish_reason is not None and not self._shown_end
+        )
+
+    def output(self, delta: bool) -> CompletionOutput:
+        first, params, reason = self._shown_tokens if delta else 0, self.request.source.params, self.finish_reason
+        self._shown_end, self._shown_tokens = reason is not None, len(self.token_ids)
+        if delta:
+            text = "".join(self._texts[self._shown_text :])
+            self._shown_text = len(self._texts)
+        else:
+            self._texts = ["".join(self._texts)]
+            text = self._texts[0]
+        return CompletionOutput(
+            self.index,
+            text,
+            self.token_ids[first:],
+            self.cumulative_logprob if self.request.is_scored else None,
+            None if params.logprobs is None else self.logprobs[first:],
+            reason,
+            self.stop_reason,
+            self.request.source.lora_request,
+            self.error,
+        )
+
+
+class RequestState:
+    """A request and its completions."""
+
+    def __init__(
+        self, source: EngineCoreRequest, handles: Sequence[int], tokenizer: Tokenizer | None, now: float
+    ) -> None:
+        params = source.params
+        self.source = source
+        self.kind = params.output_kind
+        self.interval = params.stream_interval or 1
+        self.is_scored = params.logprobs is not None or params.width > params.n or params.use_beam_search
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # as far as they have come
+        self._prompt_shown = False
+        self.metrics = RequestMetrics(source.arrival_time)
+        self.num_cached_tokens: int | None = None
+        self.news: asyncio.Event | None = None  # the async engine's: there is an output to be made, or `lost`
+        self.lost: Exception | None = None  # why nothing more will come, though it has not ended
+        self.added = now
+        self._tokenizer = tokenizer
+        # text can wait for the end if nobody sees it before, and no stop string is to be found in it
+        self.reads_at_end = self.kind == RequestOutputKind.FINAL_ONLY and not params.stop
+        self.completions = [Completion(self, index, handle, self._text()) for index, handle in enumerate(handles)]
+
+    def _text(self) -> TextStream | None:
+        params, source = self.source.params, self.source
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        prompt = () if source.embeds is not None else source.prompt_token_ids
+        skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+        return text_stream(self._tokenizer, prompt, skip, spaces)
+
+    def go_on(self, handles: Iterator[int]) -> list[AddRequest]:
+        """What the core is to be asked next, now that it has ended all `completions`; they are others then."""
+        return []
+
+    def started(self, said: Started) -> None:
+        metrics = self.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.time_in_queue = said.queued_s
+            metrics.first_scheduled_time = self.added + said.queued_s
+            metrics.first_token_time = metrics.first_scheduled_time + said.first_token_s
+            self.num_cached_tokens = said.num_cached_tokens
+
+    def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob]]) -> None:
+        """Those of the prompt's tokens from `start` on. A core that took over from another may repeat them."""
+        if start <= len(self._prompt_logprobs):
+            self._prompt_logprobs[start : start + len(entries)] = entries
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is enough news for an output before the end."""
+        if self.kind == RequestOutputKind.FINAL_ONLY:
+            return False
+        return self.interval == 1 or any(completion.is_due(self.interval) for completion in self.completions)
+
+    def _best(self) -> list[Completion]:
+        """Of `best_of` completions the `n` of the largest sum of log probabilities."""
+        n, completions = self.source.params.n, self.completions
+        if len(completions) > n:
+            completions = sorted(completions, key=lambda one: -one.cumulative_logprob)[:n]
+            for index, completion in enumerate(completions):
+                completion.index = index
+        return completions
+
+    def output(self) -> RequestOutput:
+        """What to show now: all that has come since the last one."""
+        delta = self.kind == RequestOutputKind.DELTA
+        shown = [one for one in self.completions if one.is_due()] if delta else self._best()
+        source, told = self.source, self._prompt_logprobs
+        if source.params.prompt_logprobs is None or len(told) < len(source.prompt_token_ids):
+            prompt_logprobs = None
+        else:
+            prompt_logprobs = None if delta and self._prompt_shown else told
+            self._prompt_shown = True
+        return RequestOutput(
+            source.request_id,
+            source.prompt,
+            None if source.embeds is not None else source.prompt_token_ids,
+            prompt_logprobs,
+            [completion.output(delta) for completion in shown],
+            self.finished,
+            self.metrics,
+            source.lora_request,
+            self.num_cached_tokens,
+        )

@@ -1,0 +1,73 @@
+"""What goes to the core by utility calls and is more than a few numbers: weights, and arguments of users' methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...ipc.errors import InvalidArgumentError, shown
+from .prompts import read_array
+
+if TYPE_CHECKING:
+    from ...ipc.codec import Array  # brings numpy, which importing the package is not to
+
+MAX_BYTES = 16 << 20  # of the arrays in one message, but for a single row that is larger
+MAX_SECONDS = 1_000_000  # to wait for an answer
+MAX_ARRAYS = 14  # in one message: two of its 16 frames are others
+
+
+def weight_messages(weights: Iterable[tuple[str, Any]], version: str) -> Iterator[tuple[list[Any], list[Array]]]:
+    """The arguments and arrays of each call of the core's method ``update_weights``.
+
+    Raises:
+        InvalidArgumentError: what is given is no stream of names and arrays.
+    """
+    parts: list[tuple[str, int, Array]] = []
+    number = size = 0
+
+    def message(last: bool) -> tuple[list[Any], list[Array]]:
+        names, starts = [part[0] for part in parts], [part[1] for part in parts]
+        return [version, number, names, starts, last], [part[2] for part in parts]
+
+    for name, start, array in _parts(weights):
+        if parts and (size + array.values.nbytes > MAX_BYTES or len(parts) == MAX_ARRAYS):
+            yield message(last=False)
+            parts, number, size = [], number + 1, 0
+        parts.append((name, start, array))
+        size += array.values.nbytes
+    if not parts:
+        raise InvalidArgumentError("weights is empty; it must give pairs of a parameter's name and its values")
+    yield message(last=True)
+
+
+def plain(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments for a method of the core's worker.
+
+    Raises:
+        InvalidArgumentError: they are no list and dict, or the timeout is no number.
+    """
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(f"args is {shown(args)}; it must be a list or tuple")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise InvalidArgumentError(f"kwargs is {shown(kwargs)}; it must be a dict with names as keys")
+    if timeout is not None and not (type(timeout) in (int, float) and 0 <= timeout <= MAX_SECONDS):
+        raise InvalidArgumentError(f"timeout is {shown(timeout)}; it must be a number of seconds, 0 to {MAX_SECONDS}")
+    return list(args), dict(kwargs or {})
+
+
+def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array]]:
+    from ...ipc.codec import Array
+
+    for pair in weights:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise InvalidArgumentError(f"weights gives {shown(pair)}; it must give pairs of a name and an array")
+        name, value = pair
+        values, dtype = read_array(name, value)
+        if not values.ndim or not len(values):
+            yield name, 0, Array(values.copy(), dtype)  # whoever gives it may fill it anew
+            continue
+        rows = max(1, MAX_BYTES // max(1, values[:1].nbytes))
+        for start in range(0, len(values), rows):
+            yield name, start, Array(values[start : start + rows].copy(), dtype)

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, incremental detokenization, stop strings, chat templates."""

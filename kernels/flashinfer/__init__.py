@@ -1,0 +1,1 @@
+"""The kernels for NVIDIA GPUs: FlashInfer, and Triton for what it lacks."""

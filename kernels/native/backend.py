@@ -1,0 +1,281 @@
+"""The native backend: C++ kernels for x86 processors, compiled on first use (see native_build.py and native/).
+
+Each method packs addresses, sizes and strides into one array of 64-bit words, which native.cpp takes apart, and makes
+one call: that takes a microsecond or two, and lets go of the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
+from ..reference.backend import ReferenceBackend
+from .build import cpu_features, function, load
+from .decoder import ACTIVATIONS, DTYPES, NativeDecoder
+from .weights import linear
+
+_PLAN = struct.Struct("=5q2d7q")
+_ATTENTION = struct.Struct("=18q")
+_RMS_NORM = struct.Struct("=9q2d2q")
+_ADD_RMS_NORM = struct.Struct("=7q2dq")
+_ACT_AND_MUL = struct.Struct("=8q")
+_TOKENS = struct.Struct("=32q")
+_MASK = struct.Struct("=9q")
+_CHOOSE = struct.Struct("=10q")
+
+_FUNCTIONS = ("attention", "rms_norm", "add_rms_norm", "act_and_mul", "rotate_and_append", "mask", "choose")
+_NO_HEADS = (0, 0, 0, 0)
+_NO_CACHE = (0,) * 11
+
+
+class NativePlan:
+    """A step's attention for one spec, as C++ holds it."""
+
+    def __init__(self, library: ctypes.CDLL, spec: AttentionSpec, handle: int) -> None:
+        self.spec = spec
+        self.handle = handle
+        self._forget = library.mainspring_attention_forget
+
+    def __del__(self) -> None:
+        self._forget(self.handle)
+
+
+class NativeBackend(Backend):
+    """C++ on a CPU. See `interface.Backend` for what the methods promise.
+
+    Raises:
+        BackendUnavailableError: it can't be built here, or the processor is not one it is written for.
+    """
+
+    name = "native"
+    deterministic = True
+    graph_max_kv_len: int | None = 0
+    heads_first = True
+
+    def __init__(self, level: str | None = None) -> None:
+        """`level` names an instruction set of native_build.py; None: the best this processor has."""
+        self._library = library = load(level)
+        self._call = {name: function(library, name) for name in _FUNCTIONS}
+        self._plan = function(library, "attention_plan", ctypes.c_void_p)
+        library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
+        library.mainspring_attention_forget.restype = None
+        self._slow_halves = "avx512_bf16" not in cpu_features()
+        self._reference = ReferenceBackend()  # for what is of no dtype or layout of ours
+
+    def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        """Nothing a model of ours has."""
+        if dtype not in DTYPES or kv_dtype not in DTYPES:
+            return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
+        return None
+
+    def append(
+        self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Write the keys and values of this step's tokens to their rows of the cache, in its dtype."""
+        if keys.dtype not in DTYPES or values.dtype != keys.dtype:
+            return self._reference.append(cache, keys, values, blocks, rows)
+        keys, values = _rows_contiguous(keys), _rows_contiguous(values)
+        blocks, rows = blocks.int().contiguous(), rows.int().contiguous()
+        self._call["rotate_and_append"](
+            _TOKENS.pack(
+                len(keys), DTYPES[keys.dtype], *_NO_HEADS, *_heads(keys), *_heads(values),
+                keys.shape[2], values.shape[2], 0, 0, 0, 0,
+                *_cache(cache), blocks.data_ptr(), rows.data_ptr(), torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+    def plan(
+        self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
+    ) -> NativePlan:
+        """Cut the step into units of work for as many threads as torch uses. Layers may run with a plan one after
+        another, not at once. Raises ValueError for a block size that is not a multiple of 8."""
+        if batch.block_size < 1 or batch.block_size % 8:
+            raise ValueError(f"block_size is {batch.block_size}; it must be a multiple of 8")
+        requests = len(batch.last_page_len)
+        arrays = [x.contiguous() for x in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)]
+        handle = self._plan(
+            _PLAN.pack(
+                *spec[:4], spec.window or 0, spec.scale, spec.softcap or 0.0, requests,
+                *(x.data_ptr() for x in arrays), batch.block_size, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return NativePlan(self._library, spec, handle)
+
+    def run(
+        self, plan: NativePlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero."""
+        query = _rows_contiguous(query)
+        out = torch.empty(len(query), plan.spec.num_q_heads, plan.spec.value_dim, dtype=query.dtype)
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        self._call["attention"](
+            _ATTENTION.pack(
+                plan.handle, query.data_ptr(), query.stride(0), query.stride(1),
+                DTYPES[query.dtype], DTYPES[cache.keys.dtype],
+                cache.keys.data_ptr(), *cache.keys.stride()[:3], cache.values.data_ptr(), *cache.values.stride()[:3],
+                0 if sinks is None else sinks.data_ptr(), out.data_ptr(), len(query), torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+        """RMSNorm over the last dimension, in fp32."""
+        if x.dtype not in DTYPES or weight.dtype not in DTYPES:
+            return self._reference.rms_norm(x, weight, eps, offset)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        x, view = _row_view(x)
+        self._call["rms_norm"](
+            _RMS_NORM.pack(
+                x.data_ptr(), *view, DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype], x.shape[-1],
+                eps, offset, out.data_ptr(), torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the rounded sum, in the memory of `x`, and the sum, in that of `residual`."""
+        if not (x.dtype == residual.dtype in DTYPES and x.is_contiguous() and residual.is_contiguous()):
+            return self._reference.add_rms_norm(x, residual, weight, eps, offset)
+        width = x.shape[-1]
+        self._call["add_rms_norm"](
+            _ADD_RMS_NORM.pack(
+                x.data_ptr(), residual.data_ptr(), DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype],
+                x.numel() // width, width, eps, offset, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return x, residual
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> None:
+        """RoPE, in fp32."""
+        if not self._rotates(query, key):
+            return self._reference.rotate(query, key, cos_sin, interleaved)
+        self._call["rotate_and_append"](
+            _TOKENS.pack(
+                len(query), DTYPES[query.dtype], *_heads(query), *_heads(key), *_NO_HEADS, query.shape[2], 0,
+                *_angles(cos_sin), interleaved, *_NO_CACHE, torch.get_num_threads(),
+            )
+        )  # fmt: skip
+
+    def _rotates(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        return query.dtype == key.dtype in DTYPES and query.stride(2) == key.stride(2) == 1
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """torch's own. Where the processor has no instructions for halves it is slow with them, and ours takes its
+        place."""
+        if x.dtype == torch.float32 or not self._slow_halves:
+            return F.linear(x, weight, bias)
+        return linear(self._library, x, weight, bias)
+
+    def decoder(
+        self,
+        layers: Sequence[LayerTensors],
+        norm: Norm,
+        head: Linear,
+        bits: int | None = None,
+        quantized: Mapping[int, QuantizedWeight] | None = None,
+    ) -> Decoder:
+        """All in one call."""
+        return NativeDecoder(self._library, layers, norm, head, bits, quantized)
+
+    def mask(
+        self,
+        scores: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        min_p: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Top-k, top-p and min-p, in this order."""
+        limits = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
+        scores = scores.float() if scores.stride(1) == 1 else scores.float().contiguous()
+        out = torch.empty(scores.shape, dtype=torch.float32)
+        self._call["mask"](
+            _MASK.pack(
+                scores.data_ptr(), *scores.shape, scores.stride(0), *(0 if x is None else x.data_ptr() for x in limits),
+                out.data_ptr(), torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return out
+
+    def largest(self, scores: torch.Tensor) -> torch.Tensor:
+        """`choose` without noise."""
+        nothing = torch.zeros(len(scores), dtype=torch.int64)
+        return self.choose(scores, nothing, nothing, nothing.bool())
+
+    def choose(
+        self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """The largest score, with noise in rows that are sampled."""
+        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        keys = [x.contiguous() for x in (seeds, positions, sampled)]
+        chosen = torch.empty(len(scores), dtype=torch.int64)
+        self._call["choose"](
+            _CHOOSE.pack(
+                scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
+                *(x.data_ptr() for x in keys), chosen.data_ptr(), torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return chosen
+
+    def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; the native backend knows {', '.join(ACTIVATIONS)}")
+        if gate_up.dtype not in DTYPES:
+            return self._reference.act_and_mul(gate_up, activation)
+        gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up.dtype)
+        self._call["act_and_mul"](
+            _ACT_AND_MUL.pack(
+                gate_up.data_ptr(), gate_up.stride(0), DTYPES[gate_up.dtype], ACTIVATIONS[activation], rows, width,
+                out.data_ptr(), torch.get_num_threads(),
+            )
+        )  # fmt: skip
+        return out
+
+
+def _heads(x: torch.Tensor) -> tuple[int, ...]:
+    """HeadView of ``[tokens, heads, dim]``."""
+    return x.data_ptr(), x.shape[1], x.stride(0), x.stride(1)
+
+
+def _cache(cache: LayerCache) -> tuple[int, ...]:
+    """Both CacheViews and the dtype."""
+    keys, values = cache
+    return keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3], DTYPES[keys.dtype]
+
+
+def _angles(cos_sin: torch.Tensor) -> tuple[int, int, int]:
+    return cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[1]
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, dim]`` with dim contiguous; the other strides may be any."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _row_view(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+    """`x`, copied if its last dimension is not contiguous or its rows have more than two strides, and RowView's numbers
+    for it: rows, and of an inner and an outer dimension of them inner size, outer stride and inner stride."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    joined: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = (joined[-1][0] * size, stride)
+        else:
+            joined.append((size, stride))
+    if len(joined) > 2:
+        return _row_view(x.contiguous())
+    (outer, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *joined][-2:]
+    return x, (outer * inner, inner, outer_stride, inner_stride)

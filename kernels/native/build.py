@@ -1,0 +1,243 @@
+"""The native kernels, compiled by the machine's own compiler on first use and kept.
+
+A library is named by a digest of everything that shapes it: the sources, the flags, the compiler's version, what the
+processor can do and the OpenMP runtime it is linked to. It is written beside its place and renamed; of two processes
+that want the same one, the second waits for the first.
+
+torch brings an OpenMP runtime of its own. A second one in the process would mean two teams of threads that fight for
+the cores, so the objects are compiled for OpenMP and linked to the very file that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch  # noqa: F401 -- loads its OpenMP runtime
+
+from .. import BackendUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).resolve().parent
+COMPILERS = ("c++", "g++", "clang++")  # after CXX
+FLAGS = (
+    "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math "
+    # A product and a sum become one operation where the source says so and nowhere else: bits must not depend on how
+    # the compiler unrolled a loop.
+    "-ffp-contract=off"
+).split()
+OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp5")
+
+
+class Level(NamedTuple):
+    """An instruction set the kernels are written for."""
+
+    name: str
+    needs: tuple[str, ...]  # as /proc/cpuinfo spells them
+    flags: tuple[str, ...]
+
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_OPTIONAL = ("avx512_vnni",)  # used where they are
+
+
+def _flags(needs: Sequence[str]) -> tuple[str, ...]:
+    return tuple("-m" + name.replace("_", "") for name in needs)
+
+
+LEVELS = tuple(
+    Level(name, needs, (*_flags(needs), *(("-mprefer-vector-width=512",) if name.startswith("avx512") else ())))
+    for name, needs in (
+        ("avx512_bf16", (*_AVX512, "avx512_bf16")),
+        ("avx512", _AVX512),
+        ("avx2", _AVX2),
+    )
+)
+"""The best first."""
+
+
+class Compiler(NamedTuple):
+    """A C++ compiler that answers."""
+
+    command: tuple[str, ...]
+    version: str  # the first line of what --version says
+
+
+def load(level: str | None = None) -> ctypes.CDLL:
+    """The native library, compiled first if need be. `level` names one of `LEVELS`; None: MAINSPRING_NATIVE_LEVEL, or
+    the best this processor has.
+
+    Raises:
+        BackendUnavailableError: no compiler, a processor the kernels are not written for, or a failed build.
+    """
+    return _load(build(choose_level(level)))
+
+
+def function(library: ctypes.CDLL, name: str, result: Any = None) -> Any:
+    """A function that takes packed words; bytes go to it without a copy."""
+    found = getattr(library, f"mainspring_{name}")  # a CDLL keeps what it has given once
+    if found.argtypes is None:
+        found.argtypes, found.restype = [ctypes.c_char_p], result
+    return found
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
+
+
+def choose_level(name: str | None = None) -> Level:
+    """The level of this name, or the best there is."""
+    name = name or os.environ.get("MAINSPRING_NATIVE_LEVEL") or None
+    features = cpu_features()
+    if name is not None and name not in {level.name for level in LEVELS}:
+        known = ", ".join(level.name for level in LEVELS)
+        raise BackendUnavailableError(f"MAINSPRING_NATIVE_LEVEL is {name!r}; it must be one of {known}")
+    for level in LEVELS:
+        missing = [flag for flag in level.needs if flag not in features]
+        if name == level.name and missing:
+            raise BackendUnavailableError(f"the native level {name} needs {', '.join(missing)}; this processor has not")
+        if not missing and name in (None, level.name):
+            return level
+    raise BackendUnavailableError(
+        f"the native kernels need an x86 processor with AVX2 and FMA on Linux; this is {platform.machine()} on "
+        f"{platform.system()}"
+    )
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """What /proc/cpuinfo lists; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+@functools.cache
+def find_compiler() -> Compiler:
+    """CXX, or the first of `COMPILERS` that answers.
+
+    Raises:
+        BackendUnavailableError: none does.
+    """
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [[name] for name in COMPILERS]:
+        try:
+            done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler(tuple(command), done.stdout.partition("\n")[0])
+    tried = f"CXX is {named!r}, which does not run" if named else f"none of {', '.join(COMPILERS)} is on the PATH"
+    raise BackendUnavailableError(f"the native kernels need a C++17 compiler, and {tried}; install g++ or set CXX")
+
+
+def openmp_runtimes() -> list[str]:
+    """The OpenMP runtimes mapped into this process; torch brings one. Empty where there is no /proc."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(OPENMP_RUNTIMES))
+
+
+def find_runtime() -> str:
+    """The OpenMP runtime that torch has loaded.
+
+    Raises:
+        BackendUnavailableError: there is none, or a second one beside it.
+    """
+    runtimes = openmp_runtimes()
+    if len(runtimes) != 1:
+        found = " and ".join(runtimes) or "none"
+        raise BackendUnavailableError(f"the native kernels need the one OpenMP runtime that torch brings, not {found}")
+    return runtimes[0]
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: ``native`` in MAINSPRING_CACHE, or in ~/.cache/mainspring."""
+    root = os.environ.get("MAINSPRING_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "mainspring") / "native"
+
+
+def build(level: Level) -> Path:
+    """The library of `level`: the one that was kept, or a new one, which takes seconds and says so in the log.
+
+    Raises:
+        BackendUnavailableError: it can't be built. The message ends with what the compiler said first.
+    """
+    compiler, runtime = find_compiler(), find_runtime()
+    extras = _flags([name for name in _OPTIONAL if name in cpu_features() and level.name.startswith("avx512")])
+    flags = (*FLAGS, *level.flags, *extras)
+    path = cache_folder() / f"{level.name}-{digest(compiler, flags, runtime)}.so"
+    if path.exists():
+        return path
+    start = time.perf_counter()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # so that two processes don't do the same work
+            if path.exists():
+                return path
+            logger.info("building the native kernels (%s) with %s; this happens once", level.name, compiler.version)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+                compile_library(compiler, flags, runtime, Path(folder) / path.name)
+                (Path(folder) / path.name).replace(path)
+    except OSError as e:
+        raise BackendUnavailableError(f"the native kernels can't be kept in {path.parent}: {e}") from e
+    logger.info("built the native kernels in %.1f s: %s", time.perf_counter() - start, path)
+    return path
+
+
+def digest(compiler: Compiler, flags: Sequence[str], runtime: str) -> str:
+    """Names a library by what it is made from."""
+    hashed = hashlib.blake2b(digest_size=12)
+    parts = [*compiler.command, compiler.version, *flags, runtime, shutil.which(compiler.command[0]) or ""]
+    for file in sorted([*SOURCES.glob("*.h"), *_translation_units()]):
+        parts += [file.name, file.read_text()]
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part.encode())
+    return hashed.hexdigest()
+
+
+def compile_library(compiler: Compiler, flags: Sequence[str], runtime: str, library: Path) -> None:
+    """Compile every source beside `library`, two at a time, and link them."""
+
+    def object_of(source: Path) -> str:
+        made = library.with_name(source.stem + ".o")
+        _run([*compiler.command, *flags, "-c", str(source), "-o", str(made)])
+        return str(made)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(object_of, _translation_units()))
+    _run([*compiler.command, "-shared", "-o", str(library), *objects, runtime])
+
+
+def _translation_units() -> list[Path]:
+    return [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith(("_test", "_driver"))]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:])
+        raise BackendUnavailableError(f"the native kernels did not compile: {said.strip() or shlex.join(command)}")

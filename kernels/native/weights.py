@@ -1,0 +1,175 @@
+"""Weights of linear layers in the form the native kernels read (native/linear.h): panels, plain or quantized.
+
+Quantized, groups of weights along a row share a scale: w = scale * (q - zero), where the zero is the middle of 8 bits,
+and of 4 bits each group's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import torch
+
+from .. import host_memory
+from .build import function
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
+GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
+GATE = 16  # rows of gate, then as many of up: linear.h
+_ROW_MAJOR = 2  # in the place of `gated`: not packed
+
+_PANEL = 32  # rows of a weight that are packed together: linear.h
+_PIECE_BYTES = 16 << 20  # of a weight that is packed at once
+_CHUNK_BYTES = 256 << 20
+_ALONE = 16_384  # numbers of rows that are read sooner than others are woken
+
+_WORDS = {count: struct.Struct(f"={count}q") for count in (5, 9, 10, 11, 13)}
+
+
+class PackedWeight(NamedTuple):
+    """``[out_features, in_features]`` in panels."""
+
+    kernels: ctypes.CDLL
+    memory: torch.Tensor  # uint8
+    kind: int  # one of DTYPES, or 8 or 4: the bits of a quantized weight
+    out_features: int
+    in_features: int
+    group: int  # values of a row that share a scale; 0: not quantized
+    dtype: torch.dtype  # of the rows it takes and gives
+    gated: bool  # rows of gate and rows of up in turn, `GATE` of each
+
+    def words(self) -> tuple[int, int, int, int, int]:
+        """The fields of a `Weight` of weights.h."""
+        return self.kind, self.memory.data_ptr(), self.out_features, self.in_features, self.group
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of these numbers, int64 ``[n]``, → ``[n, in_features]``: an embedding. They must be in range."""
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.in_features, dtype=self.dtype)
+        threads = torch.get_num_threads() if out.numel() > _ALONE else 1
+        self._call("rows", ids.data_ptr(), len(ids), out.data_ptr(), DTYPES[self.dtype], threads)
+        return out
+
+    def unpack(self) -> torch.Tensor:
+        """``[out_features, in_features]``, as it was before, or as near as its quantization is."""
+        return self.rows(torch.arange(self.out_features))
+
+    def replace(self, weight: torch.Tensor, release: bool = False) -> None:
+        """By another one, ``[out_features, in_features]``. `release`: see `pack`."""
+        name, dtype, threads = "quantize" if self.group else "pack", _kind(weight), torch.get_num_threads()
+        rows = self.out_features if self.group == 0 else -(-self.out_features // _PANEL) * _PANEL  # of its memory
+        step = rows if self.gated else _PIECE_BYTES // (_PANEL * weight[0].nbytes) * _PANEL + _PANEL
+        for start in range(0, rows, step):
+            part = weight.detach()[start : start + step]
+            own = part.contiguous()
+            memory = self.memory[start * len(self.memory) // rows :]
+            self._replace(memory=memory, out_features=len(part))._call(name, own.data_ptr(), dtype, threads)
+            if release:
+                host_memory.give_back(part)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        _call(self.kernels, name, *self.words(), self.gated, *arguments)
+
+
+def pack(
+    library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False, bits: int | None = None
+) -> PackedWeight:
+    """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits`, group by group.
+
+    gated: its rows are all of gate, then all of up, as many of each, a multiple of `GATE`. release: the memory of
+    `weight` is given back to the system on the way, so that there are never two whole ones; what it then holds is
+    undefined.
+    Raises ValueError where rows are not as they should be, or the dtype is none of `DTYPES`.
+    """
+    kind, columns = _kind(weight), weight.shape[1]
+    group = 0 if bits is None else next((g for g in GROUPS if columns % g == 0), GROUPS[-1])
+    packed = _allocate(library, weight, bits or kind, group, weight.dtype, gated)
+    packed.replace(weight, release)
+    return packed
+
+
+def pack_quantized(
+    library: ctypes.CDLL,
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    dtype: torch.dtype,
+    gated: bool = False,
+) -> PackedWeight:
+    """Given 4-bit values, uint8 ``[out, in]``, with fp16 scales and zeros ``[out, groups]``; `dtype` is that of the
+    rows it is to take. Raises ValueError where a group is no multiple of 32, and otherwise as `pack`."""
+    group = q.shape[1] // scales.shape[1]
+    if group * scales.shape[1] != q.shape[1] or group % GROUPS[-1]:
+        raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
+    packed = _allocate(library, q, 4, group, dtype, gated)
+    q, scales, zeros = q.contiguous(), scales.float().contiguous(), zeros.float().contiguous()
+    packed._call("pack_quantized", q.data_ptr(), scales.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
+    return packed
+
+
+def linear(
+    library: ctypes.CDLL, x: torch.Tensor, weight: PackedWeight | torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` for ``[..., in]`` of the weight's dtype, rounded once. A row's bits depend on nothing but
+    the row, the weight and the bias: not on whether the weight, ``[out, in]``, is packed before or as it is used."""
+    if isinstance(weight, torch.Tensor):
+        weight = weight.contiguous()
+        words = (_kind(weight), weight.data_ptr(), *weight.shape, 0, _ROW_MAJOR)
+        gated = False
+    else:
+        gated = weight.gated
+        words = (*weight.words(), gated)
+    out_features, in_features = words[2:4]
+    flat = x.reshape(-1, in_features)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    if bias is not None:
+        bias = bias.view(2, -1, GATE).transpose(0, 1).reshape(-1) if gated else bias.contiguous()
+    out = torch.empty(len(flat), out_features, dtype=weight.dtype)
+    _call(
+        library, "linear", *words, flat.data_ptr(), flat.stride(0), len(flat), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), DTYPES[weight.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if gated:
+        out = out.view(len(flat), out_features // (2 * GATE), 2, GATE).transpose(1, 2).flatten(1)
+    return out.view(*x.shape[:-1], out_features)
+
+
+def _call(library: ctypes.CDLL, name: str, *words: int) -> None:
+    function(library, f"weight_{name}")(_WORDS[len(words)].pack(*words))
+
+
+def _kind(weight: torch.Tensor) -> int:
+    if weight.dtype not in DTYPES or weight.device.type != "cpu":
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"a weight of {weight.dtype} on {weight.device}; the native kernels pack {known} on a CPU")
+    return DTYPES[weight.dtype]
+
+
+def _allocate(
+    library: ctypes.CDLL, weight: torch.Tensor, kind: int, group: int, dtype: torch.dtype, gated: bool
+) -> PackedWeight:
+    rows, columns = weight.shape
+    if gated and rows % (2 * GATE):
+        raise ValueError(f"{rows} rows of gate and up; each must have a multiple of {GATE}")
+    size = function(library, "weight_bytes", ctypes.c_int64)(_WORDS[5].pack(kind, 0, rows, columns, group))
+    return PackedWeight(library, _memory.take(size), kind, rows, columns, group, dtype, gated)
+
+
+class _Memory:
+    """Weights lie one after another in large pieces of memory, so that huge pages fit and none is half empty. A piece
+    is given back when the last weight in it is gone."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """64-byte aligned; zeros, real only once written to."""
+        if size > len(self._free):
+            self._free = host_memory.zeros(max(size, _CHUNK_BYTES))
+        taken, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
+        return taken
+
+
+_memory = _Memory()

@@ -1,0 +1,93 @@
+"""What a daemon is told: its own options and the engine's, from flags and from a TOML file of the same names."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from ..engine.args import FIELDS, EngineArgs, add_flags, check_least, check_port, typed
+from ..ipc.config import EngineConfig, Section, fields_of
+from ..ipc.errors import InvalidArgumentError, unknown_argument
+
+if TYPE_CHECKING:
+    import argparse
+
+# Where nobody has set them. Far above what is good for latency; they bound the memory that a mistake can cost.
+_DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384}
+
+
+class DaemonOptions(Section, frozen=True, kw_only=True):
+    """Where a daemon listens, who may come in, and how it ends."""
+
+    listen: Annotated[
+        str | None, "Where to listen: ipc://PATH or tcp://HOST:PORT; none: core.sock in your runtime folder."
+    ] = None
+    admin_listen: Annotated[
+        str | None,
+        "Where connections may change the engine for everyone; none: PATH.admin beside ipc://PATH, admin.sock "
+        "beside core.sock, and over tcp the keys listed with `admin`.",
+    ] = None
+    key: Annotated[str | None, "File of the daemon's secret key, for tcp."] = None
+    allowed_keys: Annotated[
+        str | None, "File that lists the public keys let in; none: allowed_keys in ~/.config/mainspring."
+    ] = None
+    insecure: Annotated[bool, "Listen at tcp without keys: whoever reaches the port is let in."] = False
+    http_host: Annotated[str, "Address for http_port and metrics_port."] = "127.0.0.1"
+    http_port: Annotated[int | None, "Port for GET /healthz and /readyz; none: not served."] = None
+    log_format: Annotated[Literal["text", "json"], "Log lines as text or JSON."] = "text"
+    drain_timeout: Annotated[
+        float, "Seconds that requests have to finish after SIGTERM or Ctrl-C; a second one ends them at once."
+    ] = 30.0
+
+
+OPTIONS = {info.name: info for info in fields_of(DaemonOptions, "daemon")}
+_ALL = {**OPTIONS, **FIELDS}
+
+
+def add_cli_args(command: argparse.ArgumentParser) -> None:
+    """A flag for each option, the engine's included; see `add_flags`."""
+    command.add_argument("--config", metavar="FILE", help="TOML file of the names here, with underscores; flags win")
+    add_flags(command, _ALL.values())
+
+
+def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig]:
+    """Options and configuration, by flags, else by the file named in `config`, else by default.
+
+    Raises:
+        MainspringError: as `EngineArgs.create_engine_config`; or the file can't be read or holds what is unknown.
+    """
+    flags = {name: getattr(args, name) for name in _ALL if hasattr(args, name)}
+    given = {**_DEFAULTS, **(_read(args.config) if args.config else {}), **flags}
+    options = {name: typed(field, given[name]) for name, field in OPTIONS.items() if name in given}
+    engine = EngineArgs(**{name: value for name, value in given.items() if name in FIELDS})
+    found = DaemonOptions(**options)
+    check_least("drain_timeout", found.drain_timeout, 0)
+    check_port("http_port", found.http_port)
+    return found, engine.create_engine_config()
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The entries of all tables in one, each checked to be known, and where it belongs."""
+    try:
+        found = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise InvalidArgumentError(f"config is {path}, which can't be read: {error.strerror}") from None
+    except ValueError as error:  # also what is no UTF-8
+        raise InvalidArgumentError(f"config is {path}, which is not TOML: {error}") from None
+    sections = {field.section for field in _ALL.values()}
+    for section in sections & found.keys():
+        table = found.pop(section)
+        known = [name for name, field in _ALL.items() if field.section == section]
+        if not isinstance(table, dict):
+            raise InvalidArgumentError(f"{path}: {section} is {table!r}; it must be a table, [{section}]")
+        for name, value in table.items():
+            if name not in known:
+                raise unknown_argument(f"[{section}] in {path}", name, known)
+            if name in found:
+                raise InvalidArgumentError(f"{path} sets {name} twice")
+            found[name] = value
+    for name in found:
+        if name not in _ALL:
+            raise unknown_argument(path, name, [*_ALL, *sections])
+    return found
