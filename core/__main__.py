@@ -94,14 +94,14 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
     from .loop import EngineCore
     from .model.load.kept_decisions import KeptDecisions
-    from .work.executor import executor_for
+    from .work.worker import make_worker
 
     gc.freeze()
     gc.enable()
     decisions = msgspec.msgpack.decode(launch.decisions)
     core = EngineCore(
         launch.config,
-        functools.partial(executor_for, decisions=decisions, kept=KeptDecisions()),
+        functools.partial(make_worker, decisions=decisions, kept=KeptDecisions()),
         journal=journal,
         suspects=launch.suspects,
         quarantined=launch.quarantined,
@@ -118,7 +118,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     loop = ServeLoop(core, server, journal, status)
     if launch.drain_timeout:
         signal.signal(signal.SIGTERM, lambda *_: loop.drain(launch.drain_timeout, lambda: _leave(launch)))
-    write_message(launch.report_fd, StartReport(config=core.config, decisions=encode_value(core.executor.decisions)))
+    write_message(launch.report_fd, StartReport(config=core.config, decisions=encode_value(core.worker.decisions)))
     try:
         loop.run()
     except BaseException as error:

@@ -14,24 +14,15 @@ from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
-import torch
 
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, WeightsLostError
 from ..ipc.messages import DesiredState, ModelFacts
+from .plan.control import ParameterRows, SetParameters, Sleep, Wake, Worker
 from .plan.scheduler import PauseMode, Scheduler
-from .work.executor import Executor
 
 logger = logging.getLogger(__name__)
 
 TAGS = ("scheduling", "weights", "kv_cache")  # what can sleep
-
-
-class Part(NamedTuple):
-    """Some rows of a parameter."""
-
-    name: str  # in the checkpoint
-    start: int
-    values: torch.Tensor  # [rows, ...]
 
 
 class _Update(NamedTuple):
@@ -53,13 +44,13 @@ class Lifecycle:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        worker: Worker,
         model: ModelFacts,
         busy: Callable[[], bool],
         on_state: Callable[[], None],
         on_model: Callable[[ModelFacts], None],
     ) -> None:
-        self._scheduler, self._executor, self._busy = scheduler, executor, busy
+        self._scheduler, self._worker, self._busy = scheduler, worker, busy
         self._on_state, self._on_model = on_state, on_model
         self.model = model  # with the fingerprint of the weights that are there
         self.state = DesiredState()
@@ -79,8 +70,8 @@ class Lifecycle:
         self.state = state
         self._scheduler.sleep_level = state.sleep_level
         if state.sleep_level:
-            self._executor.sleep(state.sleep_level)
-            self._wake_executor(set(state.asleep))
+            self._worker.control(Sleep(state.sleep_level))
+            self._wake_worker(set(state.asleep))
         self._settle()
 
     def check(self) -> None:
@@ -167,11 +158,11 @@ class Lifecycle:
         try:
             if level:
                 self._scheduler.reset_prefix_cache(True)
-                self._executor.sleep(level)
+                self._worker.control(Sleep(level))
         except Exception as error:  # the host may lack the memory
             if level == 2:  # some may be dropped
                 self._lose_sent()
-            self._executor.wake(True, True)
+            self._worker.control(Wake(True, True))
             self._scheduler.sleep_level = 0
             self._set(asleep=[], sleep_level=0)
             return _answer(falling, error)
@@ -202,7 +193,7 @@ class Lifecycle:
         if level == 2 and "weights" in before - left:
             self._lose_sent()
         if level:
-            self._wake_executor(left)
+            self._wake_worker(left)
         self._scheduler.sleep_level = level if left else 0
         self._set(asleep=[tag for tag in TAGS if tag in left], sleep_level=self._scheduler.sleep_level)
 
@@ -215,9 +206,9 @@ class Lifecycle:
             except WeightsLostError as error:
                 self._scheduler.fail_all(error)
 
-    def _wake_executor(self, asleep: set[str]) -> None:
+    def _wake_worker(self, asleep: set[str]) -> None:
         weights = "weights" not in asleep
-        self._executor.wake(weights, weights and "kv_cache" not in asleep)
+        self._worker.control(Wake(weights, weights and "kv_cache" not in asleep))
 
     def forget(self, frontend: int) -> None:
         """A frontend has left: weights that it was sending are incomplete."""
@@ -226,7 +217,7 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ new weights
 
-    def update_weights(self, frontend: int, version: str, number: int, parts: Sequence[Part], last: bool) -> None:
+    def update_weights(self, frontend: int, version: str, number: int, parts: list[ParameterRows], last: bool) -> None:
         """Take in message `number` of new weights, from 0; no step is made until the `last`. Then cached prefixes are
         forgotten, and running requests compute anew all they have.
 
@@ -238,7 +229,7 @@ class Lifecycle:
         if number == 0 and (self._update is None or self._update.frontend == frontend):
             if self._falling:
                 raise InvalidRequestError("the core is about to sleep: send weights when it is awake")
-            self._executor.set_parameters(())  # raises while they sleep
+            self._worker.control(SetParameters([]))  # raises while they sleep
             self._update = _Update(frontend, version, 0)
             self._settle()
         if self._update is not None and self._update.frontend != frontend:
@@ -248,10 +239,11 @@ class Lifecycle:
                 self._lose_update("its sender gave up")
             raise InvalidRequestError(f"message {number} of version {version!r} follows nothing: begin again")
         try:
-            self._executor.set_parameters(parts)
-            for name, start, values in parts:
-                sample = values.flatten()[:: max(1, values.numel() // 8)].float().tolist()
-                self._fingerprint.update(f"{name} {start} {tuple(values.shape)} {sample}".encode())
+            self._worker.control(SetParameters(parts))
+            for part in parts:
+                self._fingerprint.update(
+                    f"{part.name} {part.start} {part.values.shape} {_sample(part.values)}".encode()
+                )
         except (KeyError, ValueError) as error:
             if begun:
                 self._lose_update(str(error.args[0]))
@@ -319,7 +311,10 @@ def _answer(calls: Sequence[Future[None]], error: Exception | None = None) -> No
                 call.set_exception(error)
 
 
-def part_of(name: str, start: int, values: np.ndarray) -> Part:
-    """A part as it came over the wire: bfloat16 as uint16."""
-    tensor = torch.from_numpy(values.copy())
-    return Part(name, start, tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor)
+def _sample(values: np.ndarray) -> list[float]:
+    """A few of a parameter's values."""
+    few = values.reshape(-1)[:: max(1, values.size // 8)]
+    if few.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        few = (few.astype(np.uint32) << 16).view(np.float32)
+    numbers: list[float] = few.astype(np.float32).tolist()
+    return numbers

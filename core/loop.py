@@ -1,60 +1,55 @@
-"""The core's one loop: schedule, execute, sample, update. It knows frontends by number and text not at all."""
+"""The core's one loop: plan a step, launch it, take in its result. It knows frontends by number and text not at all."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
-from ..ipc.codec import Frame, decode_value, encode_value, read_tensor
+from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
-from ..ipc.errors import (
-    InvalidArgumentError,
-    InvalidRequestError,
-    NotPermittedError,
-    NotSupportedError,
-    OutOfMemoryError,
-    RequestFailedError,
-)
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
 from ..ipc.tokenizer_files import digest_of, read_files
+from .calls import Caller, Calls, Method
 from .core_meter import CoreMeter
 from .features.adapters import Adapters
 from .features.speculation import speculation_of
-from .lifecycle import Lifecycle, part_of
+from .lifecycle import Lifecycle
 from .memory.kv_cache import KVCacheManager
-from .plan import request_limits as limits
+from .plan import request_limits
+from .plan.control import (
+    DropFunctions,
+    DropGrammar,
+    Explain,
+    ParameterRows,
+    PendingStep,
+    PrepareGrammar,
+    ReleaseMemory,
+    StartProfile,
+    StopProfile,
+    Worker,
+    WorkerFacts,
+)
 from .plan.request import Request
 from .plan.request_check import RequestCheck
 from .plan.scheduler import Scheduler
 from .plan.step import Step
-from .profiler import Profiler
-from .work.executor import Executor, executor_for
-from .work.grammar import Follower, Grammar, GrammarCompiler
-from .work.pooling_executor import PoolingExecutor
-from .work.rpc import make_worker
 
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
-MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
-ADMIN_METHODS = frozenset(
-    "reset_prefix_cache pause_generation resume_generation sleep wake_up update_weights collective_rpc start_profile "
-    "stop_profile".split()
-)
-_WITH_ARRAYS = frozenset({"update_weights"})  # called with who calls, and with what arrays
+TO_ALL = Caller(0, b"", True)  # the process itself
 
 
 class _Connection(NamedTuple):
@@ -81,39 +76,33 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        make_executor: Callable[[EngineConfig], Executor] = executor_for,
+        make_worker: Callable[[EngineConfig], Worker] | None = None,
         journal: Journal | None = None,
         suspects: Mapping[int, int] | None = None,
         quarantined: Mapping[int, str] | None = None,
     ) -> None:
         started = time.monotonic()
-        self.executor = make_executor(config)
+        self.worker = (make_worker or _local_worker)(config)
         if journal:
             journal.set_phase(Phase.CAPTURING)
-        self.executor.warm_up()
-        self.config = _filled_in(config, self.executor)
-        model, download_dir = config.model_config, config.load_config.download_dir
-        files = digest_of(read_files(model, download_dir)) if model.model else ""
-        facts = msgspec.structs.replace(self.executor.facts(), files_digest=files)
-        self._pooling = self.executor if isinstance(self.executor, PoolingExecutor) else None
-        config = self.config
-        cache = config.cache_config
-        kv = KVCacheManager(
-            self.executor.layout.groups,
-            cache.block_size,
-            self.executor.num_blocks,
-            cache.enable_prefix_caching,
-            self.executor.num_host_blocks,
-        )
-        budget, longest = config.scheduler_config.max_num_batched_tokens, self.executor.max_model_len
-        if not config.scheduler_config.enable_chunked_prefill and budget < longest:
+        self.worker.warm_up()
+        facts = self.worker.facts
+        self.config = config = _filled_in(config, facts)
+        model = config.model_config
+        files = digest_of(read_files(model, config.load_config.download_dir)) if model.model else ""
+        cache, scheduler = config.cache_config, config.scheduler_config
+        budget, longest = scheduler.max_num_batched_tokens, facts.max_model_len
+        if not scheduler.enable_chunked_prefill and budget < longest:
             raise InvalidArgumentError(
                 f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
                 "prompt must fit in one step"
             )
-        self._most_tokens = longest + (self._pooling is not None)  # after a prompt that is pooled nothing comes
+        kv = KVCacheManager(
+            facts.groups, cache.block_size, facts.num_blocks, cache.enable_prefix_caching, facts.num_host_blocks
+        )
+        self._most_tokens = longest + (facts.pooling is not None)  # after a prompt that is pooled nothing comes
         self.scheduler = Scheduler(
-            config.scheduler_config,
+            scheduler,
             kv,
             self._most_tokens,
             log_stats=not config.observability_config.disable_log_stats,
@@ -121,6 +110,7 @@ class EngineCore:
             on_suspects=journal.set_suspects if journal else lambda keys: None,
             speculation=speculation_of(config.speculative_config),
         )
+        self.scheduler.on_end = self._drop_what_it_named
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None
         self.num_duplicates = 0  # requests under a handle that was in use
@@ -128,62 +118,64 @@ class EngineCore:
         self._quarantined = quarantined or {}
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
-        self._calls: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # by frontend, those that take steps
+        self._unanswered: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # calls that take steps, by frontend
         self._draining = False
-        overlap = config.scheduler_config.async_scheduling
-        self._depth = 2 if (self.executor.asynchronous if overlap is None else overlap) else 1  # steps in flight
-        self._in_flight: deque[tuple[Step, Any]] = deque()
-        self._compiling = 0  # grammars, and adapters that are read
-        self._compiled: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what to do with those that are ready
-        loras = self.executor.lora_limits if config.lora_config.enable_lora else None
-        self.adapters = Adapters(config.lora_config, loras, facts.hidden_size, self.scheduler, self._later)
+        overlap = scheduler.async_scheduling
+        self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
+        self._in_flight: deque[tuple[Step, PendingStep]] = deque()
+        self._num_preparing = 0  # grammars that are compiled, and adapters that are read
+        self._prepared: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what to do with those that are ready
+        self._next_grammar = 1
+        self.adapters = Adapters(config.lora_config, self.worker, self.scheduler, self._later)
         self.adapters.on_held = self._tell_state
+        model_facts = msgspec.structs.replace(facts.model, files_digest=files)
         self._checks = RequestCheck(
-            facts,
+            model_facts,
             self._most_tokens,
-            self._pooling is not None,
-            self.executor.accepts_embeddings,
+            facts.pooling is not None,
+            facts.accepts_embeddings,
             self.adapters,
-            config.model_config.max_logprobs,
-            config.scheduler_config.max_num_seqs,
+            model.max_logprobs,
+            scheduler.max_num_seqs,
         )
-        self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
-        self._profiler = Profiler()
         self.lifecycle = Lifecycle(
             self.scheduler,
-            self.executor,
-            facts,
-            lambda: bool(self._in_flight) or self._failed is not None,
+            self.worker,
+            model_facts,
+            lambda: bool(self._in_flight),
             self._tell_state,
             lambda model: self.on_model(model),
         )
-        self.worker = make_worker(self.executor, config.parallel_config.worker_extension_cls)
-        self._methods: dict[str, Callable[..., Any]] = {
-            "ping": lambda: None,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
-            "explain_model": self.executor.explain,
-            "stats": self.stats,
-            "tokenizer_files": lambda: read_files(model, download_dir),
-            "pause_generation": self.lifecycle.pause,
-            "resume_generation": self.lifecycle.resume,
-            "is_paused": lambda: self.lifecycle.paused,
-            "sleep": self.lifecycle.sleep,
-            "wake_up": self.lifecycle.wake_up,
-            "is_sleeping": lambda: self.lifecycle.sleeping,
-            "update_weights": self._update_weights,
-            "collective_rpc": self.collective_rpc,
-            "start_profile": self._profiler.start,
-            "stop_profile": self._profiler.stop,
-        }
-        self._methods_of_owner: dict[str, Callable[..., Any]] = {
-            "add_lora": self.adapters.add,
-            "remove_lora": self.adapters.remove,
-            "list_loras": self.adapters.numbers,
-            "pin_lora": self.adapters.pin,
-        }
+        self.calls = Calls(self._methods())
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
         )
+
+    def _methods(self) -> dict[str, Method]:
+        """What can be called by name."""
+        lifecycle, adapters, worker = self.lifecycle, self.adapters, self.worker
+        model, folder = self.config.model_config, self.config.load_config.download_dir
+        return {
+            "ping": Method(lambda: None),
+            "stats": Method(self.stats),
+            "explain_model": Method(lambda: worker.control(Explain())),
+            "tokenizer_files": Method(lambda: read_files(model, folder)),
+            "is_paused": Method(lambda: lifecycle.paused),
+            "is_sleeping": Method(lambda: lifecycle.sleeping),
+            "reset_prefix_cache": Method(self.scheduler.reset_prefix_cache, admin=True),
+            "pause_generation": Method(lifecycle.pause, admin=True),
+            "resume_generation": Method(lifecycle.resume, admin=True),
+            "sleep": Method(lifecycle.sleep, admin=True),
+            "wake_up": Method(lifecycle.wake_up, admin=True),
+            "update_weights": Method(self._update_weights, admin=True, gets_caller=True, gets_arrays=True),
+            "collective_rpc": Method(self.collective_rpc, admin=True),
+            "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
+            "stop_profile": Method(lambda: worker.control(StopProfile()), admin=True),
+            "add_lora": Method(lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True),
+            "remove_lora": Method(lambda caller, number: adapters.remove(caller.owner, number), gets_caller=True),
+            "list_loras": Method(lambda caller: adapters.numbers(caller.owner), gets_caller=True),
+            "pin_lora": Method(lambda caller, number: adapters.pin(caller.owner, number), gets_caller=True),
+        }
 
     # ------------------------------------------------------------------ frontends
 
@@ -209,7 +201,7 @@ class EngineCore:
             self.lifecycle.forget(frontend)
             self.adapters.set_gone(connection.owner, True)
             self.scheduler.remove_frontend(frontend)
-            for call in self._calls.pop(frontend, ()):
+            for call in self._unanswered.pop(frontend, ()):
                 call.cancel()
             self.lifecycle.advance()
 
@@ -243,13 +235,19 @@ class EngineCore:
             self._checks.check(message, embeds)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
-            request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt, processors)
-            if self._pooling and message.pooling:
-                request.keeps_rows = self._pooling.keeps_rows(message.pooling, request.prompt_len)
-            limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
+            request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt)
+            if (pooling := self.worker.facts.pooling) and message.pooling:
+                pooling.check(message.pooling, request.prompt_len)
+                request.keeps_rows = pooling.keeps_rows(message.pooling)
+            request_limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
             waits = self.adapters.prepare(request, message, connection.owner)
             if request.sampling.grammar:
-                waits.append((self._grammars.submit(*request.sampling.grammar), partial(_follow, request)))
+                kind, text = request.sampling.grammar
+                compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text))
+                request.grammar, self._next_grammar = self._next_grammar, self._next_grammar + 1
+                waits.append((compiled, lambda _: None))
+            if processors:
+                request.functions = self.worker.lend_functions(processors)
         except Exception as error:  # one request's trouble, which must not become everybody's
             self.scheduler.refuse(frontend, message.handle, error)
             return
@@ -261,8 +259,8 @@ class EngineCore:
 
     def _later(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         """Call `then` at the beginning of a step, once the future is done."""
-        self._compiling += 1
-        future.add_done_callback(lambda done: self._compiled.put(partial(then, done)))
+        self._num_preparing += 1
+        future.add_done_callback(lambda done: self._prepared.put(partial(then, done)))
 
     def _give(self, request: Request, take: Callable[[Any], None], done: Future[Any]) -> None:
         """Something that a request waited for is there."""
@@ -274,6 +272,13 @@ class EngineCore:
             return
         if not request.pending:
             self.scheduler.queue(request)
+
+    def _drop_what_it_named(self, request: Request) -> None:
+        """A request has ended: the worker may forget what it alone had."""
+        if request.grammar:
+            self.worker.control(DropGrammar(request.grammar))
+        if request.functions:
+            self.worker.control(DropFunctions(request.functions))
 
     def abort(self, frontend: int, handles: Sequence[int]) -> None:
         self.scheduler.abort(frontend, handles)
@@ -288,36 +293,12 @@ class EngineCore:
             NotPermittedError: the method changes the engine for everyone, and the frontend may not.
             MainspringError: no such method, or what it raised.
         """
-        function, connection = self._methods.get(method), self._connections.get(frontend)
-        if method in self._methods_of_owner and connection is not None:
-            function = partial(self._methods_of_owner[method], connection.owner)
-        if function is None:
-            known = ", ".join(sorted({*self._methods, *self._methods_of_owner}))
-            raise NotSupportedError(f"the core has no method {method!r:.80}; it has {known}")
-        if method in ADMIN_METHODS and connection is not None and not connection.admin:
-            raise NotPermittedError(
-                f"{method} changes the engine for everyone: connect to the daemon's admin address, or have this "
-                "client's key listed with `admin` among the allowed keys"
-            )
-        if len(args) > MAX_ARGUMENT_BYTES:
-            raise InvalidRequestError(f"{method} was called with {len(args)} bytes; the limit is {MAX_ARGUMENT_BYTES}")
-        given = decode_value(args, list)
-        if method in _WITH_ARRAYS:
-            given = [frontend, arrays, *given]
-        elif arrays:
-            raise InvalidRequestError(f"{method} takes no arrays")
-        try:
-            inspect.signature(function).bind(*given)
-        except TypeError as error:
-            raise InvalidArgumentError(f"{method} was called wrongly: {error}") from None
-        answer = function(*given)
-        if isinstance(answer, Future) and not answer.done():
-            self._calls[frontend] = [*(call for call in self._calls[frontend] if not call.done()), answer]
-            return answer
-        try:
-            return encode_value(answer.result() if isinstance(answer, Future) else answer)
-        except TypeError as error:
-            raise InvalidRequestError(f"the result of {method} can't travel: {error}") from None
+        connection = self._connections.get(frontend)
+        caller = TO_ALL if connection is None else Caller(frontend, connection.owner, connection.admin)
+        answer = self.calls.call(caller, method, args, arrays)
+        if isinstance(answer, Future):
+            self._unanswered[frontend] = [*(f for f in self._unanswered[frontend] if not f.done()), answer]
+        return answer
 
     # ------------------------------------------------------------------ for everyone
 
@@ -329,21 +310,21 @@ class EngineCore:
     def _tell_state(self) -> None:
         self.on_state(msgspec.structs.replace(self.lifecycle.state, adapters=self.adapters.held()))
 
-    def _update_weights(self, frontend: int, arrays: Sequence[np.ndarray], *args: Any) -> None:
+    def _update_weights(self, caller: Caller, arrays: Sequence[np.ndarray], *args: Any) -> None:
         try:
             version, number, names, starts, last = msgspec.convert(args, tuple[str, int, list[str], list[int], bool])
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"update_weights: {error}") from None
         if not len(names) == len(starts) == len(arrays):
             raise InvalidRequestError(f"{len(names)} names, {len(starts)} places and {len(arrays)} arrays")
-        parts = [part_of(*part) for part in zip(names, starts, arrays, strict=True)]
-        self.lifecycle.update_weights(frontend, version, number, parts, last)
+        rows = [ParameterRows(*one) for one in zip(names, starts, arrays, strict=True)]
+        self.lifecycle.update_weights(caller.frontend, version, number, rows, last)
 
     def collective_rpc(
         self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
-        """See `Worker.run`; a list with the result of the one worker there is."""
-        return [self.worker.run(method, args, kwargs)]
+        """See `Worker.run_method`."""
+        return self.worker.run_method(method, args, kwargs)
 
     @property
     def phase(self) -> str:
@@ -396,7 +377,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_work or bool(self._in_flight or self._compiling) or self._failed is not None
+        return self.scheduler.has_work or bool(self._in_flight or self._num_preparing)
 
     def step(self) -> dict[int, Outputs]:
         """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
@@ -405,79 +386,60 @@ class EngineCore:
         return outputs
 
     def _step(self) -> dict[int, Outputs]:
-        if self._compiling:
-            self._take_compiled()
-        span = self._profiler.span
-        while self._failed is None and len(self._in_flight) < self._depth:
+        if self._num_preparing:
+            self._take_prepared()
+        span = self.worker.span
+        while len(self._in_flight) < self._depth and not (self._in_flight and self._in_flight[-1][1].lacks_memory):
             with span("schedule"):
                 step = self.scheduler.schedule()
             if step is None:
                 break
             if self._journal:
-                self._journal.launched(step.id, step.keys, step.positions, step.solo)
-            try:
-                with span("execute"):
-                    launched = self.executor.execute(step)
-                with span("sample"):
-                    self._in_flight.append((step, self.executor.sample(launched)))
-            except torch.OutOfMemoryError as error:
-                self._failed = step, str(error).partition("\n")[0]
-        if self._in_flight:
-            step, sampled = self._in_flight.popleft()
-            with span("wait"):
-                tokens, logprobs = self.executor.tokens(sampled), self.executor.logprobs(sampled)
-                pooled = self._pooling.pooled(sampled) if self._pooling else None
-            with span("update"):
-                outputs = self.scheduler.update(step, tokens, logprobs, pooled)
-        elif self._failed:
-            (step, why), self._failed = self._failed, None
-            logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.num_tokens, why)
-            self.scheduler.undo(step, OutOfMemoryError(f"the device lacks memory for this request alone: {why}"))
-            self.executor.release_memory()
-            outputs = self.scheduler.take_notices()
-        else:
+                self._journal.launched(step.plan.id, step.keys, step.output_index, step.solo)
+            self._in_flight.append((step, self.worker.launch(step.plan)))
+        if not self._in_flight:
             return self.scheduler.take_notices()
+        step, pending = self._in_flight.popleft()
+        with span("wait"):
+            results = pending.wait()
+        with span("update"):
+            outputs = self.scheduler.update(step, results[0])
+        if lack := results[0].lack:
+            logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.plan.num_tokens, lack)
+            self.worker.control(ReleaseMemory())
         if self._journal:
-            self._journal.retired(step.id)
+            self._journal.retired(step.plan.id)
         return outputs
 
-    def _take_compiled(self) -> None:
+    def _take_prepared(self) -> None:
         """Queue the requests whose grammars and adapters are ready. With nothing else to do, wait a moment for one."""
         busy = bool(self.scheduler.has_work or self._in_flight)
         while True:
             try:
-                take = self._compiled.get(not busy, COMPILING_SECONDS)
+                take = self._prepared.get(not busy, COMPILING_SECONDS)
             except Empty:
                 return
-            self._compiling, busy = self._compiling - 1, True
+            self._num_preparing, busy = self._num_preparing - 1, True
             take()
 
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        model = self.config.model_config
-        text = read_files(model, self.config.load_config.download_dir).get("tokenizer.json") if model.model else None
-        if text is None or not self.model.eos_token_ids:
-            lacks = "tokenizer.json" if text is None else "end-of-sequence token"
-            raise NotSupportedError(f"structured outputs need a {lacks}, which this checkpoint does not have")
-        return GrammarCompiler(text.decode(), self.model.vocab_size, self.model.eos_token_ids)
+
+def _local_worker(config: EngineConfig) -> Worker:
+    from .work.worker import make_worker
+
+    return make_worker(config)
 
 
-def _follow(request: Request, grammar: Grammar) -> None:
-    request.follower = Follower(grammar.matcher())
-
-
-def _filled_in(config: EngineConfig, executor: Executor) -> EngineConfig:
+def _filled_in(config: EngineConfig, facts: WorkerFacts) -> EngineConfig:
     """The configuration with what only the core knows. Without a cache a prompt is computed at once."""
     replace = msgspec.structs.replace
-    facts = executor.facts()
-    if not executor.layout.groups:
+    if not facts.groups:
         whole = replace(config.scheduler_config, enable_chunked_prefill=False)
         nothing = replace(config.cache_config, enable_prefix_caching=False)
         config = replace(config, scheduler_config=whole, cache_config=nothing)
     return replace(
         config,
-        model_config=replace(config.model_config, max_model_len=executor.max_model_len, dtype=facts.dtype),
+        model_config=replace(config.model_config, max_model_len=facts.max_model_len, dtype=facts.model.dtype),
         cache_config=replace(
-            config.cache_config, num_gpu_blocks=executor.num_blocks, num_cpu_blocks=executor.num_host_blocks
+            config.cache_config, num_gpu_blocks=facts.num_blocks, num_cpu_blocks=facts.num_host_blocks
         ),
     )

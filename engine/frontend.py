@@ -300,14 +300,14 @@ class Frontend(Generic[C]):
         """What runs the model.
 
         Raises:
-            NotSupportedError: the core is in another process, and the executor with it.
+            NotSupportedError: the core is in another process, and the worker with it.
         """
         if not self.engine_core.in_process:
             raise NotSupportedError(
                 "model_executor lives in the core's process: use "
                 "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or collective_rpc"
             )
-        return cast(Any, self.engine_core).core.executor
+        return cast(Any, self.engine_core).core.worker
 
     @property
     def dp_group(self) -> None:

@@ -45,6 +45,15 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     bad_words: list[list[int]] = []  # sequences of tokens whose last one is never chosen after the others
     grammar: list[str] = []  # what the output has to be: kind and text, see ipc/structured.py
 
+    @property
+    def is_penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether its next token can only be chosen when the host knows the one before."""
+        return bool(self.grammar) or any(len(words) > 1 for words in self.bad_words)
+
 
 class Pooling(msgspec.Struct, array_like=True, frozen=True):
     """What a request wants of its prompt's hidden states, in place of tokens."""

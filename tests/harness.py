@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +19,14 @@ import pytest
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
 from mainspring.core.loop import EngineCore
+from mainspring.core.memory.block_pool import NULL_BLOCK
+from mainspring.core.memory.kv_cache import KVCacheManager
+from mainspring.core.memory.updates import KVGroup
+from mainspring.core.plan.control import WorkerFacts
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.scheduler import PauseMode, Scheduler
-from mainspring.core.plan.step import IN_FLIGHT, Step
-from mainspring.core.work.block_count.block_pool import NULL_BLOCK
-from mainspring.core.work.block_count.kv_cache import KVCacheManager
-from mainspring.core.work.kv_layout import KVGroup
+from mainspring.core.plan.step import IN_FLIGHT, NewSequence, Step, StepPlan, StepResult
 from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
-from mainspring.ipc.errors import OutOfMemoryError
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
@@ -83,19 +83,19 @@ class StandInModel:
         self._host_positions = np.full((len(windows), host_blocks, block_size), -9)
         self._copied = -1  # the last step whose copies were made
         self._last = np.zeros(slots, np.int64)
-        self._requests: dict[int, Request] = {}
-        self._in_flight: deque[tuple[int, dict[int, tuple[Request, frozenset[int]]]]] = deque()
+        self._sequences: dict[int, NewSequence] = {}
+        self._in_flight: deque[tuple[int, dict[int, tuple[NewSequence, frozenset[int]]]]] = deque()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepPlan) -> None:
         """What happens before there can be a lack of memory."""
         if step.id != self._copied:
             self._copy(step)
         group, slot, column, block = step.tables
         self._tables[group, slot, column] = block
-        for request in step.admitted:
-            self._requests[request.slot] = request
+        for sequence in step.admitted:
+            self._sequences[sequence.slot] = sequence
 
-    def _copy(self, step: Step) -> None:
+    def _copy(self, step: StepPlan) -> None:
         self._copied = step.id
         for block, slot in step.copies.saves:
             self._host_tokens[:, slot] = self._tokens[:, block]
@@ -106,7 +106,7 @@ class StandInModel:
             self._tokens[:, block] = self._host_tokens[:, slot]
             self._positions[:, block] = self._host_positions[:, slot]
 
-    def execute(self, step: Step) -> np.ndarray:
+    def execute(self, step: StepPlan) -> np.ndarray:
         """The tokens that `step` samples."""
         self.begin(step)
         ends = np.cumsum(step.counts)
@@ -126,7 +126,7 @@ class StandInModel:
             np.int64,
         )
 
-    def retire(self, step: Step) -> None:
+    def retire(self, step: StepPlan) -> None:
         assert self._in_flight[0][0] == step.id
         self._in_flight.popleft()
 
@@ -152,14 +152,14 @@ class StandInModel:
             assert (read == positions).all(), f"group {group} reads positions {read} for {positions}"
             tokens = self._tokens[group, blocks, positions % self._size]
             seen.append(tokens[self._first_seen(window, end - 1) - int(positions[0]) :])
-        request = self._requests[slot]
-        unstoppable = end < request.prompt_len + request.sampling.min_tokens
-        self._last[slot] = next_token(seen, request.stop_tokens if unstoppable else ())
+        sequence = self._sequences[slot]
+        unstoppable = end < sequence.prompt_len + sequence.sampling.min_tokens
+        self._last[slot] = next_token(seen, sequence.sampling.stop_token_ids if unstoppable else ())
         return int(self._last[slot])
 
     def _check_reuse(self, step: int, rows: list[tuple[int, int, np.ndarray]]) -> None:
         """No slot or block that a step in flight names for one request is named for writing by another."""
-        mine: dict[int, tuple[Request, frozenset[int]]] = {}
+        mine: dict[int, tuple[NewSequence, frozenset[int]]] = {}
         for slot, start, tokens in rows:
             named, written = set(), set()
             for group, window in enumerate(self._windows):
@@ -168,7 +168,7 @@ class StandInModel:
                 )
                 named |= set(self._tables[group, slot, columns].tolist())
                 written |= set(self._tables[group, slot, columns[columns >= start // self._size]].tolist())
-            request = self._requests[slot]
+            request = self._sequences[slot]
             for _, others in self._in_flight:
                 for other_slot, (other, blocks) in others.items():
                     if other is not request:
@@ -246,7 +246,7 @@ class Engine:
         for frontend, weight in enumerate(weights):
             self.scheduler.fair.register(frontend, weight)
         self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
-        self.lacks_memory: Callable[[Step], bool] = lambda step: False
+        self.lacks_memory: Callable[[StepPlan], bool] = lambda plan: False
         self.num_lacking = 0
         self.messages: dict[Key, AddRequest] = {}
         self.keys: dict[Key, int] = {}
@@ -316,24 +316,25 @@ class Engine:
         step = self.scheduler.schedule()
         if step is not None:
             self._check_step(step, ran)
-            assert len(set(step.slots.tolist())) == len(step.slots), "a slot stands twice in a step"
-            assert (step.counts > 0).all()
-            assert step.num_tokens == step.counts.sum() <= self.budget, "the budget is exceeded"
+            plan = step.plan
+            assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot stands twice in a step"
+            assert (plan.counts > 0).all()
+            assert plan.num_tokens == plan.counts.sum() <= self.budget, "the budget is exceeded"
             sent: Counter[Key] = Counter()
-            for slot, count in zip(step.slots.tolist(), step.counts.tolist(), strict=True):
+            for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
                 request = self.scheduler._running[slot]
                 sent[request.frontend, request.handle] += count
             by_frontend: Counter[int] = Counter()
             for (frontend, _), count in sent.items():
                 by_frontend[frontend] += count
-            self.steps.append(Sent(step.num_tokens, by_frontend, dict(sent)))
-            if self.lacks_memory(step):
-                self.model.begin(step)
+            self.steps.append(Sent(plan.num_tokens, by_frontend, dict(sent)))
+            if self.lacks_memory(plan):
+                self.model.begin(plan)
                 while self.in_flight:
                     self.retire()
-                self.scheduler.undo(step, OutOfMemoryError("as ordered"))
+                self._tell(self.scheduler.update(step, result_of(plan, [], lack="as ordered")))
             else:
-                self.in_flight.append((step, self.model.execute(step)))
+                self.in_flight.append((step, self.model.execute(plan)))
         self.check()
         return step
 
@@ -342,7 +343,7 @@ class Engine:
 
     def _check_step(self, step: Step, ran: set[Key]) -> None:
         """Suspects run alone, and nobody does who may not run."""
-        requests = [self.scheduler._running[slot] for slot in step.slots.tolist()]
+        requests = [self.scheduler._running[slot] for slot in step.plan.slots.tolist()]
         assert step.keys.tolist() == [r.key for r in requests]
         assert not any(other.solo for other, _ in self.in_flight), "something was launched beside a suspect"
         assert step.solo == any(r.key in self.suspects for r in requests)
@@ -355,7 +356,7 @@ class Engine:
             began = ran | {key for key, message in self.messages.items() if message.output_token_ids}
             assert all((r.frontend, r.handle) in began for r in requests), "a request begins during a pause"
         if not self.in_flight:
-            for request, position in zip(requests, step.positions.tolist(), strict=True):
+            for request, position in zip(requests, step.output_index.tolist(), strict=True):
                 key = request.frontend, request.handle
                 assert position == len(self.messages[key].output_token_ids) + len(self.outputs[key])
 
@@ -366,8 +367,8 @@ class Engine:
     def retire(self) -> None:
         """Take in the oldest step in flight."""
         step, sampled = self.in_flight.popleft()
-        self.model.retire(step)
-        self._tell(self.scheduler.update(step, sampled))
+        self.model.retire(step.plan)
+        self._tell(self.scheduler.update(step, result_of(step.plan, sampled)))
         self.check()
 
     def step(self) -> bool:
@@ -471,63 +472,70 @@ def count_look_ups(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]
     return looks
 
 
-class StandInExecutor:
-    """The stand-in model as the executor of an `EngineCore`. `launched` is told each step before it is computed."""
+def result_of(plan: StepPlan, tokens: Sequence[int] | np.ndarray, **fields: Any) -> StepResult:
+    """The result of a plan that brought these tokens, or that found no memory."""
+    computed = np.zeros_like(plan.counts) if fields.get("lack") else plan.counts
+    return StepResult(plan.id, computed, np.asarray(tokens, np.int64), **fields)
 
-    accepts_embeddings = False
-    max_model_len = 64
-    num_host_blocks = 0
-    asynchronous = False
+
+class StandInPending(NamedTuple):
+    model: StandInModel
+    plan: StepPlan
+    tokens: np.ndarray
+    lack: str = ""
+
+    @property
+    def lacks_memory(self) -> bool:
+        return bool(self.lack)
+
+    def wait(self) -> list[StepResult]:
+        if not self.lack:
+            self.model.retire(self.plan)
+        return [result_of(self.plan, self.tokens, lack=self.lack)]
+
+
+class StandInWorker:
+    """The stand-in model as the worker of an `EngineCore`. `launched` is told each plan before it is computed; what it
+    returns, if anything, is why the device lacks memory for it."""
+
+    def __init__(self, config: EngineConfig, launched: Callable[[StepPlan], str | None] = lambda plan: None) -> None:
+        self.decisions: dict[str, Any] = {}
+        self.controls: list[Any] = []
+        cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
+        num_blocks, longest = cache.num_gpu_blocks_override or 200, 64
+        self.facts = WorkerFacts(ModelFacts(VOCAB, 8, longest, "float32"), [KVGroup(None, ())], num_blocks, longest)
+        self._model = StandInModel((None,), cache.block_size, num_blocks, slots, longest)
+        self._launched = launched
 
     def warm_up(self) -> None:
         pass
 
-    def sleep(self, level: int) -> None:
-        self.slept.append(level)
+    def control(self, record: Any) -> Any:
+        self.controls.append(record)
 
-    def wake(self, weights: bool, kv_cache: bool) -> None:
-        self.slept.append((weights, kv_cache))
+    def lend_functions(self, functions: Sequence[Any]) -> tuple[int, ...]:
+        return ()
 
-    def release_memory(self) -> None:
-        pass
+    def run_method(self, method: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
+        raise NotImplementedError
 
-    def __init__(self, config: EngineConfig, launched: Callable[[Step], None] = lambda step: None) -> None:
-        self.slept: list[Any] = []
-        cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
-        self.num_blocks = cache.num_gpu_blocks_override or 200
-        self.layout = SimpleNamespace(groups=[KVGroup(None, ())])
-        self._model = StandInModel((None,), cache.block_size, self.num_blocks, slots, self.max_model_len)
-        self._launched = launched
+    def span(self, name: str) -> Any:
+        return nullcontext()
 
-    def facts(self) -> ModelFacts:
-        return ModelFacts(VOCAB, 8, self.max_model_len, "float32")
-
-    def explain(self) -> list[str]:
-        return []
-
-    def execute(self, step: Step) -> tuple[Step, np.ndarray]:
-        self._model.begin(step)
-        self._launched(step)
-        return step, self._model.execute(step)
-
-    def sample(self, launched: tuple[Step, np.ndarray]) -> tuple[Step, np.ndarray]:
-        return launched
-
-    def tokens(self, sampled: tuple[Step, np.ndarray]) -> np.ndarray:
-        self._model.retire(sampled[0])
-        return sampled[1]
-
-    def logprobs(self, sampled: tuple[Step, np.ndarray]) -> tuple[list[Any], list[Any]]:
-        return [], []
+    def launch(self, plan: StepPlan) -> StandInPending:
+        self._model.begin(plan)
+        lack = self._launched(plan)
+        tokens = np.zeros(0, np.int64) if lack else self._model.execute(plan)
+        return StandInPending(self._model, plan, tokens, lack or "")
 
 
 def make_core(
-    launched: Callable[[Step], None] = lambda step: None, service: ServiceConfig | None = None, **rest: Any
+    launched: Callable[[StepPlan], str | None] = lambda plan: None, service: ServiceConfig | None = None, **rest: Any
 ) -> EngineCore:
     """An `EngineCore` over the stand-in model. `rest`: fields of `SchedulerConfig`, and what else it takes."""
     more = {name: rest.pop(name) for name in ("journal", "suspects", "quarantined") if name in rest}
     config = EngineConfig(scheduler_config=SchedulerConfig(**rest), service_config=service or ServiceConfig())
-    return EngineCore(config, lambda config: StandInExecutor(config, launched), **more)
+    return EngineCore(config, lambda config: StandInWorker(config, launched), **more)
 
 
 def message(handle: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **fields: Any) -> AddRequest:

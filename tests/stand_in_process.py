@@ -48,7 +48,7 @@ def die(how: int) -> None:
         os._exit(7)
 
 
-class _Executor(NamedTuple):
+class _Worker(NamedTuple):
     decisions: Any
 
 
@@ -56,13 +56,13 @@ class ScriptedCore(StandInCore):
     def __init__(
         self,
         config: EngineConfig,
-        make_executor: Callable[[EngineConfig], _Executor],
+        make_worker: Callable[[EngineConfig], _Worker],
         journal: Journal,
         suspects: Collection[int],
         quarantined: Mapping[int, str],
     ) -> None:
         super().__init__()
-        self.executor = make_executor(config)
+        self.worker = make_worker(config)
         script = config.model_config.model
         order = Path(script).read_text() if script else ""  # what to do while it loads
         if order == "wait":
@@ -115,7 +115,7 @@ class ScriptedCore(StandInCore):
         elif method == "suspects":
             return encode_value(len(self._suspects))
         elif method == "facts":
-            return encode_value([self.config.cache_config.num_gpu_blocks, self.executor.decisions])
+            return encode_value([self.config.cache_config.num_gpu_blocks, self.worker.decisions])
         return super().call(method, args, frontend)
 
     def step(self) -> dict[int, Outputs]:
@@ -160,14 +160,14 @@ class ScriptedCore(StandInCore):
         return []
 
 
-def make_executor(config: EngineConfig, decisions: Any = None, kept: Any = None) -> _Executor:
-    return _Executor(secrets.token_hex(4) if decisions is None else decisions)
+def make_worker(config: EngineConfig, decisions: Any = None, kept: Any = None) -> _Worker:
+    return _Worker(secrets.token_hex(4) if decisions is None else decisions)
 
 
 if __name__ == "__main__":
-    engine_core, executor = types.ModuleType("engine_core"), types.ModuleType("executor")
-    engine_core.EngineCore, executor.executor_for = ScriptedCore, make_executor  # type: ignore[attr-defined]
-    sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.work.executor"] = engine_core, executor
+    loop, worker = types.ModuleType("loop"), types.ModuleType("worker")
+    loop.EngineCore, worker.make_worker = ScriptedCore, make_worker  # type: ignore[attr-defined]
+    sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.work.worker"] = loop, worker
     from mainspring.core.__main__ import main
 
     sys.exit(main())

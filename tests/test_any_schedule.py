@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness import VOCAB, Engine, Key, blocks_for, expected_output
 from mainspring.core.features import speculation
 from mainspring.core.plan.fair_share import Frontend
-from mainspring.core.plan.step import Step
+from mainspring.core.plan.step import StepPlan
 from mainspring.ipc.messages import AddRequest, Sampling
 
 
@@ -106,7 +106,7 @@ def run(schedule: Schedule) -> Engine:
     whole: dict[Key, list[int]] = {}
     launch_first, lack, chunked = list(schedule.launch_first), list(schedule.lack), engine.scheduler._chunked
 
-    def lacks_memory(step: Step) -> bool:
+    def lacks_memory(step: StepPlan) -> bool:
         lacking = bool(lack) and lack.pop() and (step.num_tokens > 1 if chunked else len(step.slots) > 1)
         engine.num_lacking += lacking
         return lacking
@@ -211,7 +211,7 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
         defer(frontend)
 
     monkeypatch.setattr(Frontend, "defer", counted)
-    monkeypatch.setattr(speculation, "MOST_ROWS", 6)  # of at most 8 seats
+    monkeypatch.setattr(speculation, "MOST_GUESS_ROWS", 6)  # of at most 8 seats
 
     @settings(max_examples=max_examples)
     @given(schedules())

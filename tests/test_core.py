@@ -39,7 +39,7 @@ def params(**fields: object) -> SamplingParams:
 
 
 def test_prompt_embeddings_give_what_their_tokens_give(engine: LLMEngine) -> None:
-    model = engine.engine_core.core.executor.model
+    model = engine.engine_core.core.worker.model
     embeds = model.embed(torch.tensor(PROMPT)).numpy()
     alone, together = (
         run(engine, (PROMPT, params())),

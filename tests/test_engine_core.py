@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import Step, expected_output, make_core, message, run_core
+from harness import StepPlan, expected_output, make_core, message, run_core
 from mainspring.core.loop import EngineCore
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import ServiceConfig
@@ -35,7 +35,7 @@ def journal() -> Iterator[Journal]:
 
 def test_a_step_stands_in_the_journal_while_it_runs_and_not_when_it_has_succeeded(journal: Journal) -> None:
     seen: list[list[Accused]] = []
-    core = make_core(lambda step: seen.append(journal.accused()), journal=journal)
+    core = make_core(lambda plan: seen.append(journal.accused()), journal=journal)
     core.connect(0, session=SESSION)
     core.add_request(0, message(7, max_tokens=3))
     run_core(core)
@@ -45,7 +45,7 @@ def test_a_step_stands_in_the_journal_while_it_runs_and_not_when_it_has_succeede
 
 
 def test_a_step_that_fails_leaves_its_requests_in_the_journal(journal: Journal) -> None:
-    def fail(step: Step) -> None:
+    def fail(plan: StepPlan) -> None:
         raise RuntimeError("broken")
 
     core = make_core(fail, journal=journal, max_num_batched_tokens=4, suspects={request_key(SESSION, 1): 0})

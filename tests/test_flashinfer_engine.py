@@ -14,10 +14,10 @@ import flashinfer_double
 import tiny
 from flashinfer_double import FlashInferDouble
 from late_device import LateDevice
-from mainspring.core.work import executor
+from mainspring.core.work import generation_worker, worker
 from mainspring.core.work import runner as model_runner
-from mainspring.kernels.flashinfer.backend import backend as flashinfer
-from mainspring.kernels.flashinfer.backend.backend import FlashInferBackend, Gpu
+from mainspring.kernels.flashinfer import backend as flashinfer
+from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 from test_late_device import SIZES, run
 
@@ -65,14 +65,14 @@ def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return machines[-1]
 
     monkeypatch.setattr(model_runner, "device_for", make)
-    monkeypatch.setattr(executor, "prepare_kernels", lambda *args: None)
+    monkeypatch.setattr(worker, "prepare_kernels", lambda *args: None)
     monkeypatch.setattr(
-        executor,
+        generation_worker,
         "graph_sizes",
         lambda options, device, most: [] if options.enforce_eager else [n for n in SIZES if n <= most],
     )
     monkeypatch.setattr(
-        executor,
+        worker,
         "choose_backend",
         lambda options, device: FlashInferBackend(device, options.deterministic, library=package, gpu=H200),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness import VOCAB, Engine, count_look_ups
+from harness import VOCAB, Engine, count_look_ups, result_of
 from mainspring.core.plan.step import Step
 
 
@@ -155,10 +155,10 @@ def step_work(waiting: int, seats: int) -> int:
         cost = work(lambda into=steps: into.append(engine.scheduler.schedule()))
         step = steps[0]
         assert step is not None
-        assert len(step.slots) == seats
-        sampled = engine.model.execute(step)
-        engine.model.retire(step)
-        costs.append(cost + work(partial(engine.scheduler.update, step, sampled)))
+        assert len(step.plan.slots) == seats
+        result = result_of(step.plan, engine.model.execute(step.plan))
+        engine.model.retire(step.plan)
+        costs.append(cost + work(partial(engine.scheduler.update, step, result)))
     return min(costs)
 
 

@@ -12,17 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from harness import VOCAB, Engine, Windows, blocks_for
 from invariants import check_host
-from mainspring.core.work.block_count.block_pool import BlockPool, Key
-from mainspring.core.work.block_count.host_cache import (
-    NO_COPIES,
-    Copies,
-    HostBlocks,
-    HostCache,
-    count_slots,
-    offloading_bytes,
-)
+from mainspring.core.memory.block_pool import BlockPool, Key
+from mainspring.core.memory.host_cache import HostCache
+from mainspring.core.memory.updates import NO_COPIES, Copies, KVGroup
 from mainspring.core.work.device import Device
-from mainspring.core.work.kv_layout import KVGroup, KVLayout
+from mainspring.core.work.host_blocks import HostBlocks, count_slots, offloading_bytes
+from mainspring.core.work.kv_layout import KVLayout
 from mainspring.ipc.config import CacheConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 from mainspring.kernels import host_memory
@@ -189,7 +184,7 @@ def test_requests_for_one_prefix_load_it_once() -> None:
     assert engine.kv.pool.find((0, engine_digest(engine, first))) is None, "the pool has forgotten it"
     for _ in range(4):
         engine.add([*first[:32], 1], 1)
-    copies = engine.launch().copies  # type: ignore[union-attr]
+    copies = engine.launch().plan.copies  # type: ignore[union-attr]
     assert len(copies.loads) == 8
     engine.run()
     engine.check_outputs()

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 import tiny
 from late_device import LateDevice
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core.work import executor
+from mainspring.core.work import generation_worker, worker
 from mainspring.core.work import runner as model_runner
 from mainspring.core.work.device import Staged
 from mainspring.core.work.step_inputs import Rows
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
-from mainspring.kernels.reference.backend.worklist import AttentionPlan
+from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.worklist import AttentionPlan
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 
 SIZES = [1, 3, 8, 16]
@@ -67,8 +67,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
         return devices[-1]
 
     monkeypatch.setattr(model_runner, "device_for", make)
-    monkeypatch.setattr(executor, "graph_sizes", lambda options, device, most: [] if options.enforce_eager else SIZES)
-    monkeypatch.setattr(executor, "choose_backend", lambda options, device: GraphReference())
+    monkeypatch.setattr(
+        generation_worker, "graph_sizes", lambda options, device, most: [] if options.enforce_eager else SIZES
+    )
+    monkeypatch.setattr(worker, "choose_backend", lambda options, device: GraphReference())
     return devices
 
 

@@ -26,9 +26,10 @@ import tiny
 from harness import make_core, message, run_core
 from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan.request import Request
+from mainspring.core.plan.step import NewSequence
 from mainspring.core.work.device import Device
-from mainspring.core.work.logit_rules import LogitRules
+from mainspring.core.work.logit_rules import Choosing, LogitRules
+from mainspring.core.work.registry import Registry
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
 from mainspring.engine.request.input_processor import InputProcessor, core_messages
@@ -88,19 +89,24 @@ def random_sampling(r: random.Random, vocab: int = VOCAB) -> Sampling:
     )
 
 
-def seated(sampling: Sampling, prompt: list[int], output: list[int], slot: int) -> Request:
-    request = Request(AddRequest(slot, "", prompt, sampling, output_token_ids=output), 0, 0.0, 1000)
-    request.slot = slot
-    return request
+def seated(sampling: Sampling, prompt: list[int], output: list[int], slot: int) -> NewSequence:
+    return NewSequence(slot, np.array([*prompt, *output], np.int32), len(prompt), sampling)
 
 
-def before(requests: list[Request], outputs: dict[int, list[int]]) -> dict[int, np.ndarray]:
-    """By slot, as the scheduler hands it on."""
-    return {
-        q.slot: np.array([*q.tokens[: q.prompt_len].tolist(), *outputs[q.slot]], np.int32)
-        for q in requests
-        if q.looks_back
+def make_rules(slots: int) -> LogitRules:
+    return LogitRules(slots, VOCAB, Device(torch.device("cpu")), Registry())
+
+
+def choosing(
+    slots: np.ndarray, positions: np.ndarray, sequences: list[NewSequence], outputs: dict[int, list[int]]
+) -> Choosing:
+    """What the sampler tells the rules."""
+    tokens = {
+        s.slot: np.array([*s.tokens[: s.prompt_len].tolist(), *outputs[s.slot]], np.int32)
+        for s in sequences
+        if s.sampling.looks_back
     }
+    return Choosing(slots, positions, tokens, {}, set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -108,8 +114,8 @@ def before(requests: list[Request], outputs: dict[int, list[int]]) -> dict[int, 
 def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torch.dtype) -> None:
     """Slots change hands, requests come with output or without, and outputs grow with the device's own counts."""
     r, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    rules = LogitRules(SLOTS, VOCAB, Device(torch.device("cpu")))
-    running: dict[int, Request] = {}
+    rules = make_rules(SLOTS)
+    running: dict[int, NewSequence] = {}
     outputs: dict[int, list[int]] = {}
     changed = 0
     for _ in range(40):
@@ -126,13 +132,13 @@ def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torc
         logits = (3 * torch.randn(len(rows), VOCAB, generator=numbers)).to(dtype)
         positions = np.array([running[s].prompt_len + len(outputs[s]) for s in rows], np.int64)
         given = logits.clone()
-        found = rules.apply(logits, slots, positions, before([running[s] for s in rows], outputs))
+        found = rules.apply(logits, choosing(slots, positions, [running[s] for s in rows], outputs))
         for row, slot in enumerate(rows):
             request = running[slot]
             prompt = request.tokens[: request.prompt_len].tolist()
             wanted = expected(request.sampling, prompt, outputs[slot], given[row])
             torch.testing.assert_close(found[row].float(), wanted, rtol=1e-6, atol=1e-6)
-            if not request.has_rules:
+            if request.sampling in (Sampling(50), Sampling(50, stop_token_ids=[3])):
                 assert torch.equal(found[row].to(dtype), given[row])
             changed += not torch.equal(found[row].float(), given[row].float())
         tokens = r.choices(range(6), k=len(rows))  # few different ones, so that words are met
@@ -158,21 +164,21 @@ ONE_RULE = {
 def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) -> None:
     sampling = Sampling(50, **ONE_RULE[name])  # type: ignore[arg-type]
     prompt, output = [2, 5, 2, 8], [4, 1, 2]
-    rules = LogitRules(2, VOCAB, Device(torch.device("cpu")))
+    rules = make_rules(2)
     request = seated(sampling, prompt, output, 1)
     rules.admit(request)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
     given = logits.clone()
-    found = rules.apply(logits, np.array([1]), np.array([7]), before([request], {1: output}))
+    found = rules.apply(logits, choosing(np.array([1]), np.array([7]), [request], {1: output}))
     torch.testing.assert_close(found[0], expected(sampling, prompt, output, given[0]), rtol=1e-6, atol=1e-6)
     assert not torch.equal(found, given)
 
 
 def test_rows_without_rules_are_handed_back_as_they_are() -> None:
-    rules = LogitRules(4, VOCAB, Device(torch.device("cpu")))
+    rules = make_rules(4)
     rules.admit(seated(Sampling(5, stop_token_ids=[1]), [1], [], 2))
     logits = torch.randn(2, VOCAB).bfloat16()
-    assert rules.apply(logits, np.array([2, 3]), np.array([1, 1]), {}) is logits
+    assert rules.apply(logits, choosing(np.array([2, 3]), np.array([1, 1]), [], {})) is logits
 
 
 # ------------------------------------------------------------------ through the engine, greedy

@@ -19,14 +19,18 @@ import torch
 
 import harness
 import tiny
+from harness import result_of
 from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.core.plan import scheduler
 from mainspring.core.plan.request import Request
-from mainspring.core.plan.step import PROMPT_LOGITS, Step
-from mainspring.core.work.logprobs import Scores
+from mainspring.core.plan.step import PROMPT_LOGITS, Scores, Step
+from mainspring.core.work.device import Device
+from mainspring.core.work.registry import Registry
+from mainspring.core.work.sampler import Sampler
 from mainspring.engine.request.outputs import Logprob
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Outputs, Sampling, Stats
+from mainspring.kernels.reference.backend import ReferenceBackend
 from plain import Job, Plain, make_engine, run, run_all
 
 VOCAB = tiny.VOCAB_SIZE
@@ -478,6 +482,8 @@ class ScoredEngine(harness.Engine):
         super().__init__(**settings)
         self.told: dict[harness.Key, dict[int, int]] = defaultdict(dict)  # place in the prompt → token
         self.scored: set[harness.Key] = set()
+        seats = self.scheduler._rows.tokens.shape[0]
+        self.sampler = Sampler(seats, harness.VOCAB, Device(torch.device("cpu")), ReferenceBackend(), seats, Registry())
         self.most_too_many = 0  # rows of one step whose logits memory was not kept for
 
     def add_scored(
@@ -499,27 +505,34 @@ class ScoredEngine(harness.Engine):
     def launch(self) -> Step | None:
         step = super().launch()
         if step is not None:
-            rows = int(step.samples.sum()) + sum(part.num_rows for part in step.scored)
-            self.most_too_many = max(self.most_too_many, rows - scheduler.PROMPT_LOGITS - len(step.slots))
-            for slot in step.slots[step.samples].tolist():
+            plan = step.plan
+            rows = int(plan.samples.sum()) + sum(part.num_rows for part in plan.scored)
+            self.most_too_many = max(self.most_too_many, rows - scheduler.PROMPT_LOGITS - len(plan.slots))
+            for sequence in plan.admitted:
+                self.sampler.admit(sequence)
+            for slot in plan.released.tolist():
+                self.sampler.release(slot)
+            self.sampler.read(plan)
+            for slot in plan.slots[plan.samples].tolist():
                 request = self.scheduler._running.get(slot)
                 if request is not None and request.looks_back:
                     key = request.frontend, request.handle
                     known = [*self.messages[key].prompt_token_ids, *self.outputs[key]]
-                    assert step.before[slot].tolist() == known, "a rule would look at other tokens than there are"
+                    read = self.sampler._known[slot].read().tolist()
+                    assert read == known, "a rule would look at other tokens than there are"
         return step
 
     def retire(self) -> None:
         step, sampled = self.in_flight.popleft()
-        self.model.retire(step)
+        self.model.retire(step.plan)
         scores = []
-        for part in step.scored:
+        for part in step.plan.scored:
             places = np.arange(part.start, part.start + part.num_rows)
-            own = part.request.tokens[places][:, None].astype(np.int32)
+            own = self.model._sequences[part.slot].tokens[places][:, None].astype(np.int32)
             ranks = np.ones(part.num_rows, np.int32)
             at = places[:, None].astype(np.float32)
             scores.append(Scores(np.arange(part.num_rows), own, at, ranks))
-        self._tell(self.scheduler.update(step, sampled, ([], scores)))
+        self._tell(self.scheduler.update(step, result_of(step.plan, sampled, prompt_logprobs=scores)))
         self.check()
 
     def _tell(self, outputs: dict[int, Outputs]) -> None:

@@ -98,7 +98,7 @@ def test_a_tiers_reset_and_the_metrics_tell_what_is_where(path: Path) -> None:
     reqs = requests(rounds=1)
     with make_engine(path, num_gpu_blocks_override=12, kv_offloading_size=SIZE, **SETTINGS) as engine:
         cache = engine.vllm_config.cache_config
-        assert cache.num_cpu_blocks == int(SIZE * 2**30) // engine.engine_core.core.executor.layout.block_bytes  # type: ignore[attr-defined]
+        assert cache.num_cpu_blocks == int(SIZE * 2**30) // engine.engine_core.core.worker.layout.block_bytes  # type: ignore[attr-defined]
 
         def found(device: Device | None) -> tuple[int, int]:
             before = stats(engine)

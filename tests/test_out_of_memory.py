@@ -6,22 +6,22 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from harness import VOCAB, Step, expected_output, make_core, message, run_core
+from harness import VOCAB, NewSequence, StepPlan, expected_output, make_core, message, run_core
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.scheduler import GROW_AFTER_STEPS
 from mainspring.ipc.journal import Journal
 
 
-def core_of(fits: Callable[[Step], bool], depth: int = 1, **config: object) -> tuple[EngineCore, list[int]]:
+def core_of(fits: Callable[[StepPlan], bool], depth: int = 1, **config: object) -> tuple[EngineCore, list[int]]:
     """A core whose steps find memory where `fits` says so, and the sizes of those that did."""
     sizes: list[int] = []
 
-    def launched(step: Step) -> None:
-        if not fits(step):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-        sizes.append(step.num_tokens)
+    def launched(plan: StepPlan) -> str | None:
+        if not fits(plan):
+            return "CUDA out of memory. Tried to allocate 2.00 GiB."
+        sizes.append(plan.num_tokens)
+        return None
 
     core = make_core(launched, async_scheduling=depth == 2, **config)
     core.connect(0)
@@ -42,22 +42,23 @@ def test_large_steps_are_cut_until_they_fit_and_every_token_is_as_ever(most: int
     ended = run_core(core)
     for i, one in enumerate(messages):
         tokens, finished = ended[0, i]
-        assert (tokens, finished.reason) == expected_output(one, (None,), core.executor.max_model_len)
+        assert (tokens, finished.reason) == expected_output(one, (None,), core.worker.facts.max_model_len)
     assert max(sizes) <= most
     assert core.scheduler.kv.pool.num_in_use == 0
 
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_request_that_does_not_fit_alone_fails_alone_and_says_why(chunked: bool) -> None:
-    core, _ = core_of(
-        lambda step: 1 not in step.keys or step.starts[list(step.keys).index(1)] < 6,
-        max_num_batched_tokens=64,
-        enable_chunked_prefill=chunked,
-    )
+    sequences: dict[int, NewSequence] = {}
+
+    def fits(plan: StepPlan) -> bool:
+        sequences.update({sequence.slot: sequence for sequence in plan.admitted})
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)
+        return all(sequences[slot].tokens[0] != 3 or start < 6 for slot, start in rows)
+
+    core, _ = core_of(fits, max_num_batched_tokens=64, enable_chunked_prefill=chunked)
     for i in range(5):
-        core.add_request(0, message(i, range(1, 9), 10))
-    request = core.scheduler.fair.of(0).requests[3]
-    request.key = 1
+        core.add_request(0, message(i, [i, *range(2, 9)], 10))
     ended = run_core(core)
     tokens, finished = ended[0, 3]
     assert (finished.reason, finished.error) == ("error", "OutOfMemoryError")

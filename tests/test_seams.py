@@ -20,10 +20,10 @@ import tiny
 from harness import make_core, message, run_core
 from mainspring import LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams, WeightsLostError
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan.step import Step
+from mainspring.core.plan.step import StepPlan
 from mainspring.core.work import block_count as memory
 from mainspring.core.work.draft import Drafter
-from mainspring.core.work.pooling_executor import PoolingExecutor
+from mainspring.core.work.pooling_worker import PoolingWorker
 from mainspring.engine.request.weight_messages import weight_messages
 from mainspring.ipc import codec
 from mainspring.ipc.codec import encode_value
@@ -146,7 +146,7 @@ def test_adapters_serve_after_sleep_and_take_no_place_meanwhile(models: list[Pat
             add(engine, "plain")
             begin(engine)
             engine.sleep(level, mode)
-            held = core_of(engine).executor._loras._loras  # type: ignore[attr-defined]
+            held = core_of(engine).worker._loras._loras  # type: ignore[attr-defined]
             assert held
             assert all(one is None for one in held)
             engine.wake_up()
@@ -160,7 +160,7 @@ def test_virtual_tokens_that_are_cached_leave_nothing_in_the_runner(models: list
     request = PromptAdapterRequest("v", 1, str(make_prompt_adapter(models[0], tmp_path, 1, 20)), 20)
     with make_engine(models[0], enable_prompt_adapter=True, block_size=8, **SETTINGS) as engine:
         expected = tokens(engine, prompt_adapter_request=request)
-        runner = core_of(engine).executor.runner  # type: ignore[attr-defined]
+        runner = core_of(engine).worker.runner  # type: ignore[attr-defined]
         add(engine, prompt_adapter_request=request)
         outputs = engine.step()
         assert outputs[0].num_cached_tokens
@@ -175,15 +175,15 @@ def test_a_draft_that_finds_no_memory_leaves_loads_done(models: list[Path], monk
     settings = {**OFFLOADING, "speculative_config": {"model": str(models[1])}}
     with make_engine(models[0], **settings) as engine:
         expected = one_by_one(engine, requests())
-    left, write = [True], Drafter.write_guesses
+    left, guess = [True], Drafter.guess
 
-    def fails_once(self: Drafter, step: Step) -> None:
-        if step.copies.loads and left:
+    def fails_once(self: Drafter, plan: StepPlan) -> np.ndarray:
+        if plan.copies.loads and left:
             left.clear()
             raise torch.OutOfMemoryError("CUDA out of memory")
-        write(self, step)
+        return guess(self, plan)
 
-    monkeypatch.setattr(Drafter, "write_guesses", fails_once)
+    monkeypatch.setattr(Drafter, "guess", fails_once)
     with make_engine(models[0], num_gpu_blocks_override=12, kv_offloading_size=SIZE, **settings) as engine:
         assert one_by_one(engine, requests()) == expected
         assert stats(engine).host_hits > 100
@@ -293,14 +293,14 @@ def test_an_update_that_begins_again_twice_is_still_dirty(engine: LLMEngine, mod
 def test_a_sleep_that_finds_no_memory_is_an_error_and_the_core_goes_on(
     engine: LLMEngine, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, executor = tokens(engine), core_of(engine).executor
-    sleep = executor.sleep
+    expected, worker = tokens(engine), core_of(engine).worker
+    sleep = worker.sleep
 
     def fails(level: int) -> None:
         sleep(level)
         raise MemoryError("the host has none")
 
-    monkeypatch.setattr(executor, "sleep", fails)
+    monkeypatch.setattr(worker, "sleep", fails)
     add(engine)
     begin(engine)
     with pytest.raises(Exception, match="the host has none"):
@@ -319,14 +319,14 @@ def test_sent_weights_that_a_failed_sleep_has_dropped_are_lost(
     engine: LLMEngine, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update(engine, models[1])
-    executor = core_of(engine).executor
-    sleep = executor.sleep
+    worker = core_of(engine).worker
+    sleep = worker.sleep
 
     def fails(level: int) -> None:
         sleep(level)
         raise MemoryError("the host has none")
 
-    monkeypatch.setattr(executor, "sleep", fails)
+    monkeypatch.setattr(worker, "sleep", fails)
     with pytest.raises(Exception, match="the host has none"):
         engine.sleep(2)
     add(engine)
@@ -372,17 +372,17 @@ def test_vectors_after_sleep_are_the_same_though_less_memory_is_free(
 ) -> None:
     path, prompts = pooled.make(architecture, tmp_path), pooled.prompts(3, 20, 50)
     with make_engine(path, max_model_len=None, skip_tokenizer_init=True) as engine:
-        executor = core_of(engine).executor
-        assert isinstance(executor, PoolingExecutor)
-        expected, blocks = pooled.vectors(engine, prompts), executor.num_blocks
+        worker = core_of(engine).worker
+        assert isinstance(worker, PoolingWorker)
+        expected, blocks = pooled.vectors(engine, prompts), worker.facts.num_blocks
         free = memory.free_host_bytes()
         monkeypatch.setattr(memory, "free_host_bytes", lambda: free // 3)
         for level in (1, 2):
             engine.sleep(level)
             engine.wake_up(["weights"])
-            assert executor._runner is None
+            assert worker._runner is None
             engine.wake_up(["kv_cache"])
-            assert executor.num_blocks == blocks
+            assert worker.facts.num_blocks == blocks
             for found, wanted in zip(pooled.vectors(engine, prompts), expected, strict=True):
                 np.testing.assert_array_equal(found, wanted)
 

@@ -16,10 +16,11 @@ import pytest
 import tiny
 from harness import make_core, message, run_core
 from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from mainspring.core.plan.control import Sleep, Wake
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.reference.backend import ReferenceBackend
 
 PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
@@ -284,7 +285,7 @@ def test_who_waits_for_a_sleep_that_is_broken_off_is_told() -> None:
     with pytest.raises(InvalidRequestError, match="woken before it slept"):
         waiting.result()
     assert len(run_core(core)) == 1
-    assert core.executor.slept == []
+    assert core.worker.controls == []
 
 
 def test_a_caller_that_leaves_gets_no_answer_and_the_core_sleeps_all_the_same() -> None:
@@ -297,7 +298,7 @@ def test_a_caller_that_leaves_gets_no_answer_and_the_core_sleeps_all_the_same() 
     core.disconnect(0)
     assert waiting.cancelled()
     assert len(run_core(core)) == 1
-    assert core.executor.slept == [1]
+    assert core.worker.controls == [Sleep(1)]
     assert core.phase == "asleep"
 
 
@@ -328,7 +329,7 @@ def test_users_state_is_told_and_restored() -> None:
     other.restore(told[-1])
     other.connect(0)
     other.add_request(0, message(0))
-    assert other.executor.slept == [2, (True, False)]
+    assert other.worker.controls == [Sleep(2), Wake(True, False)]
     assert not run_core(other)
     call(other, "wake_up")
     assert not run_core(other), "still paused"

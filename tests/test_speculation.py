@@ -19,8 +19,8 @@ from daemons import Daemon, short_folder
 from harness import Engine
 from late_device import LateDevice
 from mainspring import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from mainspring.core.features.speculation import MOST_ROWS, REST, look_up
-from mainspring.core.work import draft, executor
+from mainspring.core.features.speculation import MOST_GUESS_ROWS, REST, look_up
+from mainspring.core.work import draft, generation_worker, worker
 from mainspring.core.work import runner as model_runner
 from mainspring.ipc.config import SpeculativeConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, NotSupportedError
@@ -286,13 +286,13 @@ def test_guesses_only_fill_small_steps_and_take_nothing_from_others() -> None:
     while engine.scheduler.has_work:
         step = engine.launch()
         assert step is not None
-        guessed.append(int(step.guessed.sum()))
+        guessed.append(int(step.plan.guessed.sum()))
         if guessed[-1]:
-            assert step.num_tokens <= MOST_ROWS
-            assert len(step.slots) == engine.stats.num_running, "guesses keep nobody waiting"
+            assert step.plan.num_tokens <= MOST_GUESS_ROWS
+            assert len(step.plan.slots) == engine.stats.num_running, "guesses keep nobody waiting"
         engine.retire()
     engine.check_outputs()
-    assert 16 < max(guessed) <= MOST_ROWS - 4, "four requests share the room"
+    assert 16 < max(guessed) <= MOST_GUESS_ROWS - 4, "four requests share the room"
     assert guessed[0] == guessed[1] == 0
 
 
@@ -336,8 +336,8 @@ def test_steps_with_guesses_are_replayed_as_graphs(
         return devices[-1]
 
     monkeypatch.setattr(model_runner, "device_for", make)
-    monkeypatch.setattr(executor, "graph_sizes", lambda options, device, most: [1, 8, 32])
-    for module in (executor, draft):
+    monkeypatch.setattr(generation_worker, "graph_sizes", lambda options, device, most: [1, 8, 32])
+    for module in (worker, draft):
         monkeypatch.setattr(module, "choose_backend", lambda options, device: GraphReference())
     how = NGRAM if drafts == "ngram" else {"model": str(model)}
     with make_engine(model, speculative_config=how) as engine:

@@ -17,8 +17,8 @@ from late_device import LateDevice
 from mainspring import LLMEngine, LoRARequest, SamplingParams
 from mainspring.core.model.load import loader
 from mainspring.core.model.run.streamed_layers import StreamedLayers, stream_layers
-from mainspring.core.work import executor
-from mainspring.core.work.executor import tensors_of
+from mainspring.core.work import generation_worker, worker
+from mainspring.core.work.worker import tensors_of
 from mainspring.ipc.errors import UnsupportedModelError
 from peft_folders import make_lora
 from plain import collect, make_engine
@@ -42,7 +42,9 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return devices[-1]
 
     monkeypatch.setattr(loader, "device_for", make)
-    monkeypatch.setattr(executor, "offloaded_bytes", lambda config, _: int(config.cache_config.cpu_offload_gb * 2**30))
+    monkeypatch.setattr(
+        generation_worker, "offloaded_bytes", lambda config, _: int(config.cache_config.cpu_offload_gb * 2**30)
+    )
     return devices
 
 
@@ -52,7 +54,7 @@ def layer_bytes(path: Path) -> int:
 
 
 def streamed_of(engine: LLMEngine) -> StreamedLayers:
-    return engine.engine_core.core.executor._model.streamed  # type: ignore[attr-defined, no-any-return]
+    return engine.engine_core.core.worker._model.streamed  # type: ignore[attr-defined, no-any-return]
 
 
 def tokens(engine: LLMEngine) -> list[int]:
@@ -124,7 +126,7 @@ def test_two_checkpoints_have_two_fingerprints_though_only_streamed_weights_diff
     found = []
     for _ in range(2):
         with make_engine(path, skip_tokenizer_init=True, cpu_offload_gb=1.0) as engine:
-            found.append(engine.engine_core.core.executor.facts().fingerprint)  # type: ignore[attr-defined]
+            found.append(engine.engine_core.core.worker.facts.model.fingerprint)  # type: ignore[attr-defined]
         weights = load_file(path / "model.safetensors")
         weights["model.layers.2.mlp.up_proj.weight"] += 1
         save_file(weights, path / "model.safetensors", {"format": "pt"})
@@ -135,12 +137,12 @@ def test_two_checkpoints_have_two_fingerprints_though_only_streamed_weights_diff
 def test_it_sleeps_and_wakes_with_its_weights(
     level: int, tmp_path: Path, streams: list[LateDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "device_for", LateDevice)
+    monkeypatch.setattr(worker, "device_for", LateDevice)
     with make_engine(make_path(tmp_path), skip_tokenizer_init=True, cpu_offload_gb=1.0) as engine:
         before = tokens(engine)
         engine.sleep(level)
         assert not streamed_of(engine)._places
-        assert all(not tensor.numel() for tensor in tensors_of(engine.engine_core.core.executor._model.model))  # type: ignore[attr-defined]
+        assert all(not tensor.numel() for tensor in tensors_of(engine.engine_core.core.worker._model.model))  # type: ignore[attr-defined]
         engine.wake_up()
         assert tokens(engine) == before
         streamed = streamed_of(engine)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...ipc.messages import Adapter
 
 if TYPE_CHECKING:
-    from ..model.run.lora import LoRA
     from ..plan.request import Request
 
 PATIENCE_STEPS = 64  # that who waits for a place is passed by requests of adapters that have one
+REMEMBERED = 1024  # numbers of adapters that left the worker's memory
 
 
 class LoRAName(NamedTuple):
@@ -32,13 +32,20 @@ class LoRAs:
         kept: most adapters in memory, at least `places`.
         is_pinned: whether the adapter of this digest is to stay.
         missing: told of a request whose adapter is not in memory, when there is a place for it.
+        unload: told the worker's number of an adapter that is to leave its memory.
     """
 
     def __init__(
-        self, places: int, kept: int, is_pinned: Callable[[bytes], bool], missing: Callable[[Request], None]
+        self,
+        places: int,
+        kept: int,
+        is_pinned: Callable[[bytes], bool],
+        missing: Callable[[Request], None],
+        unload: Callable[[int], None],
     ) -> None:
-        self._kept, self._is_pinned, self._missing = kept, is_pinned, missing
-        self._loaded: OrderedDict[bytes, LoRA] = OrderedDict()
+        self._kept, self._is_pinned, self._missing, self._unload = kept, is_pinned, missing, unload
+        self._loaded: OrderedDict[bytes, int] = OrderedDict()  # the worker's number of each
+        self._left: dict[int, None] = {}  # the latest numbers that the worker has unloaded: several may wait for one
         self._free = list(range(places, 0, -1))
         self._running: dict[bytes, tuple[int, int]] = {}  # place, and how many requests run
         self._names: Counter[str] = Counter()  # of these requests
@@ -53,18 +60,30 @@ class LoRAs:
         running = self._names
         return sorted(running), sorted(name for name, count in self.live.items() if count > running[name])
 
-    def put(self, lora: LoRA) -> bool:
-        """Keep an adapter; False, if there is no room."""
-        if lora.digest not in self._loaded and not self._make_room():
+    def put(self, digest: bytes, number: int) -> bool:
+        """Keep an adapter that the worker has loaded under `number`, unless it is kept already. False: there is no
+        room, or it had to leave again before this was called."""
+        if number in self._left:
+            return digest in self._loaded
+        if self._loaded.get(digest, number) != number or (digest not in self._loaded and not self._make_room()):
+            self._leave(number)
+        else:
+            self._loaded[digest] = number
+        if digest not in self._loaded:
             return False
-        self._loaded[lora.digest] = lora
-        self._loaded.move_to_end(lora.digest)
+        self._loaded.move_to_end(digest)
         return True
+
+    def _leave(self, number: int) -> None:
+        self._left[number] = None
+        if len(self._left) > REMEMBERED:
+            self._left.pop(next(iter(self._left)))
+        self._unload(number)
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, unless somebody runs with it."""
-        if digest not in self._running:
-            self._loaded.pop(digest, None)
+        if digest not in self._running and digest in self._loaded:
+            self._leave(self._loaded.pop(digest))
 
     def _victim(self) -> bytes | None:
         return next((one for one in self._loaded if one not in self._running and not self._is_pinned(one)), None)
@@ -74,7 +93,7 @@ class LoRAs:
             victim = self._victim()
             if victim is None:
                 return False
-            del self._loaded[victim]
+            self._leave(self._loaded.pop(victim))
         return True
 
     def allows(self, request: Request, step: int, ask: bool) -> bool:
@@ -108,7 +127,7 @@ class LoRAs:
         self._running[digest] = place, count + 1
         self._names[request.lora.adapter.name] += 1
         self._loaded.move_to_end(digest)
-        request.lora_place, request.lora_weights = place, self._loaded[digest]
+        request.lora_place, request.lora_number = place, self._loaded[digest]
 
     def unseat(self, request: Request) -> None:
         assert request.lora is not None
@@ -116,7 +135,6 @@ class LoRAs:
         place, count = self._running[digest]
         self._running[digest] = place, count - 1
         self._names -= Counter([request.lora.adapter.name])
-        request.lora_weights = None
         if count == 1:
             del self._running[digest]
             self._free.append(place)

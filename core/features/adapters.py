@@ -10,21 +10,21 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
 from ...ipc.config import LoRAConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OverloadedError
 from ...ipc.messages import Adapter, AddRequest, HeldAdapter
-from ..model.run.lora import LoRA
+from ..plan.control import AdapterFacts, DropAdapter, PrepareAdapter, Worker
 from ..plan.request import Request
 from ..plan.scheduler import Scheduler
-from ..work.adapter_files import LoRALimits, PromptAdapter, read_lora, read_prompt_adapter
 from .adapter_slots import LoRAName, LoRAs
 
 logger = logging.getLogger(__name__)
@@ -49,29 +49,31 @@ class Adapters:
     """All of a core's.
 
     Args:
-        limits: what a LoRA adapter must fit; None: requests may have none.
+        worker: reads their folders, and keeps LoRA adapters under numbers of ours.
         later: called with a future and with what is to be called with that, in the core's thread, once it is done.
     """
 
     def __init__(
         self,
         config: LoRAConfig,
-        limits: LoRALimits | None,
-        hidden_size: int,
+        worker: Worker,
         scheduler: Scheduler,
         later: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
     ) -> None:
         self.on_held: Callable[[], None] = lambda: None  # told when `held` changes
-        self._config, self._limits, self._hidden_size = config, limits, hidden_size
+        self._config, self._worker = config, worker
         self._scheduler, self._later = scheduler, later
         self._kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
-        self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
+        self._next_number = 1
         self._bound: OrderedDict[tuple[bytes, int], _Bound] = OrderedDict()
-        self._reading: dict[tuple[bytes, Adapter], Future[Any]] = {}
+        self._reading: dict[tuple[bytes, Adapter], tuple[int, Future[Any]]] = {}
         self._rereading = False
-        self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], PromptAdapter] = OrderedDict()
-        if limits is not None:
-            scheduler.loras = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again)
+        self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], AdapterFacts] = OrderedDict()
+        if worker.facts.has_adapters:
+            scheduler.loras = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again, self._unload)
+
+    def _unload(self, number: int) -> None:
+        self._worker.control(DropAdapter(number))
 
     @property
     def _loras(self) -> LoRAs:
@@ -95,13 +97,14 @@ class Adapters:
             if known:
                 request.use_lora(LoRAName(known.digest, lora))
             else:
-                waits.append((self._read(owner, lora), partial(self._give_lora, request, owner, lora)))
+                number, reading = self._read(owner, lora)
+                waits.append((reading, partial(self._give_lora, request, owner, lora, number)))
         if (prompt := message.prompt_adapter) is not None:
             if (found := self._prompt_adapters.get((owner, prompt))) is not None:
                 self._prompt_adapters.move_to_end((owner, prompt))
-                request.use_virtual_tokens(found.embeddings, found.digest)
+                request.use_virtual_tokens(_embeddings(found), found.digest)
             else:
-                waits.append((self._read(owner, prompt), partial(self._give_virtual_tokens, request, owner, prompt)))
+                waits.append((self._read(owner, prompt)[1], partial(self._give_virtual_tokens, request, owner, prompt)))
         return waits
 
     def check_prompt_adapter(self, adapter: Adapter) -> None:
@@ -119,28 +122,29 @@ class Adapters:
                 f"a prompt adapter has {adapter.num_virtual_tokens} virtual tokens; max_prompt_adapter_token is {most}"
             )
 
-    def _give_lora(self, request: Request, owner: bytes, adapter: Adapter, lora: LoRA) -> None:
-        self._keep(owner, adapter, lora)
-        request.use_lora(LoRAName(lora.digest, adapter))
+    def _give_lora(self, request: Request, owner: bytes, adapter: Adapter, number: int, found: AdapterFacts) -> None:
+        self._keep(owner, adapter, found.digest, number)
+        request.use_lora(LoRAName(found.digest, adapter))
 
-    def _give_virtual_tokens(self, request: Request, owner: bytes, adapter: Adapter, found: PromptAdapter) -> None:
+    def _give_virtual_tokens(self, request: Request, owner: bytes, adapter: Adapter, found: AdapterFacts) -> None:
         self._prompt_adapters[owner, adapter] = found
         if len(self._prompt_adapters) > self._config.max_prompt_adapters:
             self._prompt_adapters.popitem(last=False)
-        request.use_virtual_tokens(found.embeddings, found.digest)
+        request.use_virtual_tokens(_embeddings(found), found.digest)
 
-    def _read(self, owner: bytes, adapter: Adapter) -> Future[Any]:
-        """Who waits for the same one shares it."""
+    def _load(self, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
+        """Let the worker read an adapter under a new number."""
+        number = self._next_number
+        self._next_number += 1
+        return number, self._worker.control(PrepareAdapter(number, adapter))
+
+    def _read(self, owner: bytes, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
+        """As `_load`. Requests that wait for the same adapter share one reading."""
         if (shared := self._reading.get((owner, adapter))) is not None:
             return shared
-        if adapter.num_virtual_tokens:
-            future: Future[Any] = self._thread.submit(read_prompt_adapter, adapter, self._hidden_size)
-        else:
-            assert self._limits is not None
-            future = self._thread.submit(read_lora, adapter, self._limits)
-        self._reading[owner, adapter] = future
-        self._later(future, partial(self._end_reading, owner, adapter))
-        return future
+        reading = self._reading[owner, adapter] = self._load(adapter)
+        self._later(reading[1], partial(self._end_reading, owner, adapter))
+        return reading
 
     def _end_reading(self, owner: bytes, adapter: Adapter, _: Future[Any]) -> None:
         del self._reading[owner, adapter]
@@ -150,18 +154,20 @@ class Adapters:
         if not self._rereading:
             self._rereading = True
             assert request.lora is not None
-            assert self._limits is not None
-            future = self._thread.submit(read_lora, request.lora.adapter, self._limits)
-            self._later(future, partial(self._take_again, request))
+            number, future = self._load(request.lora.adapter)
+            self._later(future, partial(self._take_again, request, number))
 
-    def _take_again(self, request: Request, done: Future[LoRA]) -> None:
+    def _take_again(self, request: Request, number: int, done: Future[AdapterFacts]) -> None:
         self._rereading = False
         self._scheduler.wake()
         error, lora = done.exception(), request.lora
         assert lora is not None
         if error is None and done.result().digest == lora.digest:
-            self._loras.put(done.result())
-        elif request.slot < 0:
+            self._loras.put(lora.digest, number)
+            return
+        if error is None:
+            self._unload(number)
+        if request.slot < 0:
             changed = f"the LoRA adapter {lora.adapter.path!r} was changed while it was in use; give it another number"
             self._scheduler.fail(request, error if isinstance(error, Exception) else InvalidRequestError(changed))
 
@@ -178,15 +184,17 @@ class Adapters:
             self._bound.move_to_end((owner, adapter.number))
         return bound
 
-    def _keep(self, owner: bytes, adapter: Adapter, lora: LoRA) -> tuple[_Bound, bool]:
-        """Let the frontend's number stand for it; and whether it is in memory."""
+    def _keep(self, owner: bytes, adapter: Adapter, digest: bytes, number: int) -> tuple[_Bound, bool]:
+        """Let the frontend's number stand for what the worker has read as `number`. Returns what it stands for, and
+        whether the adapter is in memory."""
+        is_there = self._loras.put(digest, number)
         bound = self._find(owner, adapter)
         if bound is None:
-            bound = self._bound[owner, adapter.number] = _Bound(adapter, lora.digest)
+            bound = self._bound[owner, adapter.number] = _Bound(adapter, digest)
             if len(self._bound) > MAX_BOUND:
                 self._bound.popitem(last=False)
-        bound.digest = lora.digest
-        return bound, self._loras.put(lora)
+        bound.digest = digest
+        return bound, is_there
 
     def _is_pinned(self, digest: bytes) -> bool:
         return digest in self._pinned()[: self._kept - 1]  # frontends that come back may have pinned more together
@@ -214,14 +222,19 @@ class Adapters:
         if bound is not None and bound.digest in loras:
             added.set_result(self._hold(bound))
         else:
-            self._later(self._read(owner, adapter), partial(self._take_added, owner, adapter, added))
+            number, reading = self._read(owner, adapter)
+            self._later(reading, partial(self._take_added, owner, adapter, number, added))
         return added
 
-    def _take_added(self, owner: bytes, adapter: Adapter, added: Future[bool], done: Future[LoRA]) -> None:
-        if not added.set_running_or_notify_cancel():
-            return  # who asked for it has left
+    def _take_added(
+        self, owner: bytes, adapter: Adapter, number: int, added: Future[bool], done: Future[AdapterFacts]
+    ) -> None:
+        if not added.set_running_or_notify_cancel():  # the frontend that asked for it has left
+            if done.exception() is None:
+                self._loras.put(done.result().digest, number)
+            return
         try:
-            bound, is_there = self._keep(owner, adapter, done.result())
+            bound, is_there = self._keep(owner, adapter, done.result().digest, number)
             if not is_there:
                 raise OverloadedError(f"all adapters in memory are in use; max_cpu_loras is {self._kept}: try again")
             added.set_result(self._hold(bound))
@@ -279,12 +292,17 @@ class Adapters:
     def restore(self, held: Iterable[HeldAdapter]) -> None:
         """What they had asked the core before this one."""
         for owner, adapter, pinned in ((one.owner, one.adapter, one.pinned) for one in held):
-            assert self._limits is not None
             try:
-                bound, _ = self._keep(owner, adapter, read_lora(adapter, self._limits))
+                number, reading = self._load(adapter)
+                bound, _ = self._keep(owner, adapter, reading.result().digest, number)
                 bound.held, bound.pinned = True, pinned
             except Exception as error:
                 logger.warning("the LoRA adapter %r of an earlier core is gone: %s", adapter.path, error)
+
+
+def _embeddings(found: AdapterFacts) -> np.ndarray:
+    assert found.embeddings is not None, "a prompt adapter without virtual tokens"
+    return found.embeddings
 
 
 def _check_lora(adapter: Adapter) -> None:

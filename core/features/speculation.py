@@ -16,11 +16,9 @@ import numpy as np
 from ...ipc.config import SpeculativeConfig
 from ..plan.columns import Columns
 from ..plan.request import Request
-from ..plan.step import IN_FLIGHT, Step
+from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, with_guesses
 
-MOST_ROWS = 32  # tokens of a step up to which it is filled with guesses: past that a row costs what it may bring
 REST = 16  # tokens without a guess, after several that were wrong
-MOST_LOGPROBS = 32  # of a request that speculates: a step brings several times as many of them
 
 
 class Speculation(NamedTuple):
@@ -57,21 +55,23 @@ def look_up(tokens: np.ndarray, count: int, longest: int, shortest: int) -> np.n
 
 
 def leave_room(tokens: np.ndarray, count: int) -> np.ndarray:
-    """Places for the guesses of a draft model, which writes them into the step (draft.py)."""
+    """Places for the guesses of a draft model, which the worker makes (draft.py)."""
     return np.zeros(count, np.int32)
 
 
-def may_speculate(request: Request) -> bool:
-    """Whether several of its tokens can be chosen at once: what changes its logits must not depend on the tokens
-    before, and the prompt must be tokens."""
-    stateless = not (request.looks_back or request.is_penalised or request.embeds is not None)
-    return stateless and request.sampling.logprobs <= MOST_LOGPROBS
-
-
-def standing(step: Step, row: np.ndarray, back: np.ndarray, tokens: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def standing(
+    plan: StepPlan,
+    guesses: np.ndarray | None,
+    row: np.ndarray,
+    back: np.ndarray,
+    tokens: np.ndarray,
+    stops: np.ndarray,
+) -> np.ndarray:
     """Which of the chosen `tokens` stand, bool ``[choices]``: of each row those up to the first that is not what was
-    guessed, or that `stops` the request. `row` and `back` are the step's `choices`."""
-    guesses = np.append(step.token_ids, -1)[np.cumsum(step.counts)[row] - back]
+    guessed, or that `stops` the request. `row` and `back` are the plan's `choices`; `guesses` are a draft model's, see
+    `StepResult`."""
+    token_ids = plan.token_ids if guesses is None else with_guesses(plan, guesses)
+    guesses = np.append(token_ids, -1)[np.cumsum(plan.counts)[row] - back]
     last = (back == 0) | (tokens != guesses) | stops
     before = np.cumsum(last) - last
     found: np.ndarray = before == before[np.searchsorted(row, row)]
@@ -86,7 +86,7 @@ class Guesses:
 
     def seat(self, request: Request) -> None:
         """A request got its slot."""
-        if may_speculate(request):
+        if request.may_speculate:
             self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
 
     def wait(self, slots: np.ndarray, num_running: int) -> np.ndarray:
@@ -94,7 +94,7 @@ class Guesses:
         those with guesses in flight, and, where a step has room for guesses, those that are to make some."""
         rows = self._rows
         waits: np.ndarray = rows.guessed[slots] > 0
-        if num_running < MOST_ROWS:
+        if num_running < MOST_GUESS_ROWS:
             waits |= rows.guess_from[slots] <= rows.num_tokens[slots]
         return waits
 
@@ -102,7 +102,7 @@ class Guesses:
         """Fill what is left of a small step with guesses of requests whose tokens are all known, for this step alone,
         as far as there are free blocks: `extend` lets a slot's tables reach so many tokens, if it can."""
         rows = self._rows
-        room = min(budget, MOST_ROWS) - int(rows.granted.sum())
+        room = min(budget, MOST_GUESS_ROWS) - int(rows.granted.sum())
         if room <= 0:
             return
         known = rows.tokens[slots, rows.num_tokens[slots] - 1] != IN_FLIGHT
@@ -124,14 +124,14 @@ class Guesses:
                 rows.granted[slot] += count
                 room -= count
 
-    def settle(self, step: Step, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> tuple[int, int]:
+    def settle(self, plan: StepPlan, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> tuple[int, int]:
         """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
         guesses wrong guesses less. Returns how many guesses there were, and how many were right."""
-        rows, guessing = self._rows, np.flatnonzero((step.guessed > 0) & (brought > 0))
+        rows, guessing = self._rows, np.flatnonzero((plan.guessed > 0) & (brought > 0))
         slots, right = slots[guessing], brought[guessing] - 1
-        ends[guessing] += right - step.guessed[guessing]
+        ends[guessing] += right - plan.guessed[guessing]
         rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
         trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
         rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
         rows.trust[slots] = np.maximum(trust, 1)
-        return int(step.guessed[guessing].sum()), int(right.sum())
+        return int(plan.guessed[guessing].sum()), int(right.sum())

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from ..plan.request import Request
-from ..work.kv_layout import KVGroup
 from .block_pool import NULL_BLOCK, BlockPool, Key
-from .host_cache import NO_COPIES, Copies, HostCache
+from .host_cache import HostCache
+from .updates import NO_COPIES, Copies, KVGroup, TableUpdate
 
 ON_HOST = -1  # in the tables of a request that waits: a block that `take_prefix` takes and loads
-
-
-class TableUpdate(NamedTuple):
-    """Block table entries that changed, for the runner's copy: all int32, of one length."""
-
-    group: np.ndarray
-    slot: np.ndarray
-    column: np.ndarray
-    block: np.ndarray
 
 
 class KVCacheManager:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...ipc.messages import Finished, Logprobs, Outputs, Pooled, Started, Stats
-from ..work.logprobs import Scores
+from .step import Scores
 
 MOST_POOLED = 64 << 20  # bytes of one message that are not its first vectors
 NO_TOKENS = np.zeros(0, np.int64)

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...ipc.messages import AddRequest, Sampling
+from .step import NewSequence
 
 if TYPE_CHECKING:
     from ..features.adapter_slots import LoRAName
-    from ..model.run.lora import LoRA
-    from ..work.grammar import Follower
+
+
+MOST_LOGPROBS = 32  # of a request that speculates: a step brings several times as many of them
 
 
 class Request:
-    """What of a request does not fit a column. While it runs, its tokens and counters are in the scheduler's columns
-    at `slot`; `tokens` is the copy for the time it waits.
+    """The per-request state that is not kept in the scheduler's arrays. While the request runs, its tokens and counters
+    are in these arrays at `slot`; `tokens` is the copy for the time it waits.
 
     Args:
         arrival: monotonic seconds.
         key: names it under every core, see `request_key`.
         salt: at most 64 bytes; only requests of one salt share cached prefixes.
-        processors: functions of the user that change its logits, see logit_rules.py.
+        functions: numbers of the user's functions that change its logits, see control.py.
     """
 
     # many may wait: a fifth of the memory
     __slots__ = tuple(
         (
-            "admitted_at arrival complete digests embeds failure finished first_token_at follower frontend handle hold "
-            "keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_virtual pending pooling priority processors prompt_len queued room root sampling seq "
-            "slot started stop_tokens tables tokens told"
+            "admitted_at arrival digests embeds finished first_token_at frontend functions grammar handle hold "
+            "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
+            "num_preemptions num_virtual pending pooling priority prompt_len queued room root sampling seq slot "
+            "started stop_tokens tables tokens told"
         ).split()
     )
 
@@ -46,7 +47,7 @@ class Request:
         embeds: np.ndarray | None = None,
         key: int = 0,
         salt: bytes = b"",
-        processors: Sequence[Callable[..., Any]] = (),
+        functions: tuple[int, ...] = (),
     ) -> None:
         self.frontend = frontend
         self.handle = message.handle
@@ -66,18 +67,15 @@ class Request:
         self.tokens = np.array(tokens, dtype=np.int32)
         self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
-        self.processors = processors
-        self.follower: Follower | None = None  # of its grammar, once that is compiled
-        self.failure: Exception | None = None  # why no token could be chosen for it
-        self.complete = False  # its grammar allows no further token
+        self.functions = functions
+        self.grammar = 0  # the number of its grammar, if it has one
         # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
         wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
         self.told = self.num_virtual + 1 if wanted else self.prompt_len
         self.pending = 0  # what it waits for before it is queued
         self.lora_name = "" if message.lora is None else message.lora.name
         self.lora: LoRAName | None = None  # once it is known
-        self.lora_place = 0  # while it runs with an adapter, see loras.py
-        self.lora_weights: LoRA | None = None
+        self.lora_number = self.lora_place = 0  # while it runs with an adapter, see adapter_slots.py
         self.slot = -1  # while running
         self.seq = 0  # order of arrival, given when it is queued
         self.started = bool(message.output_token_ids)  # a token of it was sent
@@ -112,22 +110,34 @@ class Request:
         return self.admitted_at is not None or self.started
 
     @property
-    def is_penalised(self) -> bool:
-        sampling = self.sampling
-        return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
-
-    @property
     def looks_back(self) -> bool:
         """Whether its next token can only be chosen when the host knows the one before."""
-        sampling = self.sampling
-        return bool(self.processors or sampling.grammar) or any(len(words) > 1 for words in sampling.bad_words)
+        return bool(self.functions) or self.sampling.looks_back
 
     @property
-    def has_rules(self) -> bool:
-        """Whether anything changes its logits before a token is chosen."""
-        sampling = self.sampling
-        edits = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.grammar
-        return bool(edits or (sampling.min_tokens and self.stop_tokens) or self.is_penalised or self.processors)
+    def may_speculate(self) -> bool:
+        """Whether several of its tokens can be chosen at once: what changes its logits must not depend on the tokens
+        before, and the prompt must be tokens."""
+        stateless = not (self.looks_back or self.sampling.is_penalised or self.embeds is not None)
+        return stateless and self.sampling.logprobs <= MOST_LOGPROBS
+
+    def sequence(self) -> NewSequence:
+        """What a worker must know of it, when it gets its slot."""
+        return NewSequence(
+            self.slot,
+            self.tokens,
+            self.prompt_len,
+            self.sampling,
+            self.num_virtual,
+            self.embeds,
+            self.lora_number,
+            self.lora_place,
+            self.grammar,
+            self.functions,
+            self.may_speculate,
+            self.pooling,
+            self.keeps_rows,
+        )
 
     @property
     def most_cached(self) -> int:

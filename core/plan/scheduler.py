@@ -18,19 +18,18 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ...ipc.config import SchedulerConfig
-from ...ipc.errors import InvalidArgumentError, wire_name, wire_text
+from ...ipc.errors import InvalidArgumentError, OutOfMemoryError, wire_name, wire_text
 from ...ipc.messages import Finished, FinishReason, Logprobs, Outputs, Pooled, Started, Stats
 from ..core_meter import CoreMeter, Latest
 from ..features.adapter_slots import LoRAs
 from ..features.speculation import Guesses, Speculation, standing
 from ..memory.kv_cache import KVCacheManager
-from ..work.logprobs import Scores
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .outbox import NO_TOKENS, Outbox
 from .preemption import Preemption
 from .request import Request
-from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Step
+from .step import IN_FLIGHT, PROMPT_LOGITS, PromptPart, Scores, Step, StepPlan, StepResult
 from .suspects import Suspects
 
 PauseMode = Literal["abort", "keep", "wait"]
@@ -83,6 +82,8 @@ class Scheduler:
         self._rows = Columns(slots, max_model_len)
         self._guesses = None if speculation is None else Guesses(speculation, self._rows)
         self._admitted: list[Request] = []
+        self._released: list[int] = []  # slots that became free since the last step
+        self.on_end: Callable[[Request], None] = lambda request: None  # told of each request that ends
         self._promised: Request | None = None  # others preempted for it leave it their blocks, which are on the way
         self._in_flight: list[int] = []
         self._stalled = False  # nothing can be computed before something changes
@@ -114,9 +115,12 @@ class Scheduler:
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request with `error`, unless it has ended."""
+        self._fail(request, wire_name(error), wire_text(error))
+
+    def _fail(self, request: Request, name: str, text: str) -> None:
         if not request.finished:
             self.suspects.clear(request)
-            self._finish(request, "error", error=error)
+            self._finish(request, "error", error=(name, text))
 
     def _wait(self, request: Request) -> None:
         (self.suspects if request.key in self.suspects.keys else self.fair).push(request)
@@ -500,39 +504,36 @@ class Scheduler:
     def _launch(self, slots: np.ndarray, counts: np.ndarray, solo: bool = False) -> Step:
         rows, prompt_len = self._rows, self._rows.prompt_len[slots]
         starts, guessed = rows.num_computed[slots], rows.guessed[slots]
-        positions = rows.num_tokens[slots] - guessed - prompt_len
+        output_index = rows.num_tokens[slots] - guessed - prompt_len
         ends, prefill = starts + counts, starts < prompt_len
         token_ids, samples = rows.advance(slots, counts)
         for slot, count in zip(slots[guessed > 0].tolist(), guessed[guessed > 0].tolist(), strict=True):
             rows.tokens[slot, rows.num_tokens[slot] - 1 - count :][:count] = IN_FLIGHT  # what is known ends before them
-        looking = slots[samples & rows.looks_back[slots]].tolist()
-        before = {slot: rows.tokens[slot, : rows.num_tokens[slot] - 1].copy() for slot in looking}
         self._count["chunked_prefills"] += int((ends < prompt_len).sum())
         self._count["mixed_steps"] += bool(prefill.any() and not prefill.all())
         self._count["prompt_tokens"] += int((np.minimum(ends, prompt_len) - starts)[prefill].sum())
         self.fair.charge(np.bincount(rows.frontend[slots], weights=counts))
         self.meter.stepped(int(counts.sum()))
-        step = Step(
+        released = np.array([slot for slot in self._released if slot in self._free_slots], np.int32)
+        plan = StepPlan(
             self._next_step,
             slots.astype(np.int32),
             starts.astype(np.int32),
             counts.astype(np.int32),
             token_ids,
             samples,
-            self._admitted,
+            guessed.astype(np.int32),
+            [request.sequence() for request in self._admitted],
+            released,
             self.kv.take_updates(),
-            rows.key[slots],
-            positions,
-            solo,
-            before,
             self._prompt_parts(slots, starts, counts) if rows.scored[slots].any() else [],
-            guessed,
             self.kv.take_copies(),
         )
-        self._admitted = []
+        step = Step(plan, rows.key[slots], output_index, solo)
+        self._admitted, self._released = [], []
         self._next_step += 1
-        self._in_flight.append(step.id)
-        self.kv.step_launched(step.id)
+        self._in_flight.append(plan.id)
+        self.kv.step_launched(plan.id)
         return step
 
     def _prompt_parts(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[PromptPart]:
@@ -541,37 +542,33 @@ class Scheduler:
             request = self._running[slot]
             first, last = max(request.told, start + 1), min(request.prompt_len, start + count + 1)
             if self._rows.scored[slot] and first < last:
-                parts.append(PromptPart(request, first, last - first, row + first - start - 1))
+                parts.append(PromptPart(slot, first, last - first, row + first - start - 1))
             row += count
         return parts
 
     # ------------------------------------------------------------------ a step ends
 
-    def update(
-        self,
-        step: Step,
-        sampled: np.ndarray,
-        logprobs: tuple[Sequence[Scores], Sequence[Scores]] = ((), ()),
-        pooled: Sequence[np.ndarray | Exception] | None = None,
-    ) -> dict[int, Outputs]:
-        """Take in the tokens `sampled` (int64, one for each row that samples), and `logprobs`, as far as asked for: of
-        these rows, and of each of the step's prompt parts. Of a pooling model what these rows get is `pooled`, and
-        `sampled` means nothing. Returns each frontend's outputs."""
-        for slot in step.before:
-            if (request := self._running.get(slot)) is None:
-                continue
-            if request.failure is not None:
-                self.fail(request, request.failure)
-            elif request.complete:
+    def update(self, step: Step, result: StepResult) -> dict[int, Outputs]:
+        """Take in what a step brought. Returns each frontend's outputs."""
+        plan = step.plan
+        if result.lack:
+            self._undo(step, f"the device lacks memory for this request alone: {result.lack}")
+            return self.take_notices()
+        for failed, name, text in result.errors:
+            if (request := self._running.get(int(plan.slots[failed]))) is not None:
+                self._fail(request, name, text)
+        for ended in result.complete:
+            if (request := self._running.get(int(plan.slots[ended]))) is not None:
                 self.suspects.clear(request)
                 self._finish(request, "stop")
-        slots, ends = step.slots.astype(np.int64), step.starts.astype(np.int64) + step.counts
+        sampled, pooled = result.tokens, result.pooled
+        slots, ends = plan.slots.astype(np.int64), plan.starts.astype(np.int64) + result.computed
         alive = self._rows.alive[slots]
-        row, back = step.choices()
+        row, back = plan.choices()
         keep, at = alive[row], ends[row] - back
-        if self._guesses is not None and step.guessed.any():
-            keep &= standing(step, row, back, sampled, self._stops(slots[row], sampled))
-            made, right = self._guesses.settle(step, slots, ends, np.bincount(row[keep], minlength=len(slots)))
+        if self._guesses is not None and plan.guessed.any():
+            keep &= standing(plan, result.guesses, row, back, sampled, self._stops(slots[row], sampled))
+            made, right = self._guesses.settle(plan, slots, ends, np.bincount(row[keep], minlength=len(slots)))
             self._count["draft_tokens"] += made
             self._count["accepted_tokens"] += right
         rows, at, tokens = slots[row][keep], at[keep], sampled[keep]
@@ -581,18 +578,18 @@ class Scheduler:
         self._publish(slots[alive], ends[alive])
         if step.solo and rows.size:
             suspect = self._running[int(rows[0])]
-            if step.positions[0] >= self.suspects.keys.get(suspect.key, 0):
+            if step.output_index[0] >= self.suspects.keys.get(suspect.key, 0):
                 self._rows.held_up[rows] = False
                 self.suspects.clear(suspect)
         if pooled is None:
-            self._observe(rows, len(rows) if not step.guessed.any() else len(np.unique(rows)))
+            self._observe(rows, len(rows) if not plan.guessed.any() else len(np.unique(rows)))
         started = [self._started(int(slot)) for slot in rows[self._rows.silent[rows]]]
         stop = self._rows.stop[rows]
         done = (tokens == stop) | (at + 1 >= self._rows.max_len[rows])
         check = np.flatnonzero(done | (stop == MANY_STOPS))
         handles, owners = self._rows.handle[rows], self._rows.frontend[rows]
-        scores = [_of_kept(one, keep) for one in logprobs[0]]
-        told = [self._tell_prompt(*one) for one in zip(step.scored, logprobs[1], strict=True)]
+        scores = [_of_kept(one, keep) for one in result.logprobs]
+        told = [self._tell_prompt(*one) for one in zip(plan.scored, result.prompt_logprobs, strict=True)]
         if pooled is not None:
             self._end_pooled(rows, [pooled[i] for i in np.flatnonzero(keep).tolist()])
             check = handles = owners = tokens = NO_TOKENS
@@ -622,19 +619,16 @@ class Scheduler:
             found[i] = int(tokens[i]) in self._running[int(slots[i])].stop_tokens
         return found
 
-    def _end_pooled(self, slots: np.ndarray, results: Sequence[np.ndarray | Exception]) -> None:
+    def _end_pooled(self, slots: np.ndarray, results: Sequence[np.ndarray]) -> None:
         for slot, result in zip(slots.tolist(), results, strict=True):
             request = self._running[slot]
-            if isinstance(result, Exception):
-                self.fail(request, result)
-                continue
             vectors = np.ascontiguousarray(result, "<f4")
             self._outbox.pooled(request.frontend, Pooled(request.handle, list(vectors.shape), vectors.tobytes()))
             self._finish(request, "stop")
 
     def _tell_prompt(self, part: PromptPart, scores: Scores) -> tuple[int, Logprobs] | None:
-        request = part.request
-        if self._running.get(request.slot) is not request or part.start > request.told:
+        request = self._running.get(part.slot)
+        if request is None or part.start > request.told:
             return None  # it will be computed again, or what is before it will
         request.told = max(request.told, part.start + part.num_rows)
         self._rows.scored[request.slot] = request.told < request.prompt_len
@@ -679,29 +673,30 @@ class Scheduler:
         return self._outbox.take(self.stats() if self._log_stats else None) if self._outbox else {}
 
     def _retire(self, step: Step) -> None:
-        assert self._in_flight[0] == step.id, "steps are taken in in the order they were launched"
+        assert self._in_flight[0] == step.plan.id, "steps are taken in in the order they were launched"
         self._in_flight.pop(0)
         if step.solo:
             self.suspects.step = None
-        self.kv.step_retired(step.id)
-        while self._freed_slots and self._freed_slots[0][0] <= step.id:
-            self._free_slots.append(self._freed_slots.pop(0)[1])
+        self.kv.step_retired(step.plan.id)
+        while self._freed_slots and self._freed_slots[0][0] <= step.plan.id:
+            self._free_slot(self._freed_slots.pop(0)[1])
 
     # ------------------------------------------------------------------ a step fails
 
-    def undo(self, step: Step, error: Exception) -> None:
-        """Take back `step`, the only one in flight: the device lacked the memory for it. What was in it catches up in
-        steps of half the size; the budget grows back. A request that could not be cut any further ends with `error`."""
-        requests = [self._running[slot] for slot in step.slots.tolist() if self._rows.alive[slot]]
+    def _undo(self, step: Step, error: str) -> None:
+        """Take back `step`, the only one in flight: the device lacked the memory for it. Its requests catch up in steps
+        of half the size; the budget grows back. A request that could not be cut any further ends with `error`."""
+        plan = step.plan
+        requests = [self._running[slot] for slot in plan.slots.tolist() if self._rows.alive[slot]]
         self._retire(step)
         self._stalled = False
-        if len(step.slots) == 1 and (step.num_tokens == 1 or not self._chunked):
+        if len(plan.slots) == 1 and (plan.num_tokens == 1 or not self._chunked):
             for request in requests:
-                self.fail(request, error)
+                self.fail(request, OutOfMemoryError(error))
             return
         for request in requests:
             self._preempt(request)
-        self._set_budget(max(1, step.num_tokens // 2))
+        self._set_budget(max(1, plan.num_tokens // 2))
 
     def _set_budget(self, tokens: int) -> None:
         self._budget = min(tokens, self._full_budget)
@@ -720,7 +715,7 @@ class Scheduler:
         self._wait(request)
 
     def _finish(
-        self, request: Request, reason: FinishReason, stop_token: int | None = None, error: Exception | None = None
+        self, request: Request, reason: FinishReason, stop_token: int | None = None, error: tuple[str, str] = ("", "")
     ) -> None:
         num_tokens = len(request.tokens)
         if request.slot >= 0:
@@ -734,9 +729,10 @@ class Scheduler:
         self.fair.end(request)
         if self.loras is not None and request.lora_name:
             self.loras.live -= Counter([request.lora_name])
-        name, text = (wire_name(error), wire_text(error)) if error else ("", "")
-        finished = Finished(request.handle, reason, stop_token, request.num_preemptions, name, text)
-        self._outbox.put(request.frontend, finished)
+        self.on_end(request)
+        self._outbox.put(
+            request.frontend, Finished(request.handle, reason, stop_token, request.num_preemptions, *error)
+        )
 
     def _unseat(self, request: Request) -> None:
         slot, request.slot = request.slot, -1
@@ -755,7 +751,11 @@ class Scheduler:
         if self._in_flight:
             self._freed_slots.append((self._in_flight[-1], slot))
         else:
-            self._free_slots.append(slot)
+            self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self._released.append(slot)
 
     # ------------------------------------------------------------------ numbers
 

@@ -1,57 +1,140 @@
-"""What the scheduler hands the executor: one step's rows, as arrays."""
+"""What crosses between planner and worker: a step's plan goes down, its result comes up.
+
+Both are plain data: arrays and small records, which `codec.py` writes to bytes. Neither side changes what the other
+made. A running request is known to the worker by its slot alone: the plan that gives it the slot describes it
+(`NewSequence`), later plans name the slot, and one of them releases it.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from ..memory.host_cache import NO_COPIES, Copies
-from ..memory.kv_cache import TableUpdate
-from .request import Request
+from ...ipc.messages import Logprobs, Pooling, Sampling
+from ..memory.updates import NO_COPIES, Copies, TableUpdate
 
-PROMPT_LOGITS = 64  # rows of a step, beside those that sample, that have logits, where prompts may be cut; or one each
-IN_FLIGHT = -1  # a token id that an earlier step, not retired yet, is about to sample
+PROMPT_LOGITS = 64  # rows of a step with logits beside the sampling rows, if prompts may be cut; at least one a request
+IN_FLIGHT = -1  # a token id: the token that the slot sampled last, which only the worker knows yet
+MOST_GUESS_ROWS = 32  # tokens of a step up to which guesses fill it; more rows cost more time than they may save
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A request that got its slot."""
+
+    slot: int
+    tokens: np.ndarray  # int32 [n]: virtual tokens as 0, the prompt, the output so far
+    prompt_len: int  # tokens, virtual ones included
+    sampling: Sampling
+    num_virtual: int = 0  # tokens of a prompt adapter before the prompt's own
+    embeds: np.ndarray | None = None  # of the first tokens: [tokens, hidden]; float32, float16, or uint16 for bfloat16
+    adapter: int = 0  # number of its LoRA adapter, see control.py; 0: none
+    adapter_place: int = 0  # its place among the adapters of running requests, from 1
+    grammar: int = 0  # number of its compiled grammar; 0: none
+    functions: tuple[int, ...] = ()  # numbers of the user's functions that change its logits
+    speculates: bool = False  # a draft model follows it
+    pooling: Pooling | None = None
+    keeps_rows: bool = False  # the hidden states of all its tokens are pooled, not the last one's alone
 
 
 class PromptPart(NamedTuple):
     """Consecutive rows of a step whose logits are also wanted, for the log probabilities of a prompt's next tokens."""
 
-    request: Request
-    start: int  # in the prompt, of the token that the first row's logits are about
+    slot: int
+    start: int  # index in the sequence of the token that the first row's logits are about
     num_rows: int
-    row: int  # the first, counted in `token_ids`
+    row: int  # the first one, counted in `StepPlan.token_ids`
 
 
-class Step(NamedTuple):
-    """One step. Row ``r`` computes tokens ``starts[r] : starts[r] + counts[r]`` of the request at ``slots[r]``."""
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step. Row ``r`` computes tokens ``starts[r] : starts[r] + counts[r]`` of the sequence at ``slots[r]``.
+
+    With `num_steps` above 1 every row computes one token and samples, and the worker runs as many steps, each over the
+    tokens that the step before sampled. It gives one result for each.
+    """
 
     id: int
-    slots: np.ndarray  # int32 [rows]
+    slots: np.ndarray  # int32 [rows], no slot twice
     starts: np.ndarray  # int32 [rows]
     counts: np.ndarray  # int32 [rows], at least 1
     token_ids: np.ndarray  # int32 [sum of counts]; IN_FLIGHT: what was sampled last at this slot
     samples: np.ndarray  # bool [rows]: the row's last token brings logits, and one new token
-    admitted: list[Request]  # got their slot since the last step
+    guessed: np.ndarray  # int32 [rows]: how many of the row's last tokens are guesses; each brings one token more
+    admitted: list[NewSequence]  # sequences that got their slot since the plan before
+    released: np.ndarray  # int32: slots that nobody has had since the plan before; admitted ones are not among them
     tables: TableUpdate
-    keys: np.ndarray  # uint64 [rows], of the requests, for the journal
-    positions: np.ndarray  # int64 [rows]: where in its request's output the next token to come stands
-    solo: bool  # the one row is of a suspect
-    before: dict[int, np.ndarray]  # int32, by slot: prompt and output so far, of requests that sample and look back
     scored: list[PromptPart]
-    guessed: np.ndarray  # int64 [rows]: so many of the row's last tokens are guesses; each brings a token more
-    copies: Copies = NO_COPIES  # between pool and host, before anything is computed
+    copies: Copies = NO_COPIES  # between pool and host memory, before anything is computed
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.size)
 
     def choices(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each token that the step chooses, in the order of their positions: the row it is for, and how many tokens
-        before the end of that row its logits stand (both int64)."""
+        """Each token that the step chooses, in the order of their positions: the row it is for, and how many tokens
+        before the end of that row its logits stand (both int64 ``[choices]``)."""
         rows = np.flatnonzero(self.samples)
         if not self.guessed.any():
             return rows, np.zeros_like(rows)
         each = self.guessed[rows] + 1
         ends = np.cumsum(each)
         return np.repeat(rows, each), np.repeat(ends, each) - 1 - np.arange(int(ends[-1]))
+
+
+class Step(NamedTuple):
+    """A plan, and what the planner alone keeps of the step: for the journal, and to take in the result."""
+
+    plan: StepPlan
+    keys: np.ndarray  # uint64 [rows], of the requests
+    output_index: np.ndarray  # int64 [rows]: index in its request's output of the next token to come
+    solo: bool = False  # the one row is of a suspect
+
+
+class Scores(NamedTuple):
+    """Log probabilities of some rows: the token itself first, then the likeliest ones in descending order."""
+
+    rows: np.ndarray  # int64 [n]: which of the step's choices, or of a prompt part's rows
+    token_ids: np.ndarray  # int32 [n, 1 + k]
+    logprobs: np.ndarray  # float32 [n, 1 + k]
+    ranks: np.ndarray  # int32 [n], of the token itself: 1 if none is likelier
+
+    def message(self, rows: list[int], handle: int = -1, start: int = 0) -> Logprobs:
+        token_ids, logprobs, ranks = (a.tobytes() for a in (self.token_ids, self.logprobs, self.ranks))
+        return Logprobs(self.token_ids.shape[1], token_ids, logprobs, ranks, rows, handle, start)
+
+    def only(self, chosen: np.ndarray) -> Scores:
+        """Some of the rows: bool ``[n]``, or their indices."""
+        return Scores(*(column[chosen] for column in self))
+
+
+class RowError(NamedTuple):
+    """Why a row's request can't go on. Others are not affected."""
+
+    row: int
+    error: str  # the error type's name on the wire
+    text: str
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step brought."""
+
+    id: int  # of the plan
+    computed: np.ndarray  # int32 [rows]: tokens computed
+    tokens: np.ndarray  # int64 [choices], in the order of `StepPlan.choices`
+    errors: list[RowError] = []
+    complete: list[int] = []  # rows whose grammar allows no further token: the one chosen does not count
+    logprobs: list[Scores] = []  # of the choices that ask for them
+    prompt_logprobs: list[Scores] = []  # one for each of the plan's prompt parts
+    pooled: list[np.ndarray] | None = None  # a pooling model's vectors: float32, one for each row that samples
+    guesses: np.ndarray | None = None  # int32 [sum of guessed]: a draft model's; None: those of the plan
+    lack: str = ""  # why the device found no memory; then nothing was computed
+
+
+def with_guesses(plan: StepPlan, guesses: np.ndarray) -> np.ndarray:
+    """The plan's token ids with other `guesses` (int32 ``[sum of guessed]``) in their places."""
+    back = np.repeat(np.cumsum(plan.counts), plan.counts) - np.arange(plan.num_tokens)  # 1: the last of its row
+    token_ids = plan.token_ids.copy()
+    token_ids[back <= np.repeat(plan.guessed, plan.counts)] = guesses
+    return token_ids

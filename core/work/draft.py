@@ -2,25 +2,24 @@
 
 Block b of its cache holds the same tokens as block b of the target's first group without a window. So prefix cache,
 preemption and eviction are shared, and nothing else is kept of it: it computes the rows of every step first, to have
-them in its cache, then its guesses one after another, and writes them into the step.
+them in its cache, then its guesses one after another.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, NotSupportedError
 from ...kernels.contract import Backend
-from ..features.speculation import may_speculate
-from ..memory.kv_cache import TableUpdate
+from ..memory.updates import TableUpdate
 from ..model.load.loader import load_model
 from ..model.run.paged_model import PagedModel
 from ..model.run.whole_model import make_whole
-from ..plan.step import Step
+from ..plan.step import StepPlan
 from .backends import choose_backend, prepare_kernels
 from .kv_layout import KVLayout, cache_dtype
 from .runner import ModelRunner
@@ -45,7 +44,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
     speculative, cache = config.speculative_config, config.cache_config
     if speculative is None or speculative.method != "draft_model":
         return None
-    wanted = msgspec.structs.replace(
+    wanted = replace(
         config.model_config,
         model=speculative.model,
         revision=speculative.revision,
@@ -101,38 +100,45 @@ class Drafter:
     def warm_up(self) -> None:
         self.runner.warm_up(())
 
-    def write_guesses(self, step: Step) -> None:
-        """Compute the rows of `step`, and put guesses into the places that it has for them. Waits for each."""
-        guessed, ends = step.guessed, np.cumsum(step.counts)
-        bare = step._replace(before={}, scored=[], guessed=np.zeros_like(guessed))
-        mine = step.tables.group == self._group
-        known = np.repeat(ends - guessed, step.counts) > np.arange(step.num_tokens)
+    def guess(self, plan: StepPlan) -> np.ndarray:
+        """Compute the rows of `plan`, and the guesses that it has places for: int32 ``[sum of guessed]``. Waits for
+        each guess."""
+        guessed, ends = plan.guessed, np.cumsum(plan.counts)
+        bare = replace(plan, scored=[], guessed=np.zeros_like(guessed))
+        mine = plan.tables.group == self._group
+        known = np.repeat(ends - guessed, plan.counts) > np.arange(plan.num_tokens)
         tokens = self._choose(
-            bare._replace(
-                counts=step.counts - guessed,
-                token_ids=step.token_ids[known],
+            replace(
+                bare,
+                counts=plan.counts - guessed,
+                token_ids=plan.token_ids[known],
                 samples=guessed > 0,
-                admitted=[request for request in step.admitted if may_speculate(request)],
-                tables=TableUpdate(np.zeros(int(mine.sum()), np.int32), *(column[mine] for column in step.tables[1:])),
+                admitted=[sequence for sequence in plan.admitted if sequence.speculates],
+                tables=TableUpdate(np.zeros(int(mine.sum()), np.int32), *(column[mine] for column in plan.tables[1:])),
             )
         )
+        found = np.zeros(int(guessed.sum()), np.int32)
+        firsts = np.cumsum(guessed) - guessed
         nothing = TableUpdate(*np.zeros((4, 0), np.int32))
-        for nth in range(int(guessed.max())):
+        for nth in range(int(guessed.max(initial=0))):
             rows = np.flatnonzero(guessed > nth)
-            step.token_ids[(ends - guessed)[rows] + nth] = tokens
+            found[firsts[rows] + nth] = tokens
             tokens = self._choose(
-                bare._replace(
-                    slots=step.slots[rows],
-                    starts=(step.starts + step.counts - guessed)[rows] + nth,
+                replace(
+                    bare,
+                    slots=plan.slots[rows],
+                    starts=(plan.starts + plan.counts - guessed)[rows] + nth,
                     counts=np.ones(len(rows), np.int32),
-                    token_ids=tokens,
+                    token_ids=tokens.astype(np.int32),
                     samples=guessed[rows] > nth + 1,  # the last guess is computed to be in the cache
                     admitted=[],
+                    released=plan.released[:0],
                     tables=nothing,
                     guessed=bare.guessed[rows],
                 )
             )
+        return found
 
-    def _choose(self, step: Step) -> np.ndarray:
-        launched = self.runner.execute(step)
-        return self.runner.sample(launched).tokens.wait() if step.samples.any() else np.zeros(0, np.int64)
+    def _choose(self, plan: StepPlan) -> np.ndarray:
+        launched = self.runner.execute(plan)
+        return self.runner.sample(launched).tokens.wait() if plan.samples.any() else np.zeros(0, np.int64)

@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.contract import AttentionSpec, LayerCache
-
-
-class KVGroup(NamedTuple):
-    """Layers that share a block table."""
-
-    window: int | None  # tokens a query sees, itself included; None: all
-    layers: tuple[int, ...]  # indices into the model's attention calls
+from ..memory.updates import KVGroup
 
 
 class KVLayout(NamedTuple):

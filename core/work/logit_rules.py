@@ -1,36 +1,81 @@
-"""What a request's parameters do to its logits before a token is chosen, in this order:
+"""What a request's parameters do to its logits before a token is chosen.
 
-1. its own `logits_processors` (only where the core runs in the user's process);
-2. `logit_bias` is added; tokens outside `allowed_token_ids`, the last token of each of `bad_words` after the others of
-   it, and stop tokens before `min_tokens` get -inf;
-3. tokens that its `grammar` does not allow get -inf;
-4. `repetition_penalty` r of a token that stands in prompt or output: a positive logit is divided by r, another one
-   multiplied by it;
-5. of a token that stands c > 0 times in the output, ``frequency_penalty * c + presence_penalty`` is subtracted.
+Each rule is a class below, and `RULES` is the order in which they act:
+
+1. `UserFunctions`: the request's own ``logits_processors`` (only where the core runs in the user's process);
+2. `Bias`: ``logit_bias`` is added; tokens outside ``allowed_token_ids`` and single-token ``bad_words`` get -inf;
+3. `MinTokens`: stop tokens get -inf before ``min_tokens``;
+4. `BadWords`: the last token of each of ``bad_words`` gets -inf after the others of it;
+5. `GrammarMask`: tokens that the ``grammar`` does not allow get -inf;
+6. `Penalties`: ``repetition_penalty`` r of a token that stands in prompt or output: a positive logit is divided by r,
+   another one multiplied by it; then, of a token that stands c > 0 times in the output,
+   ``frequency_penalty * c + presence_penalty`` is subtracted.
+
+To add one, write its class, and put it into `RULES`. A rule that reads the tokens before the next one makes
+`Sampling.looks_back` true.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...ipc.errors import InvalidRequestError, RequestFailedError
-from ..plan.request import Request
+from ..plan.step import NewSequence
 from .device import Device
+from .grammar import Follower
+from .registry import Function, Registry
 
-Processor = Callable[..., Any]
-Before = Mapping[int, np.ndarray]  # by slot: prompt and output so far, of requests with `looks_back`
+
+class Choosing(NamedTuple):
+    """The rows of a step for which tokens are being chosen, and what the rules find out about them."""
+
+    slots: np.ndarray  # int64 [rows]
+    positions: np.ndarray  # int64 [rows]: index in its sequence of the token to come
+    tokens: Mapping[int, np.ndarray]  # by slot: prompt and output so far, of sequences that look back
+    errors: dict[int, Exception]  # by slot: why no token can be chosen
+    complete: set[int]  # slots whose grammar allows no further token
+
+
+class Rule:
+    """One rule, with what it keeps of each slot that has it."""
+
+    def __init__(self, slots: int, vocab_size: int, device: Device, registry: Registry) -> None:
+        self.slots, self.vocab_size, self.device, self.registry = slots, vocab_size, device, registry
+
+    def admit(self, sequence: NewSequence) -> bool:
+        """Take in a sequence that got a slot. Whether it has this rule."""
+        raise NotImplementedError
+
+    def release(self, slot: int) -> None:
+        """Forget a slot that may have this rule."""
+        raise NotImplementedError
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        """Change fp32 logits ``[rows, vocab]`` in place."""
+        raise NotImplementedError
+
+    def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
+        """Take in the tokens, int64 ``[rows]`` on the device, that were chosen for `slots`."""
+
+    def bring(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Numbers of the host as a tensor on the device."""
+        return self.device.bring(torch.as_tensor(numbers, dtype=dtype))
+
+    def _rows_of(self, slots: Mapping[int, Any], step: Choosing) -> list[tuple[int, int]]:
+        """The step's rows whose slot is among `slots`, each with that slot."""
+        return [(row, slot) for row, slot in enumerate(step.slots.tolist()) if slot in slots] if slots else []
 
 
 class _SlotRows:
     """A row of `width` numbers on the device for each slot that was given one."""
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: Device) -> None:
-        self._seat = np.full(slots, -1)
+        self._row_of = np.full(slots, -1)
         self._device = device
         self.numbers = torch.zeros((0, width), dtype=dtype, device=device.torch)
         self._free: list[int] = []
@@ -42,189 +87,273 @@ class _SlotRows:
             more = self.numbers.new_zeros((max(1, size), self.numbers.shape[1]))
             self.numbers = torch.cat([self.numbers, more])
             self._free = list(range(size, len(self.numbers)))
-        self._seat[slot] = self._free.pop()
-        return self.numbers[self._seat[slot]].zero_()
+        self._row_of[slot] = self._free.pop()
+        return self.numbers[self._row_of[slot]].zero_()
 
     def take_back(self, slot: int) -> None:
-        if self._seat[slot] >= 0:
-            self._free.append(int(self._seat[slot]))
-            self._seat[slot] = -1
-        if self._free and len(self._free) == len(self.numbers):  # nobody has one
+        if self._row_of[slot] >= 0:
+            self._free.append(int(self._row_of[slot]))
+            self._row_of[slot] = -1
+        if self._free and len(self._free) == len(self.numbers):  # no slot has one
             self.numbers, self._free = self.numbers[:0].clone(), []
 
     def find(self, slots: np.ndarray) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Which of `slots` have a row (indices into them), and where those are in `numbers`."""
-        having = np.flatnonzero(self._seat[slots] >= 0)
-        seats = self._seat[slots[having]]
-        return having, self._device.bring(torch.from_numpy(seats)) if having.size else None
+        """Which of `slots` have a row (indices into them), and where those rows are in `numbers`."""
+        having = np.flatnonzero(self._row_of[slots] >= 0)
+        rows = self._row_of[slots[having]]
+        return having, self._device.bring(torch.from_numpy(rows)) if having.size else None
 
 
-class LogitRules:
-    """The rules of every request that has any, by slot; set when it gets the slot."""
+class UserFunctions(Rule):
+    """Each function is called with the output so far (where it takes three arguments, with the prompt before that) and
+    the logits, and returns logits."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: Device) -> None:
-        self._device, self._vocab_size = device, vocab_size
-        self._bias = _SlotRows(max_num_seqs, vocab_size, torch.float32, device)  # what is added
-        self._counts = _SlotRows(max_num_seqs, vocab_size, torch.int32, device)  # of each token in the output
-        self._in_prompt = _SlotRows(max_num_seqs, vocab_size, torch.bool, device)
-        self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, frequency, presence
-        self._unstoppable_until = np.zeros(max_num_seqs, np.int64)  # position of the first token that may be a stop
-        self._requests: dict[int, Request] = {}  # by slot, those with rules
-        self._stop_tokens: dict[int, torch.Tensor] = {}  # where min_tokens is set
-        self._processors: dict[int, list[tuple[Processor, bool]]] = {}  # the user's, and whether each takes the prompt
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._of_slot: dict[
+            int, tuple[NewSequence, list[tuple[Function, bool]]]
+        ] = {}  # and whether it takes the prompt
 
-    def admit(self, request: Request) -> None:
-        slot, sampling = request.slot, request.sampling
-        self._drop(slot)
-        if not request.has_rules:
-            return
-        self._requests[slot] = request
-        if request.processors:
-            self._processors[slot] = [(process, _takes_prompt(process)) for process in request.processors]
-        if sampling.min_tokens and request.stop_tokens:
-            self._unstoppable_until[slot] = request.prompt_len + sampling.min_tokens
-            self._stop_tokens[slot] = self._device.bring(torch.tensor(sorted(request.stop_tokens)))
+    def admit(self, sequence: NewSequence) -> bool:
+        if sequence.functions:
+            functions = [self.registry.functions[number] for number in sequence.functions]
+            self._of_slot[sequence.slot] = sequence, [(function, _takes_prompt(function)) for function in functions]
+        return bool(sequence.functions)
+
+    def release(self, slot: int) -> None:
+        self._of_slot.pop(slot, None)
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        for row, slot in self._rows_of(self._of_slot, step):
+            sequence, functions = self._of_slot[slot]
+            first, last, tokens = sequence.num_virtual, sequence.prompt_len, step.tokens[slot]
+            prompt, output = tokens[first:last].tolist(), tokens[last:].tolist()
+            changed = logits[row].clone()
+            try:
+                for function, takes_prompt in functions:
+                    changed = function(prompt, output, changed) if takes_prompt else function(output, changed)
+                logits[row] = changed.to(logits).view_as(logits[row])
+            except Exception as error:  # this request's error alone
+                text = f"a logits processor failed: {type(error).__name__}: {error}"
+                step.errors[slot] = RequestFailedError(text)
+
+
+class Bias(Rule):
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._added = _SlotRows(self.slots, self.vocab_size, torch.float32, self.device)
+
+    def admit(self, sequence: NewSequence) -> bool:
+        sampling = sequence.sampling
         never = [words[0] for words in sampling.bad_words if len(words) == 1]
-        if sampling.allowed_token_ids or sampling.logit_bias or never:
-            bias = self._bias.give(slot)
-            if sampling.allowed_token_ids:
-                bias.fill_(-torch.inf)
-                bias[self._bring(sampling.allowed_token_ids)] = 0
-            added = self._bring(list(sampling.logit_bias.values()), torch.float32)
-            bias[self._bring(list(sampling.logit_bias))] += added
-            bias[self._bring(never)] = -torch.inf
-        if request.is_penalised:
-            penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-            self._penalties[slot] = penalties
-            first, last = request.num_virtual, request.prompt_len
-            _, prompt, output = np.split(request.tokens.astype(np.int64), [first, last])
-            seen = self._in_prompt.give(slot)
-            if request.embeds is None or first:
-                seen[self._bring(prompt)] = True
-            counts, tokens = self._counts.give(slot), self._bring(output)
-            counts.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        if not (sampling.allowed_token_ids or sampling.logit_bias or never):
+            return False
+        bias = self._added.give(sequence.slot)
+        if sampling.allowed_token_ids:
+            bias.fill_(-torch.inf)
+            bias[self.bring(sampling.allowed_token_ids)] = 0
+        bias[self.bring(list(sampling.logit_bias))] += self.bring(list(sampling.logit_bias.values()), torch.float32)
+        bias[self.bring(never)] = -torch.inf
+        return True
 
-    def _drop(self, slot: int) -> None:
-        for rows in (self._bias, self._counts, self._in_prompt):
-            rows.take_back(slot)
-        self._requests.pop(slot, None)
-        self._stop_tokens.pop(slot, None)
-        self._processors.pop(slot, None)
+    def release(self, slot: int) -> None:
+        self._added.take_back(slot)
 
-    def apply(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, before: Before) -> torch.Tensor:
-        """Logits ``[rows, vocab]`` for the tokens at `positions` of the requests at `slots` → changed ones, fp32 if any
-        is changed. Sets `failure` or `complete` of a request for which nothing is to be chosen."""
-        for slot in [slot for slot, request in self._requests.items() if request.slot != slot]:
-            self._drop(slot)
-        if not self._requests:
-            return logits
-        ruled = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._requests]
-        if not ruled:
-            return logits
-        logits = logits.float()
-        looking = [(row, self._requests[slot], before[slot]) for row, slot in ruled if slot in before]
-        for row, request, tokens in looking:
-            if (processors := self._processors.get(request.slot)) is not None:
-                logits[row] = _processed(request, processors, tokens, logits[row])
-        rows, seats = self._bias.find(slots)
-        if seats is not None:
-            logits[self._bring(rows)] += self._bias.numbers[seats]
-        for row, slot in ruled:
-            if slot in self._stop_tokens and positions[row] < self._unstoppable_until[slot]:
-                logits[row, self._stop_tokens[slot]] = -torch.inf
-        for row, request, tokens in looking:
-            if banned := _ends_of_bad_words(request, tokens):
-                logits[row, self._bring(banned)] = -torch.inf
-                if request.sampling.allowed_token_ids and (logits[row] == -torch.inf).all():
-                    request.failure = InvalidRequestError(
-                        "bad_words forbid the last of allowed_token_ids: none is left"
-                    )
-        masked = [(row, request, tokens) for row, request, tokens in looking if request.follower is not None]
-        if masked:
-            bits = np.stack([self._allowed(request, tokens) for _, request, tokens in masked])
-            at = self._bring([row for row, _, _ in masked])
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        rows, where = self._added.find(step.slots)
+        if where is not None:
+            logits[self.bring(rows)] += self._added.numbers[where]
+
+
+class MinTokens(Rule):
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._of_slot: dict[int, tuple[int, torch.Tensor]] = {}  # first position that may hold a stop token; these
+
+    def admit(self, sequence: NewSequence) -> bool:
+        until = _unstoppable_until(sequence)
+        if until:
+            self._of_slot[sequence.slot] = until, self.bring(sorted(set(sequence.sampling.stop_token_ids)))
+        return bool(until)
+
+    def release(self, slot: int) -> None:
+        self._of_slot.pop(slot, None)
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        for row, slot in self._rows_of(self._of_slot, step):
+            until, stops = self._of_slot[slot]
+            if step.positions[row] < until:
+                logits[row, stops] = -torch.inf
+
+
+class BadWords(Rule):
+    """Words of several tokens; those of one are in `Bias`."""
+
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._of_slot: dict[int, NewSequence] = {}
+
+    def admit(self, sequence: NewSequence) -> bool:
+        has = any(len(words) > 1 for words in sequence.sampling.bad_words)
+        if has:
+            self._of_slot[sequence.slot] = sequence
+        return has
+
+    def release(self, slot: int) -> None:
+        self._of_slot.pop(slot, None)
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        for row, slot in self._rows_of(self._of_slot, step):
+            sequence = self._of_slot[slot]
+            words = sequence.sampling.bad_words
+            output = step.tokens[slot][sequence.prompt_len :][-max(map(len, words)) :].tolist()
+            ends = [w for w in words if 1 < len(w) <= len(output) + 1 and output[len(output) - len(w) + 1 :] == w[:-1]]
+            if not ends:
+                continue
+            logits[row, self.bring([word[-1] for word in ends])] = -torch.inf
+            if sequence.sampling.allowed_token_ids and (logits[row] == -torch.inf).all():
+                text = "bad_words forbid the last of allowed_token_ids: none is left"
+                step.errors[slot] = InvalidRequestError(text)
+
+
+class GrammarMask(Rule):
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._of_slot: dict[int, tuple[NewSequence, Follower]] = {}
+
+    def admit(self, sequence: NewSequence) -> bool:
+        if sequence.grammar:
+            self._of_slot[sequence.slot] = sequence, self.registry.followers[sequence.grammar]
+        return bool(sequence.grammar)
+
+    def release(self, slot: int) -> None:
+        self._of_slot.pop(slot, None)
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        rows = self._rows_of(self._of_slot, step)
+        if rows:
+            at = self.bring([row for row, _ in rows])
+            bits = np.stack([self._allowed(slot, step) for _, slot in rows])
             logits[at] = logits[at].masked_fill(~self._unpacked(bits), -torch.inf)
-        rows, seats = self._counts.find(slots)
-        if seats is not None:
-            at = self._bring(rows)
-            factors = self._bring(self._penalties[slots[rows]], torch.float32)
-            in_prompt = self._in_prompt.numbers[self._in_prompt.find(slots)[1]]
-            logits[at] = _penalised(logits[at], self._counts.numbers[seats], in_prompt, factors)
-        return logits
 
-    def _allowed(self, request: Request, tokens: np.ndarray) -> np.ndarray:
-        """Bits of the tokens that its grammar allows, int32 ``[words]``; all, where none is to be chosen."""
-        bits = np.zeros(-(-self._vocab_size // 32), np.int32)
-        assert request.follower is not None
+    def _allowed(self, slot: int, step: Choosing) -> np.ndarray:
+        """Bits of the tokens that the grammar allows, int32 ``[words]``; all, where none is to be chosen."""
+        bits = np.zeros(-(-self.vocab_size // 32), np.int32)
+        sequence, follower = self._of_slot[slot]
+        tokens = step.tokens[slot]
         try:
-            request.follower.fill(tokens[request.prompt_len :], bits)
-        except Exception as error:  # this request's trouble alone
-            request.failure, bits[:] = error, -1
+            follower.fill(tokens[sequence.prompt_len :], bits)
+        except Exception as error:  # this request's error alone
+            step.errors[slot], bits[:] = error, -1
             return bits
-        if request.follower.matcher.finished:
+        if follower.matcher.finished:
             # Nothing but the end may come: by a stop token, or, where none may be chosen, without one.
-            early = request.slot in self._stop_tokens and len(tokens) < self._unstoppable_until[request.slot]
-            ends = [token for token in request.stop_tokens if bits[token >> 5] >> (token & 31) & 1]
-            request.complete = early or not ends
+            early = len(tokens) < _unstoppable_until(sequence)
+            ends = [t for t in sequence.sampling.stop_token_ids if bits[t >> 5] >> (t & 31) & 1]
+            if early or not ends:
+                step.complete.add(slot)
         return bits
-
-    def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
-        """Count the tokens (int64 ``[rows]``, on the device) of the requests at `slots`."""
-        if self._requests:
-            rows, seats = self._counts.find(slots)
-            if rows.size:
-                one = torch.ones(len(rows), dtype=torch.int32, device=tokens.device)
-                self._counts.numbers.index_put_((seats, tokens[self._bring(rows)]), one, accumulate=True)
 
     def _unpacked(self, bits: np.ndarray) -> torch.Tensor:
         """int32 ``[rows, words]`` → bool ``[rows, vocab]``."""
-        shifts = torch.arange(32, dtype=torch.int32, device=self._device.torch)
-        words = self._bring(bits, torch.int32).unsqueeze(2)
-        return ((words >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
-
-    def _bring(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return self._device.bring(torch.as_tensor(numbers, dtype=dtype))
+        shifts = torch.arange(32, dtype=torch.int32, device=self.device.torch)
+        words = self.bring(bits, torch.int32).unsqueeze(2)
+        return ((words >> shifts) & 1).bool().flatten(1)[:, : self.vocab_size]
 
 
-def _penalised(
-    logits: torch.Tensor, counts: torch.Tensor, in_prompt: torch.Tensor, factors: torch.Tensor
-) -> torch.Tensor:
-    repetition, frequency, presence = (factors[:, i : i + 1] for i in range(3))
-    present = counts > 0
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(in_prompt | present, repeated, logits)
-    return logits - frequency * counts - presence * present
+class Penalties(Rule):
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._factors = np.zeros((self.slots, 3), np.float32)  # repetition, frequency, presence
+        self._counts = _SlotRows(self.slots, self.vocab_size, torch.int32, self.device)  # of each token in the output
+        self._in_prompt = _SlotRows(self.slots, self.vocab_size, torch.bool, self.device)
+
+    def admit(self, sequence: NewSequence) -> bool:
+        slot, sampling = sequence.slot, sequence.sampling
+        if not sampling.is_penalised:
+            return False
+        self._factors[slot] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        first, last = sequence.num_virtual, sequence.prompt_len
+        _, prompt, output = np.split(sequence.tokens.astype(np.int64), [first, last])
+        seen = self._in_prompt.give(slot)
+        if sequence.embeds is None or first:
+            seen[self.bring(prompt)] = True
+        counts, tokens = self._counts.give(slot), self.bring(output)
+        counts.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        return True
+
+    def release(self, slot: int) -> None:
+        self._counts.take_back(slot)
+        self._in_prompt.take_back(slot)
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> None:
+        rows, where = self._counts.find(step.slots)
+        if where is None:
+            return
+        at, factors = self.bring(rows), self.bring(self._factors[step.slots[rows]], torch.float32)
+        repetition, frequency, presence = (factors[:, i : i + 1] for i in range(3))
+        counts, in_prompt = self._counts.numbers[where], self._in_prompt.numbers[self._in_prompt.find(step.slots)[1]]
+        mine, present = logits[at], counts > 0
+        repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
+        mine = torch.where(in_prompt | present, repeated, mine)
+        logits[at] = mine - frequency * counts - presence * present
+
+    def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
+        rows, where = self._counts.find(slots)
+        if where is not None:
+            one = torch.ones(len(rows), dtype=torch.int32, device=tokens.device)
+            self._counts.numbers.index_put_((where, tokens[self.bring(rows)]), one, accumulate=True)
 
 
-def _ends_of_bad_words(request: Request, tokens: np.ndarray) -> list[int]:
-    """The last tokens of those bad words whose others the output just ended with."""
-    words = request.sampling.bad_words
-    if not words:
-        return []
-    output = tokens[request.prompt_len :][-max(map(len, words)) :].tolist()
-    return [w[-1] for w in words if 1 < len(w) <= len(output) + 1 and output[len(output) - len(w) + 1 :] == w[:-1]]
+RULES: tuple[type[Rule], ...] = (UserFunctions, Bias, MinTokens, BadWords, GrammarMask, Penalties)
 
 
-def _processed(
-    request: Request, processors: Sequence[tuple[Processor, bool]], tokens: np.ndarray, logits: torch.Tensor
-) -> torch.Tensor:
-    """What the user's functions make of one row. Each is called with the output so far (where it takes three arguments,
-    with the prompt before that) and the logits, and returns logits."""
-    first, last = request.num_virtual, request.prompt_len
-    prompt, output = tokens[first:last].tolist(), tokens[last:].tolist()
-    changed = logits.clone()
+class LogitRules:
+    """All rules, of all slots. A step in which no slot has a rule costs one look-up.
+
+    Args:
+        slots: of running requests.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, device: Device, registry: Registry) -> None:
+        self._rules = [rule(slots, vocab_size, device, registry) for rule in RULES]
+        self._of_slot: dict[int, list[Rule]] = {}  # those it has, where it has any
+
+    def admit(self, sequence: NewSequence) -> None:
+        self.release(sequence.slot)
+        rules = [rule for rule in self._rules if rule.admit(sequence)]
+        if rules:
+            self._of_slot[sequence.slot] = rules
+
+    def release(self, slot: int) -> None:
+        for rule in self._of_slot.pop(slot, ()):
+            rule.release(slot)
+
+    def apply(self, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
+        """Logits ``[rows, vocab]`` → changed ones, fp32, or, if no row has a rule, the same tensor."""
+        if not self._of_slot or not any(slot in self._of_slot for slot in step.slots.tolist()):
+            return logits
+        changed = logits.float()
+        for rule in self._rules:
+            rule.apply(changed, step)
+        return changed
+
+    def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
+        """Take in the tokens (int64 ``[rows]``, on the device) of the requests at `slots`."""
+        if self._of_slot:
+            for rule in self._rules:
+                rule.chosen(tokens, slots)
+
+
+def _unstoppable_until(sequence: NewSequence) -> int:
+    """The first position that may hold a stop token; 0: any."""
+    sampling = sequence.sampling
+    return sequence.prompt_len + sampling.min_tokens if sampling.min_tokens and sampling.stop_token_ids else 0
+
+
+def _takes_prompt(function: Function) -> bool:
     try:
-        for process, takes_prompt in processors:
-            changed = process(prompt, output, changed) if takes_prompt else process(output, changed)
-        return changed.to(logits).view_as(logits)
-    except Exception as error:  # this request's trouble alone
-        request.failure = RequestFailedError(f"a logits processor failed: {type(error).__name__}: {error}")
-        return logits
-
-
-def _takes_prompt(process: Processor) -> bool:
-    try:
-        parameters: Sequence[inspect.Parameter] = list(inspect.signature(process).parameters.values())
+        parameters: Sequence[inspect.Parameter] = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return False
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 3

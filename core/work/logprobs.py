@@ -7,25 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...ipc.messages import Logprobs
+from ..plan.step import Scores
 from .device import Device, Tokens
-
-
-class Scores(NamedTuple):
-    """Of some rows, the token itself first and then the likeliest ones in descending order."""
-
-    rows: np.ndarray  # int64 [n], which ones
-    token_ids: np.ndarray  # int32 [n, 1 + k]
-    logprobs: np.ndarray  # float32 [n, 1 + k]
-    ranks: np.ndarray  # int32 [n], of the first: 1 if none is likelier
-
-    def message(self, rows: list[int], handle: int = -1, start: int = 0) -> Logprobs:
-        token_ids, logprobs, ranks = (a.tobytes() for a in (self.token_ids, self.logprobs, self.ranks))
-        return Logprobs(self.token_ids.shape[1], token_ids, logprobs, ranks, rows, handle, start)
-
-    def only(self, chosen: np.ndarray) -> Scores:
-        """Some of the rows: bool ``[n]``, or their indices."""
-        return Scores(*(column[chosen] for column in self))
 
 
 class Scoring(NamedTuple):

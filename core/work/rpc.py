@@ -9,24 +9,27 @@ from typing import Any
 from torch import nn
 
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError
-from .executor import Executor
 
 
-class Worker:
-    """There is one. A class of the user, named by ``worker_extension_cls``, lends it more methods: in these ``self`` is
-    the worker."""
+class MethodCalls:
+    """A worker's methods by name. A class of the user, named by ``worker_extension_cls``, adds its own: in these
+    ``self`` is this object.
+
+    Args:
+        apply_model: calls a function with the model of transformers.
+    """
 
     rank = local_rank = 0
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+    def __init__(self, apply_model: Callable[[Callable[[nn.Module], Any]], Any]) -> None:
+        self._apply_model = apply_model
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         """``func(model)``, with the module of transformers; what it changes of the parameters is kept. Cached prefixes
         are not forgotten: `reset_prefix_cache` does that."""
         if not callable(func):
             raise InvalidRequestError(f"func is {func!r:.80}; it must be a function")
-        return self.executor.apply_model(func)
+        return self._apply_model(func)
 
     def run(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A method by name, or a function, which is given the worker first.
@@ -46,14 +49,14 @@ class Worker:
         return found(*args, **kwargs)
 
 
-def make_worker(executor: Executor, extension: str) -> Worker:
-    """The worker, with the methods of the class ``package.module.Class``.
+def with_extension(apply_model: Callable[[Callable[[nn.Module], Any]], Any], extension: str) -> MethodCalls:
+    """The methods, with those of the class ``package.module.Class``.
 
     Raises:
-        InvalidArgumentError: there is no such class, or it has a method of a name that the worker has.
+        InvalidArgumentError: there is no such class, or it has a method of a name that is taken.
     """
     if not extension:
-        return Worker(executor)
+        return MethodCalls(apply_model)
     module, _, name = extension.rpartition(".")
     try:
         more = getattr(import_module(module), name)
@@ -61,8 +64,8 @@ def make_worker(executor: Executor, extension: str) -> Worker:
         raise InvalidArgumentError(f"worker_extension_cls is {extension!r}, which is not there: {error}") from error
     if not isinstance(more, type):
         raise InvalidArgumentError(f"worker_extension_cls is {extension!r}; it must be a class")
-    twice = [name for name in vars(more) if not name.startswith("_") and hasattr(Worker, name)]
+    twice = [name for name in vars(more) if not name.startswith("_") and hasattr(MethodCalls, name)]
     if twice:
         raise InvalidArgumentError(f"worker_extension_cls {extension!r} has {twice[0]!r}, which the worker has too")
-    made: Worker = type("Worker", (Worker, more), {})(executor)
+    made: MethodCalls = type("Worker", (MethodCalls, more), {})(apply_model)
     return made

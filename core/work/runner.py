@@ -12,18 +12,16 @@ import torch
 
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
-from ..features.speculation import MOST_ROWS
-from ..memory.host_cache import HostBlocks
 from ..model.run.attention import StepAttention
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
-from ..plan.request import Request
-from ..plan.step import IN_FLIGHT, PromptPart, Step
+from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, PromptPart, StepPlan
 from .backends import backends_for
 from .device import TURNS, Mark, Tokens, device_for
+from .host_blocks import HostBlocks
 from .kv_layout import KVLayout
-from .logit_rules import Before
 from .logprobs import Scoring, score
+from .registry import Registry
 from .sampler import Sampler
 from .step_inputs import Rows, StepInputs
 
@@ -39,7 +37,6 @@ class Launched(NamedTuple):
     slots: np.ndarray  # int64 [sampling rows]
     positions: np.ndarray  # int64 [sampling rows], of the tokens to come
     turn: int
-    before: Before  # see `Step`
     scored: list[PromptPart]
     prompt_logits: torch.Tensor | None  # [rows of these parts, vocab]
 
@@ -50,6 +47,8 @@ class Sampled(NamedTuple):
     tokens: Tokens  # int64 [sampling rows]
     logprobs: list[Scoring]  # of the sampling rows that ask for them
     prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
+    errors: dict[int, Exception]  # by slot: why no token can be chosen
+    complete: set[int]  # slots whose grammar allows no further token
 
 
 class _Graph(NamedTuple):
@@ -73,6 +72,7 @@ class ModelRunner:
         max_model_len: int,
         max_tokens: int,
         host_blocks: int = 0,
+        registry: Registry | None = None,
     ) -> None:
         self.model = model
         self.device = device = device_for(model.device)
@@ -86,8 +86,11 @@ class ModelRunner:
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
+        self._scored: dict[int, NewSequence] = {}  # by slot, those that may ask for log probabilities of their prompt
+        self._registry = registry or Registry()
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, max(max_num_seqs, MOST_ROWS))
+        most_rows = max(max_num_seqs, MOST_GUESS_ROWS)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, most_rows, self._registry)
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
         self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it for as long as they live
@@ -123,31 +126,36 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ a step
 
-    def copy(self, step: Step) -> None:
+    def copy(self, plan: StepPlan) -> None:
         """Launch the step's copies between pool and host memory, before anything that may find no memory."""
-        self._host.copy(step.copies, self.pool)
+        self._host.copy(plan.copies, self.pool)
 
-    def begin(self, step: Step) -> None:
-        """Take in what is new in `step`: block tables, and who got a slot."""
-        group, slot, column, block = step.tables
+    def begin(self, plan: StepPlan) -> None:
+        """Take in what is new in `plan`: block tables, and which slots got or lost a sequence."""
+        group, slot, column, block = plan.tables
         self.tables[group, slot, column] = block
-        for request in step.admitted:
-            self._admit(request)
+        for free in plan.released.tolist():
+            self._sampler.release(free)
+            self._embeds.pop(free, None)
+            self._scored.pop(free, None)
+        for sequence in plan.admitted:
+            self._admit(sequence)
+        self._sampler.read(plan)
 
-    def execute(self, step: Step) -> Launched:
-        """Launch the forward of `step`, up to the logits of the rows that sample."""
-        self.begin(step)
-        slots, starts, counts = (a.astype(np.int64) for a in (step.slots, step.starts, step.counts))
-        row, back = step.choices()
+    def execute(self, plan: StepPlan) -> Launched:
+        """Launch the forward of `plan`, up to the logits of the rows that sample."""
+        self.begin(plan)
+        slots, starts, counts = (a.astype(np.int64) for a in (plan.slots, plan.starts, plan.counts))
+        row, back = plan.choices()
         last_rows = (np.cumsum(counts) - 1)[row] - back
-        wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in step.scored)])
+        wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in plan.scored)])
         sampling, positions = slots[row], (starts + counts)[row] - back
-        if len(row) == step.num_tokens <= max(self._graphs, default=0):
+        if len(row) == plan.num_tokens <= max(self._graphs, default=0):
             # Guesses as if each were a request of one token, for which there are graphs.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
-        logits = self.forward(slots, starts, counts, step.token_ids, wanted)
-        parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if step.scored else (logits, None)
-        return Launched(parts[0], sampling, positions, self._turn, step.before, step.scored, parts[1])
+        logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
+        parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if plan.scored else (logits, None)
+        return Launched(parts[0], sampling, positions, self._turn, plan.scored, parts[1])
 
     @torch.inference_mode()
     def forward(
@@ -168,18 +176,20 @@ class ModelRunner:
     def sample(self, launched: Launched) -> Sampled:
         """Choose the tokens of a launched step."""
         logits, slots, positions, turn = launched[:4]
-        tokens, on_device, logprobs = self._sampler.choose(logits, slots, positions, turn, launched.before)
-        self._last_tokens[on_device] = tokens
+        choice = self._sampler.choose(logits, slots, positions, turn)
+        self._last_tokens[choice.slots] = choice.tokens
         self._marks[turn] = self.device.mark()
-        return Sampled(self.device.download(tokens), logprobs, self._score_prompts(launched))
+        tokens = self.device.download(choice.tokens)
+        return Sampled(tokens, choice.logprobs, self._score_prompts(launched), choice.errors, choice.complete)
 
     def _score_prompts(self, launched: Launched) -> list[Scoring]:
         found, first = [], 0
-        for request, start, count, _ in launched.scored:
+        for slot, start, count, _ in launched.scored:
             assert launched.prompt_logits is not None
+            sequence = self._scored[slot]
             logprobs = launched.prompt_logits[first : first + count].float().log_softmax(1)
-            tokens = self.device.bring(torch.from_numpy(request.tokens[start : start + count].astype(np.int64)))
-            found += score(logprobs, tokens, np.full(count, request.sampling.prompt_logprobs), self.device)
+            tokens = self.device.bring(torch.from_numpy(sequence.tokens[start : start + count].astype(np.int64)))
+            found += score(logprobs, tokens, np.full(count, sequence.sampling.prompt_logprobs), self.device)
             first += count
         return found
 
@@ -273,16 +283,21 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ requests
 
-    def _admit(self, request: Request) -> None:
-        self._sampler.admit(request)
+    def _admit(self, sequence: NewSequence) -> None:
+        slot = sequence.slot
+        self._sampler.admit(sequence)
         if self._adapted is not None:
-            self._adapted.admit(request.slot, request.lora_place, request.lora_weights)
-        self._embeds.pop(request.slot, None)
-        if request.embeds is not None:
-            embeds = torch.from_numpy(request.embeds.copy())
-            if request.embeds.dtype == np.uint16:
+            adapter = self._registry.adapters[sequence.adapter] if sequence.adapter else None
+            self._adapted.admit(slot, sequence.adapter_place, adapter)
+        self._scored.pop(slot, None)
+        if sequence.sampling.prompt_logprobs >= 0:
+            self._scored[slot] = sequence
+        self._embeds.pop(slot, None)
+        if sequence.embeds is not None:
+            embeds = torch.from_numpy(sequence.embeds.copy())
+            if sequence.embeds.dtype == np.uint16:
                 embeds = embeds.view(torch.bfloat16)
-            self._embeds[request.slot] = self.device.bring(embeds).to(self.model.dtype)
+            self._embeds[slot] = self.device.bring(embeds).to(self.model.dtype)
 
     def _mix_embeds(self, ids: torch.Tensor, step: Rows) -> torch.Tensor | None:
         """Input rows with prompt embeddings in their places; None if this step computes no such prompt."""

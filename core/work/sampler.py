@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from ...kernels.contract import Backend
-from ..plan.request import Request
+from ..plan.step import NewSequence, StepPlan
 from .device import Device, Staged
-from .logit_rules import Before, LogitRules
+from .logit_rules import Choosing, LogitRules
 from .logprobs import Scoring, score
+from .registry import Registry
 
 _COLUMNS = {
     "temperature": torch.float32,
@@ -26,52 +27,90 @@ _COLUMNS = {
     "slot": torch.int64,
     "sampled": torch.bool,
 }
-_OF_REQUEST = ("temperature", "top_p", "min_p", "top_k", "seed")
+_OF_SEQUENCE = ("temperature", "top_p", "min_p", "top_k", "seed")
 _OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 
 
 class Choice(NamedTuple):
-    """What was chosen, on the device."""
+    """What was chosen, on the device, and what the rules found out."""
 
     tokens: torch.Tensor  # int64 [rows]
     slots: torch.Tensor  # int64 [rows]
     logprobs: list[Scoring]  # of the rows that ask for them
+    errors: dict[int, Exception]  # by slot: why no token can be chosen
+    complete: set[int]  # slots whose grammar allows no further token
+
+
+class _KnownTokens:
+    """The tokens of one sequence, as the host has them."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens, self._num = tokens.copy(), len(tokens)
+
+    def write(self, start: int, tokens: np.ndarray) -> None:
+        self._num = start + len(tokens)
+        if self._num > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros(max(64, len(self._tokens)), np.int32)])
+        self._tokens[start : self._num] = tokens
+
+    def read(self) -> np.ndarray:
+        return self._tokens[: self._num]
 
 
 class Sampler:
     """Chooses one token for each row of logits. A row's choice depends on its logits, parameters and position alone."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int, registry: Registry
+    ) -> None:
         self._device, self._backend = device, backend
-        self._rules = LogitRules(max_num_seqs, vocab_size, device)
+        self._rules = LogitRules(max_num_seqs, vocab_size, device, registry)
         self._num_logprobs = np.full(max_num_seqs, -1)
         self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
-        self._of_slot = {name: np.zeros(max_num_seqs, self._rows[name].host[0].dtype) for name in _OF_REQUEST}
+        self._of_slot = {name: np.zeros(max_num_seqs, self._rows[name].host[0].dtype) for name in _OF_SEQUENCE}
+        self._known: dict[int, _KnownTokens] = {}  # by slot, of sequences whose rules look back
 
-    def admit(self, request: Request) -> None:
-        slot, sampling = request.slot, request.sampling
+    def admit(self, sequence: NewSequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
         for name, column in self._of_slot.items():
             column[slot] = getattr(sampling, name)
         self._num_logprobs[slot] = sampling.logprobs
-        self._rules.admit(request)
+        self._rules.admit(sequence)
+        self._known.pop(slot, None)
+        if sampling.looks_back or sequence.functions:
+            self._known[slot] = _KnownTokens(sequence.tokens)
 
-    def choose(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int, before: Before
-    ) -> Choice:
-        """`logits` ``[rows, vocab]``, for the tokens at `positions` of the requests at `slots` (both ``[rows]``) →
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+        self._rules.release(slot)
+        self._known.pop(slot, None)
+
+    def read(self, plan: StepPlan) -> None:
+        """Take in the tokens that a step computes. Where rules look back all of them are known."""
+        if not self._known:
+            return
+        ends = np.cumsum(plan.counts)
+        for row, slot in enumerate(plan.slots.tolist()):
+            if (known := self._known.get(slot)) is not None:
+                known.write(int(plan.starts[row]), plan.token_ids[ends[row] - plan.counts[row] : ends[row]])
+
+    def choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
+        """`logits` ``[rows, vocab]``, for the tokens at `positions` of the sequences at `slots` (both ``[rows]``) →
         a token for each row. May change `logits`."""
         on_device = self._send("slot", slots, turn)
         asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
         if asked.size:
             index = self._device.bring(torch.from_numpy(asked))
             logprobs = logits[index].float().log_softmax(1)  # of the logits as the model made them
-        tokens = self._choose(self._rules.apply(logits, slots, positions, before), slots, positions, turn)
+        known = {slot: known.read() for slot, known in self._known.items()}
+        choosing = Choosing(slots, positions, known, {}, set())
+        tokens = self._choose(self._rules.apply(logits, choosing), slots, positions, turn)
         self._rules.chosen(tokens, slots)
         scores = []
         if asked.size:
             scores = score(logprobs, tokens[index], self._num_logprobs[slots[asked]], self._device)
             scores = [one._replace(rows=asked[one.rows]) for one in scores]
-        return Choice(tokens, on_device, scores)
+        return Choice(tokens, on_device, scores, choosing.errors, choosing.complete)
 
     def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
         sampled = self._of_slot["temperature"][slots] > 0

@@ -2,18 +2,18 @@
 
 import os
 
-from mainspring.core.work.executor import UniprocExecutor
+from mainspring.core.work.generation_worker import GenerationWorker
 
-execute = UniprocExecutor.execute
+launch = GenerationWorker.launch
 
 
-def poisoned(self, step):  # type: ignore[no-untyped-def]
-    if any(request.tokens[0] == 77 for request in step.admitted):
+def poisoned(self, plan):  # type: ignore[no-untyped-def]
+    if any(sequence.tokens[0] == 77 for sequence in plan.admitted):
         os._exit(1)
-    return execute(self, step)
+    return launch(self, plan)
 
 
-UniprocExecutor.execute = poisoned  # type: ignore[method-assign]
+GenerationWorker.launch = poisoned  # type: ignore[method-assign]
 
 
 class Nothing:

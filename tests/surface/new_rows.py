@@ -60,9 +60,9 @@ def unfinished_dp(at: Place) -> None:
     assert at.engine().has_unfinished_requests_dp(True) is True
 
 
-@row("LLMEngine.model_executor", modes=(IN,), why="elsewhere the executor is in another process")
+@row("LLMEngine.model_executor", modes=(IN,), why="elsewhere the worker is in another process")
 def model_executor(at: Place) -> None:
-    assert at.engine().model_executor.facts().vocab_size == 1024
+    assert at.engine().model_executor.facts.model.vocab_size == 1024
 
 
 @row("AsyncLLMEngine.model_executor")

@@ -27,10 +27,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ....ipc.config import LoadConfig, ModelConfig
-from ....ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, UnsupportedModelError
+from ....ipc.errors import InvalidArgumentError, NotSupportedError, UnsupportedModelError
 from ....ipc.messages import Pooling
 from ....ipc.tokenizer_files import checkpoint_folder
 from ....kernels.contract import AttentionSpec, Backend
+from ...plan.pooling_facts import PoolingFacts
 from ..learn.probe import UNLIMITED
 from ..learn.row_invariant import is_row_invariant, make_row_invariant
 from ..learn.verify import TOLERANCE
@@ -44,7 +45,6 @@ from .paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
 
-MAX_POOLED_BYTES = 128 << 20  # of what one request brings: half of what a message can carry
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
@@ -114,25 +114,9 @@ class PoolingModel:
         self.notes: list[str] = []
         self.width = recipe.dense[-1].weight.shape[0] if recipe.dense else trunk.hidden_size
 
-    def check(self, pooling: Pooling, num_tokens: int) -> None:
-        """Raises `InvalidRequestError` for what this model can't give."""
-        if pooling.task not in self.tasks or pooling.task == "score":
-            raise InvalidRequestError(f"the task is {pooling.task!r:.80}; this model can {', '.join(self.tasks)}")
-        width = self.width if pooling.task == "embed" else self.trunk.hidden_size
-        if not 0 <= pooling.dimensions <= (0 if self.has_head else width):
-            limit = "none can be given for a classification" if self.has_head else f"the model's vectors have {width}"
-            raise InvalidRequestError(f"dimensions is {pooling.dimensions}; {limit}")
-        if not 0 <= pooling.second < num_tokens:
-            raise InvalidRequestError(f"the second text begins at {pooling.second}, of {num_tokens} tokens")
-        if pooling.task.startswith("token_") and num_tokens * width * 4 > MAX_POOLED_BYTES:
-            raise InvalidRequestError(
-                f"{num_tokens} vectors of {width} numbers are more than one request may bring, "
-                f"{MAX_POOLED_BYTES >> 20} MiB"
-            )
-
-    def keeps_rows(self, pooling: Pooling) -> bool:
-        """Whether all rows of a prompt are needed, not the last alone."""
-        return pooling.task != "embed" or self.recipe.mode != "lasttoken"
+    def facts(self) -> PoolingFacts:
+        last_row_alone = self.recipe.mode == "lasttoken"
+        return PoolingFacts(self.tasks, self.trunk.hidden_size, self.width, self.has_head, last_row_alone)
 
     @torch.inference_mode()
     def finish(self, pooling: Pooling, token_ids: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..ipc.errors import InvalidRequestError
+from ...ipc.errors import InvalidRequestError
 
 FOLDER = "MAINSPRING_PROFILE_DIR"  # environment variable: where traces go; else into the system's place for such files
 MAX_SECONDS = 600.0  # a profile that nobody stops is dropped then, for every step takes memory of it

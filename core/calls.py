@@ -1,0 +1,81 @@
+"""Utility calls: which methods there are, who may call them, and what they are given.
+
+To add one, add a line to the table in `EngineCore`; frontends reach it through `engine/engine_methods.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..ipc.codec import decode_value, encode_value
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotPermittedError, NotSupportedError
+
+MAX_ARGUMENT_BYTES = 64 << 10  # of a call
+
+
+class Caller(NamedTuple):
+    """Who calls, as methods see it."""
+
+    frontend: int
+    owner: bytes  # whose numbers of adapters are its own
+    admin: bool  # whether it may change the engine for everyone
+
+
+class Method(NamedTuple):
+    """One method that can be called by name."""
+
+    function: Callable[..., Any]
+    admin: bool = False  # it changes the engine for everyone
+    gets_caller: bool = False  # its first argument is the `Caller`
+    gets_arrays: bool = False  # its next argument are the arrays that came with the call
+
+
+class Calls:
+    """The table of methods."""
+
+    def __init__(self, methods: Mapping[str, Method]) -> None:
+        self.methods = methods
+
+    def call(
+        self, caller: Caller, name: str, args: msgspec.Raw, arrays: Sequence[np.ndarray] = ()
+    ) -> msgspec.Raw | Future[Any]:
+        """The encoded result; a future, if steps have to be made first.
+
+        Raises:
+            NotPermittedError: the method changes the engine for everyone, and the caller may not.
+            MainspringError: there is no such method, or what it raised.
+        """
+        method = self.methods.get(name)
+        if method is None:
+            raise NotSupportedError(f"the core has no method {name!r:.80}; it has {', '.join(sorted(self.methods))}")
+        if method.admin and not caller.admin:
+            raise NotPermittedError(
+                f"{name} changes the engine for everyone: connect to the daemon's admin address, or have this "
+                "client's key listed with `admin` among the allowed keys"
+            )
+        if len(args) > MAX_ARGUMENT_BYTES:
+            raise InvalidRequestError(f"{name} was called with {len(args)} bytes; the limit is {MAX_ARGUMENT_BYTES}")
+        given = decode_value(args, list)
+        if method.gets_arrays:
+            given = [arrays, *given]
+        elif arrays:
+            raise InvalidRequestError(f"{name} takes no arrays")
+        if method.gets_caller:
+            given = [caller, *given]
+        try:
+            inspect.signature(method.function).bind(*given)
+        except TypeError as error:
+            raise InvalidArgumentError(f"{name} was called wrongly: {error}") from None
+        answer = method.function(*given)
+        if isinstance(answer, Future) and not answer.done():
+            return answer
+        try:
+            return encode_value(answer.result() if isinstance(answer, Future) else answer)
+        except TypeError as error:
+            raise InvalidRequestError(f"the result of {name} can't travel: {error}") from None

@@ -1,0 +1,166 @@
+"""What a planner asks of a worker beside steps, and what it must know of it. Plain data, as step plans are.
+
+A record's answer is what the method of `Worker` says that takes it; what takes long is a future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from ...ipc.messages import Adapter, ModelFacts
+from ..memory.updates import KVGroup
+from .pooling_facts import PoolingFacts
+from .step import StepPlan, StepResult
+
+
+class PrepareAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Read an adapter's folder. Answer: a future of `AdapterFacts`, or of what is wrong with the folder."""
+
+    number: int
+    adapter: Adapter
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class PrepareGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compile a grammar. Answer: a future of None, or of what is wrong with it."""
+
+    number: int
+    kind: str
+    text: str
+
+
+class DropGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class DropFunctions(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget user functions that `Worker.lend_functions` numbered."""
+
+    numbers: tuple[int, ...]
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give up the KV cache and the GPU's memory for weights, which move to the host's; with `level` 2 weights are
+    dropped. No step is in flight, and no slot is taken."""
+
+    level: int
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Undo `Sleep`: weights as they were, or from the checkpoint; an empty cache once both are there."""
+
+    weights: bool
+    kv_cache: bool
+
+
+class ParameterRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of a parameter."""
+
+    name: str  # in the checkpoint
+    start: int  # the first row
+    values: np.ndarray  # [rows, ...]; uint16 for bfloat16
+
+
+class SetParameters(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Replace rows of parameters.
+
+    Errors: InvalidRequestError if the weights sleep or are quantized; KeyError or ValueError if there is no such
+    parameter, or if it has another shape. Then none of the rows is replaced.
+    """
+
+    rows: list[ParameterRows]
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give the device's unused memory back, after a step that found none."""
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    prefix: str | None = None
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answer: the trace's file, on the worker's machine."""
+
+
+class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answer: what was learned of the model and decided, line by line."""
+
+
+Control = (
+    PrepareAdapter
+    | DropAdapter
+    | PrepareGrammar
+    | DropGrammar
+    | DropFunctions
+    | Sleep
+    | Wake
+    | SetParameters
+    | ReleaseMemory
+    | StartProfile
+    | StopProfile
+    | Explain
+)
+
+
+class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
+    digest: bytes  # of the folder's content
+    embeddings: np.ndarray | None = None  # of a prompt adapter: float32 [virtual tokens, hidden]
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What a planner must know of a worker and its model."""
+
+    model: ModelFacts
+    groups: list[KVGroup]  # of layers that share a block table; none: prompts are computed whole
+    num_blocks: int  # in the pool, the null block included
+    max_model_len: int  # tokens
+    num_host_blocks: int = 0  # in host memory
+    accepts_embeddings: bool = False  # prompts may be embeddings
+    has_adapters: bool = False  # requests may have LoRA adapters
+    asynchronous: bool = False  # the host has time to spare while a step runs
+    pooling: PoolingFacts | None = None  # of a model that gives vectors
+
+
+class PendingStep(Protocol):
+    """A launched plan."""
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it is known already that the device found no memory for it."""
+
+    def wait(self) -> list[StepResult]:
+        """Wait for the results: one for each of the plan's `num_steps`."""
+
+
+class Worker(Protocol):
+    """One model on one or several devices. Steps are computed in the order they are launched."""
+
+    facts: WorkerFacts
+    decisions: dict[str, Any]  # what a restart need not find out again
+
+    def warm_up(self) -> None:
+        """Do once what would make the first steps slow."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin a step, without waiting for it."""
+
+    def control(self, record: Control) -> Any:
+        """Do what `record` asks; raises a `MainspringError` if that fails."""
+
+    def lend_functions(self, functions: Sequence[Callable[..., Any]]) -> tuple[int, ...]:
+        """Numbers by which sequences name functions of this process. A worker elsewhere refuses."""
+
+    def run_method(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """`collective_rpc`: a method by name, or a function of this process; one result for each rank."""
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """What is done in it stands under this name in a profile, if one is recorded."""
