@@ -8,6 +8,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 WRITE ?=
+CONTINUE ?=
 ROUNDS ?= 5
 MINUTES ?= 60
 QUICK ?=
@@ -101,8 +102,8 @@ surface-check: $(DEV) ## the test of every public member in each mode, and that 
 gpu-kernels: $(GPU_LIBRARIES) ## compile CUDA kernels with nvcc, which takes no GPU, and look into them (a few minutes)
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest -m gpu_kernels tests/test_gpu_kernels.py $(PYTEST_ARGS)
 
-gpu-check: $(DEV) ## all that needs an NVIDIA GPU, in under 10 minutes; WRITE=--write puts it into docs/gpu.md
-	$(BIN)/python benchmarks/gpu_check.py $(WRITE)
+gpu-check: $(DEV) ## what needs an NVIDIA GPU, for 9 minutes; CONTINUE=FILE goes on from earlier runs, WRITE=--write puts it into docs/gpu.md
+	$(BIN)/python benchmarks/gpu_check.py $(if $(CONTINUE),--continue "$(CONTINUE)") $(WRITE)
 
 sanitize: $(DEV) ## the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/pytest -m slow -k sanitizers tests/test_native_build.py $(PYTEST_ARGS)

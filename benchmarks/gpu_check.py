@@ -1,13 +1,15 @@
 """One command that shows on a GPU what the machines that build this project can't: `make gpu-check`.
 
-    python benchmarks/gpu_check.py --kernels-dir FOLDER --output DIR     # everything, under 10 minutes
-    python benchmarks/gpu_check.py --only correctness,start
+    python benchmarks/gpu_check.py --kernels-dir FOLDER --continue FILE  # everything, in two runs of 9 minutes
+    python benchmarks/gpu_check.py --only correctness,start --output DIR
     python benchmarks/gpu_check.py --rehearse                            # the program itself, on a CPU
     python benchmarks/gpu_check.py --page DIR/gpu_check.json             # an earlier run's tables onto docs/gpu.md
 
 Each part runs in a process of its own: what one of them breaks is broken for it alone, and its memory is free for the
-next. After each, DIR/gpu_check.json and DIR/gpu_check.txt hold all that is known by then. What each bar means stands on
-docs/gpu.md; the parts are in gpu_models.py and gpu_speed.py, the start is here.
+next. After each, DIR/gpu_check.json and DIR/gpu_check.txt hold all that is known by then. A run begins no part that may
+not end in time. With --continue, FILE keeps the results for each commit and GPU: the next run measures only the parts
+that are not finished, and its tables have the results of all runs. What each bar means stands on docs/gpu.md; the parts
+are in gpu_models.py and gpu_speed.py, the start is here.
 """
 
 from __future__ import annotations
@@ -39,17 +41,21 @@ if importlib.util.find_spec("mainspring") is None:
     raise SystemExit("mainspring can't be imported: install it, or put a link of that name to it on PYTHONPATH")
 import gpu_models
 import gpu_speed
+import resume
 from gpu_models import Bar, Say, Setup
 
 PAGE = ROOT / "docs" / "gpu.md"
 SECTIONS = ("correctness", "kernels", "engine", "start")
 UNKNOWN = "not measured yet"
-MINUTES = 9.5
+MINUTES = 9.0  # of one run, so that it fits into a GPU lease of 10 minutes
+OVERHEAD_SECONDS = 20.0  # of a run besides its parts: imports, the GPU's name, ending processes
+REHEARSAL = "CPU rehearsal"
+REHEARSAL_FACTOR = 10  # times as long may a rehearsal and each of its parts take, on a slow CPU
 
 
 class Part(NamedTuple):
     section: str
-    seconds: float  # it may take, its imports included
+    seconds: float  # after which it is cut off, its imports included
 
 
 # In the order in which they run: what matters most comes first, should the time run out.
@@ -175,6 +181,27 @@ def run_part(part: str, setup: Setup, tell: Callable[[dict[str, Any]], None]) ->
         tell({"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
 
 
+def commit() -> str:
+    """The commit that is measured; with a digest of the sources if they differ from it, or if git can't tell."""
+    try:
+        head, changes = (
+            subprocess.run(["git", *words.split()], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for words in ("rev-parse HEAD", "status --porcelain --untracked-files=no")
+        )
+    except (OSError, subprocess.CalledProcessError):
+        head, changes = "no commit", "unknown"
+    programs = "gpu_check.py", "gpu_models.py", "gpu_speed.py"
+    return f"{head}, sources {resume.hash_sources(*programs).hexdigest()}" if changes else head
+
+
+def gpu_name(rehearse: bool) -> str:
+    """Asked by another process, because CUDA takes GPU memory in the process that initialises it."""
+    if rehearse:
+        return REHEARSAL
+    ask = "import torch; print(torch.cuda.get_device_name(0))"
+    return subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
 def machine() -> str:
     """The GPU and the versions that matter, in one line."""
     import mainspring
@@ -185,7 +212,7 @@ def machine() -> str:
         except PackageNotFoundError:
             return f"no {package}"
 
-    where = "CPU rehearsal"
+    where = REHEARSAL
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         where = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {properties.multi_processor_count} SMs"
@@ -268,9 +295,9 @@ def section_table(section: str, parts: dict[str, Any]) -> str:
 
 
 def _text(result: dict[str, Any]) -> str:
-    done: dict[str, float] = {}
+    done = dict.fromkeys((s for s in SECTIONS if any(s == p["section"] for p in result["parts"].values())), 0.0)
     for part in result["parts"].values():
-        done[part["section"]] = done.get(part["section"], 0.0) + part["seconds"]
+        done[part["section"]] += part["seconds"]
     pieces = [f"{'REHEARSAL on a CPU: the numbers mean nothing. ' if result['rehearsal'] else ''}{_stamp(result)}"]
     for section, seconds in done.items():
         pieces.append(f"## {section}, {seconds:.0f} s\n\n{section_table(section, result['parts'])}")
@@ -286,6 +313,29 @@ def save(result: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
     (folder / "gpu_check.txt").write_text(_text(result))
+
+
+class Kept:
+    """The file of --continue: a list of results, one for each commit and GPU. Without a path nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._results: list[dict[str, Any]] = json.loads(path.read_text()) if path and path.exists() else []
+
+    def find(self, result: dict[str, Any]) -> dict[str, Any]:
+        """What earlier runs kept for the commit and the GPU of `result`; `result` itself if there were none."""
+        same = (each for each in self._results if all(each[key] == result[key] for key in ("commit", "gpu")))
+        return next(same, result)
+
+    def keep(self, result: dict[str, Any]) -> None:
+        if not self._path:
+            return
+        if result not in self._results:
+            self._results.append(result)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_name(f"{self._path.name}.new")
+        unfinished.write_text(json.dumps(self._results, indent=1) + "\n")
+        unfinished.replace(self._path)  # at once: a run may be killed at any moment
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
@@ -320,13 +370,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help=f"sections ({', '.join(SECTIONS)}) or parts ({', '.join(PARTS)})")
     parser.add_argument("--output", type=Path, default=CACHE / "gpu_check", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--kernels-dir", metavar="DIR", help="what `mainspring kernels build` made")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="most time for all (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help=f"most time for this run (default: {MINUTES:g})")
+    parser.add_argument("--continue", type=Path, metavar="FILE", dest="kept", help="go on from the runs kept there")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, over toys: is the program itself in order?")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/gpu.md")
     parser.add_argument("--page", type=Path, metavar="JSON", help="measure nothing; put this run's tables there")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if args.minutes is None:
+        args.minutes = MINUTES * (REHEARSAL_FACTOR if args.rehearse else 1)
     if args.kernels_dir:
         args.kernels_dir = str(Path(args.kernels_dir).expanduser().absolute())
     asked = [name for name in args.only.split(",") if name] or list(SECTIONS)
@@ -339,8 +392,34 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse()
+def measure(args: argparse.Namespace, result: dict[str, Any], kept: Kept) -> None:
+    """Add to `result` the parts that are asked for and not finished, as many as the run has time for. Parts that were
+    begun before and did not end come last, so that one that always fails keeps no other from its turn."""
+    began, spent_before = time.monotonic(), result["seconds"]
+    deadline = began + 60 * args.minutes - OVERHEAD_SECONDS
+    for name in sorted(unfinished(args, result), key=lambda name: name in result["parts"]):
+        part = PARTS[name]
+        seconds = part.seconds * (REHEARSAL_FACTOR if args.rehearse else 1)
+        elapsed = time.monotonic() - began
+        if began + elapsed + seconds > deadline:
+            continue  # a shorter one may still fit
+        print(f"\n{part.section}: {name}, {elapsed:.0f} s since the start", flush=True)
+        found = run_in_process(name, args, seconds)
+        print(f"  {found['seconds']:.0f} s{'; ' + found['error'] if found['error'] else ''}", flush=True)
+        result["machine"] = found.pop("machine")
+        result["parts"][name] = found
+        result["seconds"] = round(spent_before + time.monotonic() - began, 1)
+        save(result, args.output)
+        kept.keep(result)
+
+
+def unfinished(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    """Parts that are asked for and have not run to their end: not begun, cut off, or ended by an error."""
+    return [name for name in args.names if name not in result["parts"] or result["parts"][name]["error"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
     if args.page:
         put_on_page(json.loads(args.page.read_text()))
         return 0
@@ -349,36 +428,30 @@ def main() -> int:
         return 0
     if args.part:
         return _child(args)
-    began = time.monotonic()
-    words = [word for word in sys.argv[1:] if word != "--write"]
-    result: dict[str, Any] = {
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--write"]
+    kept = Kept(args.kept)
+    result = kept.find(
+        {"commit": commit(), "gpu": gpu_name(args.rehearse), "machine": "unknown", "seconds": 0.0, "parts": {}}
+    )
+    result |= {
         "program": "gpu_check",
         "command": shlex.join(["python", "benchmarks/gpu_check.py", *words]),
         "date": str(datetime.date.today()),
-        "machine": "unknown",
         "rehearsal": args.rehearse,
-        "seconds": 0.0,
-        "parts": {},
     }
-    for name in args.names:
-        part = PARTS[name]
-        left = 60 * args.minutes - (time.monotonic() - began)
-        seconds = min(left, part.seconds if not args.rehearse else 10 * part.seconds)
-        print(f"\n{part.section}: {name}, {time.monotonic() - began:.0f} s since the start", flush=True)
-        if left < 10:
-            bars = [_unmeasured(bar, f"the {args.minutes:g} minutes were over") for bar in BARS[name]]
-            found = {"section": part.section, "seconds": 0.0, "error": "no time left", "bars": bars}
-        else:
-            found = run_in_process(name, args, seconds)
-            result["machine"] = found.pop("machine")
-        print(f"  {found['seconds']:.0f} s{'; ' + found['error'] if found['error'] else ''}", flush=True)
-        result["parts"][name] = found
-        result["seconds"] = round(time.monotonic() - began, 1)
-        save(result, args.output)
+    if done := [name for name in args.names if name not in unfinished(args, result)]:
+        print(f"finished by earlier runs: {', '.join(done)}", flush=True)
+    measure(args, result, kept)
+    save(result, args.output)
     print(f"\n{_text(result)}\n{args.output / 'gpu_check.json'}", flush=True)
     if args.write:
         put_on_page(result)
-    return int(any(bar["passed"] is False for part in result["parts"].values() for bar in part["bars"]))
+    left = unfinished(args, result)
+    if left:
+        hint = "run the same command again" if args.kept else "give --continue FILE, and run it again"
+        print(f"not finished: {', '.join(left)}; {hint}", flush=True)
+    failed = any(bar["passed"] is False for part in result["parts"].values() for bar in part["bars"])
+    return int(bool(left) or failed)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,19 @@ from typing import Any
 from report import ROOT
 
 
-def source() -> str:
-    """A digest of what is measured: the package, what drives it, the processor's abilities."""
+def hash_sources(*programs: str) -> hashlib.blake2b:
+    """The digest of the package and of these programs of this folder."""
     hashed = hashlib.blake2b(digest_size=8)
-    files = [file for room in ("core", "engine", "ipc", "kernels") for file in (ROOT / room).rglob("*")]
-    files += [ROOT / "benchmarks" / name for name in ("driver.py", "workloads.py")]
+    files = [file for room in ("cli", "compat", "core", "engine", "ipc", "kernels", "serve", "tools") for file in (ROOT / room).rglob("*")]
+    files += [ROOT / "benchmarks" / name for name in programs]
     for file in sorted(file for file in files if file.suffix in (".py", ".h", ".cpp")):
         hashed.update(file.read_bytes())
+    return hashed
+
+
+def source() -> str:
+    """A digest of what is measured: the package, what drives it, the processor's abilities."""
+    hashed = hash_sources("driver.py", "workloads.py")
     info = Path("/proc/cpuinfo")
     if info.exists() and (found := re.search(r"^(flags|Features)\s*:.*$", info.read_text(), re.MULTILINE)):
         hashed.update(found[0].encode())

@@ -1,92 +1,188 @@
-"""Two checkouts side by side: what a step of plain greedy decoding takes in each, in turn, as many rounds as asked.
+"""Two checkouts side by side: the throughput of here over there on a workload, or the time to start.
 
-    python benchmarks/versus.py PATH/OF/THE/OTHER/.venv/bin/python
+    python benchmarks/versus.py PATH/OF/THE/OTHER/.venv/bin/python --workload batch-110m,single-110m,start
 
-Both engines stand at once, each in a process of its own; one computes while the other waits. Printed is the median of
-the rounds' ratios, for on a shared machine only what is done within seconds can be compared.
+Both checkouts run in one run, in processes of their own, in alternation: here, there, there, here, … In a round both
+get the same requests, with prompts that no earlier round had, so that no round finds cached prefixes of another. The
+result is the median of the rounds' ratios, because on a shared machine only runs within seconds of each other can be
+compared. It is above 1 where this checkout is faster.
+
+The other checkout may be of any commit: the programs below use `LLM` and `SamplingParams` and nothing else of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from compare import environment
 from report import MODELS
+from workloads import WORKLOADS, asks
 
-PROGRAM = """
-import random, statistics, sys, time
-from mainspring import EngineArgs, LLMEngine, SamplingParams
-
-model, count, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-args = EngineArgs(model=model, max_num_seqs=count, max_model_len=512, kv_cache_memory_bytes=1 << 30)
-engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
-params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-rng = random.Random(0)
-print("ready", flush=True)
-for number, _ in enumerate(sys.stdin):
-    for i in range(count):
-        ids = [rng.randrange(5, 30000) for _ in range(64)]
-        engine.add_request(f"{number}-{i}", {"prompt_token_ids": ids}, params)
-    took = []
-    while engine.has_unfinished_requests():
-        began = time.perf_counter()
-        engine.step()
-        took.append(time.perf_counter() - began)
-    print(1e3 * statistics.median(took[len(took) // 4 :]), flush=True)
+START = "start"
+START_MODEL = "llama-110m"
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "max_model_len": 2_048,
+    "kv_cache_memory_bytes": 1 << 30,  # holds the largest workload; two engines stand at once
+}
+_SAYS = """
+import json, os, sys, time
+says = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # whatever else is printed goes to stderr
+import mainspring
+from mainspring import LLM, SamplingParams
+llm = LLM(**json.loads(sys.argv[1]))
+"""
+SERVING = f"""{_SAYS}
+print(os.path.dirname(mainspring.__file__), file=says)
+for line in sys.stdin:
+    asked = json.loads(line)
+    prompts = [{{"prompt_token_ids": ids}} for ids, _ in asked]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in asked]
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    took = time.perf_counter() - began
+    if [len(output.outputs[0].token_ids) for output in outputs] != [n for _, n in asked]:
+        sys.exit("outputs of wrong lengths")
+    print(took, file=says)
+"""
+STARTING = f"""{_SAYS}
+params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
+print(os.path.dirname(mainspring.__file__), file=says)
 """
 
+Measure = Callable[[int], float]
+"""The number of a round → the seconds it took."""
 
-class Engine:
-    def __init__(self, python: str, *arguments: str) -> None:
-        command = [python, "-P", "-c", PROGRAM, *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._line() == "ready"
 
-    def round(self) -> float:
-        """Milliseconds of a step, the median of a round."""
-        assert self.process.stdin is not None
-        print(file=self.process.stdin, flush=True)
-        return float(self._line())
+class Process:
+    """A program in the Python of one checkout; it says its lines on standard output."""
 
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
+    def __init__(self, python: str, program: str, options: dict[str, Any]) -> None:
+        command = [python, "-P", "-c", program, json.dumps(options)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+
+    def hear(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
         if not line:
             raise SystemExit("an engine ended; what it said stands above")
         return line
 
     def close(self) -> None:
-        self.process.communicate()
+        """Return once it has ended."""
+        self._process.communicate()
+
+
+class Serving:
+    """An engine of one checkout that stands from the first round to the last."""
+
+    def __init__(self, python: str, name: str) -> None:
+        self._workload = WORKLOADS[name]
+        folder = MODELS / self._workload.model
+        self._vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        self._process = Process(python, SERVING, {**OPTIONS, "model": str(folder)})
+        self.checkout = self._process.hear()
+
+    def measure(self, number: int) -> float:
+        self._process.tell(json.dumps(asks(self._workload, self._vocab_size, seed=100 + number)))
+        return float(self._process.hear())
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class Starting:
+    """From the start of a bare Python to the first token; each round starts one and ends it."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self.checkout = "unknown"
+
+    def measure(self, _: int) -> float:
+        began = time.perf_counter()
+        process = Process(self._python, STARTING, {**OPTIONS, "model": str(MODELS / START_MODEL)})
+        self.checkout = process.hear()
+        took = time.perf_counter() - began
+        process.close()
+        return took
+
+    def close(self) -> None:
+        pass
+
+
+class Pair(NamedTuple):
+    """Seconds of one round in each checkout."""
+
+    here: float
+    there: float
+
+
+def alternate(here: Measure, there: Measure, rounds: int) -> list[Pair]:
+    """So many rounds after one that warms both up. Who is first changes from round to round."""
+    pairs = []
+    for number in range(rounds + 1):
+        if number % 2:
+            pair = Pair(here=here(number), there=there(number))
+        else:
+            pair = Pair(there=there(number), here=here(number))
+        if number:
+            pairs.append(pair)
+            print(f"{pair.here:8.3f} {pair.there:8.3f} s", flush=True)
+    return pairs
+
+
+def conclude(what: str, pairs: Sequence[Pair]) -> str:
+    """Both checkouts do the same work in a round, so the ratio of throughputs is that of the times, turned around."""
+    ratios = [pair.there / pair.here for pair in pairs]
+    here, there = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return (
+        f"{what}: {here:.3f} s here, {there:.3f} s there; "
+        f"throughput of here over there, median of {len(pairs)} rounds: "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
+
+
+def compare(name: str, pythons: tuple[str, str], rounds: int) -> str:
+    """One line: a workload, or the start, here and there."""
+    model = START_MODEL if name == START else WORKLOADS[name].model
+    if not (MODELS / model).exists():
+        raise SystemExit(f"there is no {MODELS / model}; make it: python benchmarks/make_models.py {model}")
+    sides = [Starting(python) if name == START else Serving(python, name) for python in pythons]
+    pairs = alternate(sides[0].measure, sides[1].measure, rounds)
+    for side in sides:
+        side.close()
+    print(f"here: {sides[0].checkout}, there: {sides[1].checkout}", flush=True)
+    return conclude("start to first token" if name == START else name, pairs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", help="the Python of an environment where the other checkout is installed")
-    parser.add_argument("--model", default=str(MODELS / "llama-110m"))
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--workload", default="batch-110m", help=f"of {', '.join(WORKLOADS)} and {START}, with commas")
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    arguments = [args.model, str(args.requests), str(args.tokens)]
-    engines = [Engine(python, *arguments) for python in (sys.executable, args.other)]
-    pairs = []
-    for number in range(args.rounds + 1):
-        order = [0, 1] if number % 2 else [1, 0]
-        took = {which: engines[which].round() for which in order}
-        if number:  # the first warms up
-            pairs.append((took[0], took[1]))
-            print(f"{took[0]:8.2f} {took[1]:8.2f} ms", flush=True)
-    for engine in engines:
-        engine.close()
-    ratios = sorted(ours / theirs for ours, theirs in pairs)
-    quarter = len(ratios) // 4
-    print(
-        f"a step of {args.requests}: {statistics.median(p[0] for p in pairs):.2f} ms here, "
-        f"{statistics.median(p[1] for p in pairs):.2f} ms there; median of {len(pairs)} ratios "
-        f"{statistics.median(ratios):.3f} (quartiles {ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f})"
-    )
+    names = args.workload.split(",")
+    for name in names:
+        if name not in WORKLOADS and name != START:
+            parser.error(f"--workload is {name!r}; it must be of {', '.join([*WORKLOADS, START])}")
+    lines = [compare(name, (sys.executable, args.other), args.rounds) for name in names]
+    print("\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

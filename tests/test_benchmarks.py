@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import compare
 import resume
+import versus
 from cpu import at_least
 from growth import Point, cliffs
 from resume import Log
@@ -76,3 +78,76 @@ def test_a_round_is_kept_once_all_engines_ran_and_one_that_failed_is_not_tried_a
     tried.clear()
     compare.play(plan, 2, log)
     assert tried == ["ours", "broken", "ours"]
+
+
+ENGINE = """
+import time
+from pathlib import Path
+from types import SimpleNamespace as Named
+
+class SamplingParams:
+    def __init__(self, *, max_tokens, **_):
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, **options):
+        print("an engine's own words")
+    def generate(self, prompts, params, **_):
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        with Path({log!r}).open("a") as file:
+            print({name!r}, len(prompts), *prompts[-1]["prompt_token_ids"][:3], file=file)
+        time.sleep({seconds})
+        return [Named(outputs=[Named(token_ids=[0] * (each.max_tokens - {missing}))]) for each in params]
+"""
+
+
+def checkout(folder: Path, name: str, seconds: float, missing: int = 0) -> str:
+    """A Python in which ``mainspring`` is an engine that only sleeps, and writes to `folder`/log who was asked."""
+    package = folder / name / "mainspring"
+    package.mkdir(parents=True)
+    engine = ENGINE.format(log=str(folder / "log"), name=name, seconds=seconds, missing=missing)
+    (package / "__init__.py").write_text(engine)
+    python = folder / name / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{package.parent}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versus, "MODELS", tmp_path)
+    (tmp_path / "llama-110m").mkdir()
+    (tmp_path / "llama-110m" / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("workload", ["single-110m", "prefix-110m", "start"])
+def test_two_checkouts_are_asked_the_same_in_turn(
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pythons = checkout(tmp_path, "here", 0.05), checkout(tmp_path, "there", 1.0)
+    line = versus.compare(workload, pythons, 2)
+    said = capsys.readouterr().out
+    assert f"here: {tmp_path}/here/mainspring, there: {tmp_path}/there/mainspring" in said
+    ratio = float(line.partition("median of 2 rounds: ")[2].split()[0])
+    assert ratio > (1.5 if workload == "start" else 5)  # Python's own start is in the former
+    log = [asked.split(" ", 1) for asked in (tmp_path / "log").read_text().splitlines()]
+    assert [name for name, _ in log] == ["there", "here", "here", "there", "there", "here"]
+    rounds = [{what for _, what in log[at : at + 2]} for at in (0, 2, 4)]
+    assert [len(asked) for asked in rounds] == [1, 1, 1]
+    if workload != "start":
+        assert len(set.union(*rounds)) == 3  # no round finds the prompts of another
+
+
+@pytest.mark.usefixtures("models")
+def test_an_engine_that_answers_too_little_is_no_measurement(tmp_path: Path) -> None:
+    pythons = checkout(tmp_path, "here", 0), checkout(tmp_path, "there", 0, missing=1)
+    with pytest.raises(SystemExit, match="an engine ended"):
+        versus.compare("single-110m", pythons, 1)
+
+
+def test_the_throughput_of_here_over_there_is_above_one_where_here_is_faster() -> None:
+    pairs = [versus.Pair(2.0, 3.0), versus.Pair(2.0, 4.0), versus.Pair(2.0, 2.0)]
+    assert versus.conclude("w", pairs) == (
+        "w: 2.000 s here, 3.000 s there; throughput of here over there, median of 3 rounds: 1.500 (1.000 to 2.000)"
+    )

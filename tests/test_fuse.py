@@ -70,6 +70,9 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**MOE}),  # interleaved gate and up, biases, transposed
     "jetmoe": ("jetmoe", {**MOE, "kv_channels": 16}),  # experts that transformers has no interface for
     "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),  # sigmoid in the block's own code
+    # routers that are subclasses of nn.Linear and also choose the experts
+    "phimoe": ("phimoe", MOE),
+    "llama4": ("llama4_text", {**MOE, "intermediate_size_mlp": 96, "attention_chunk_size": 128}),
 }
 
 
@@ -395,14 +398,47 @@ class OwnProducts(ReferenceBackend):
 
 
 @pytest.mark.parametrize(
-    ("name", "stray"), [("llama", set()), ("qwen3_moe", {"Qwen3MoeTopKRouter", "Qwen3MoeExperts"}), ("gemma2", set())]
+    ("name", "stray"),
+    [
+        ("llama", set()),
+        ("qwen3_moe", {"Qwen3MoeTopKRouter", "Qwen3MoeExperts"}),
+        ("gemma2", set()),
+        ("phimoe", {"PhimoeExperts"}),
+        ("llama4", {"Llama4TextExperts"}),
+    ],
 )
 def test_products_that_do_not_go_through_the_backend_are_seen(name: str, stray: set[str]) -> None:
     model, backend = build(name), OwnProducts()
+    before = logits_of(model, token_ids(24))
     assert stray_products(model) > stray
     fuse_model(model, backend)
     route_products(model, backend.linear)
     assert stray_products(model) == stray
+    assert (logits_of(model, token_ids(24)) - before).abs().max() <= 1e-5 * before.std()
+
+
+class Router(nn.Linear):
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input).topk(2)
+
+
+def test_a_subclass_of_a_linear_layer_keeps_its_own_forward_and_its_product_is_routed() -> None:
+    model = build("llama")
+    router = Router(64, 8)
+    model.add_module("router", router)
+    x = torch.randn(16, 64)
+    expected = router(x)
+    shapes: list[torch.Size] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        shapes.append(weight.shape)
+        return OwnProducts().linear(x, weight, bias)
+
+    route_products(model, linear)
+    found = router(x)
+    assert shapes == [(8, 64)]
+    assert torch.equal(found.indices, expected.indices)
+    torch.testing.assert_close(found.values, expected.values)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -138,6 +139,130 @@ def test_the_work_of_a_shape_is_what_its_parameters_say() -> None:
     least, want = millions["llama-3.1-8b"].step_seconds(1, 1024, top)
     assert (round(least * 1e3, 1), want) == (3.5, "bandwidth")
     assert millions["llama-3.1-8b"].flops(1, 1, 0) == pytest.approx(15.0e9, rel=0.01)
+
+
+class Machine:
+    """In the place of a GPU and of git: each part takes the seconds that it may, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.commit, self.gpu, self.now = "abc", "NVIDIA H200", 1000.0
+        self.ran: list[str] = []
+        self.errors: dict[str, str] = {}
+        self._words = ["--output", str(folder / "output"), "--continue", str(folder / "kept.json")]
+        for name, fake in {
+            "no_gpu": lambda: "",
+            "commit": lambda: self.commit,
+            "gpu_name": lambda rehearse: self.gpu,
+            "run_in_process": self._run,
+        }.items():
+            monkeypatch.setattr(gpu_check, name, fake)
+        monkeypatch.setattr(gpu_check.time, "monotonic", lambda: self.now)
+
+    def _run(self, name: str, args: Any, seconds: float) -> dict[str, Any]:
+        self.ran.append(name)
+        self.now += seconds
+        measured = f"{name} at {self.commit}"
+        bars = [
+            {**bar._asdict(), "measured": measured, "passed": True if bar.limit else None}
+            for bar in gpu_check.BARS[name]
+        ]
+        section = gpu_check.PARTS[name].section
+        error = self.errors.get(name, "")
+        return {"section": section, "seconds": seconds, "error": error, "bars": bars, "machine": self.gpu}
+
+    def check(self, *words: str) -> tuple[list[str], int]:
+        """The parts that this run began, and its exit status."""
+        self.ran = []
+        status = gpu_check.main([*self._words, *words])
+        return self.ran, status
+
+
+def test_two_runs_measure_everything_and_a_third_has_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, page = Machine(monkeypatch, tmp_path), tmp_path / "gpu.md"
+    page.write_text(gpu_check.PAGE.read_text())
+    monkeypatch.setattr(gpu_check, "PAGE", page)
+    began = machine.now
+    first, status = machine.check()
+    assert machine.now - began <= 60 * 9 - gpu_check.OVERHEAD_SECONDS
+    assert status == 1
+    assert f"not finished: {', '.join(list(gpu_check.PARTS)[len(first) :])}; run the same" in capsys.readouterr().out
+    began = machine.now
+    second, status = machine.check("--write")
+    assert machine.now - began <= 60 * 9 - gpu_check.OVERHEAD_SECONDS
+    assert (first + second, status) == (list(gpu_check.PARTS), 0)
+    assert first
+    assert second
+    for name in gpu_check.PARTS:
+        assert page.read_text().count(f"{name} at abc") == len(gpu_check.BARS[name])
+    assert gpu_check.UNKNOWN not in page.read_text()
+    assert machine.check() == ([], 0)
+    text = (tmp_path / "output" / "gpu_check.txt").read_text()
+    assert f"{sum(part.seconds for part in gpu_check.PARTS.values()):.0f} s in all" in text
+
+
+def test_another_commit_or_gpu_is_measured_anew_and_the_first_is_still_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    assert machine.check("--only", "half,start") == (["half", "start"], 0)
+    assert machine.check("--only", "half,kernels") == (["kernels"], 0)
+    machine.gpu = "NVIDIA A100"
+    assert machine.check("--only", "half") == (["half"], 0)
+    machine.gpu, machine.commit = "NVIDIA H200", "def"
+    assert machine.check("--only", "half") == (["half"], 0)
+    found = json.loads((tmp_path / "output" / "gpu_check.json").read_text())
+    assert list(found["parts"]) == ["half"]
+    assert found["parts"]["half"]["bars"][0]["measured"] == "half at def"
+    machine.commit = "abc"
+    assert machine.check("--only", "half,start,kernels") == ([], 0)
+
+
+def test_no_part_begins_that_may_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    needed = gpu_check.OVERHEAD_SECONDS + gpu_check.PARTS["exact"].seconds + gpu_check.PARTS["half"].seconds
+    words = ["--only", "exact,deterministic,half", "--minutes"]
+    assert machine.check(*words, str((needed + 1) / 60)) == (["exact", "half"], 1)
+    assert machine.check(*words, str((needed - 60) / 60)) == ([], 1)
+    assert machine.check(*words, "9") == (["deterministic"], 0)
+
+
+def test_a_part_that_was_cut_off_runs_again_after_those_that_were_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    machine.errors["exact"] = "cut off after 80 s"
+    assert machine.check("--only", "exact") == (["exact"], 1)
+    machine.errors.clear()
+    assert machine.check("--only", "exact,half") == (["half", "exact"], 0)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_goes_on_in_another_process(tmp_path: Path) -> None:
+    words = ["--rehearse", "--output", str(tmp_path), "--continue", str(tmp_path / "kept.json"), "--only"]
+    assert run(*words, "kernels").returncode == 0
+    done = run(*words, "kernels,llama-3.1-8b")
+    assert done.returncode == 0, done.stderr
+    assert "finished by earlier runs: kernels\n" in done.stdout
+    result = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert list(result["parts"]) == ["kernels", "llama-3.1-8b"]
+    assert result["gpu"] == "CPU rehearsal"
+
+
+def test_changed_sources_are_no_longer_their_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"rev-parse": "abc\n", "status": ""}
+
+    def git(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, said[command[1]], "")
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", git)
+    assert gpu_check.commit() == "abc"
+    said["status"] = " M core/loop.py\n"
+    changed = gpu_check.commit()
+    assert changed.startswith("abc, sources ")
+    monkeypatch.setattr(gpu_check.resume, "hash_sources", lambda *_: hashlib.blake2b(b"other", digest_size=8))
+    assert gpu_check.commit() not in ("abc", changed)
 
 
 @pytest.mark.parametrize("words", [["--only", "speed"], ["--rehearse", "--write"]])

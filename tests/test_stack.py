@@ -189,6 +189,46 @@ def test_embeddings_take_the_place_of_ids_and_are_not_overwritten() -> None:
     assert torch.equal(embeds, copy)
 
 
+DEEPSTACK = {"deepstack_visual_embeds": [torch.ones(24, 64)]}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        DEEPSTACK,
+        {"attention_mask": torch.ones(1, 1, 24, 24)},
+        {"attention_mask": {"full_attention": torch.ones(1, 1, 24, 24), "sliding_attention": None}},
+        {"use_cache": True},
+        {"output_hidden_states": False},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_an_argument_that_the_stack_does_not_know_is_refused_by_its_name(extra: dict[str, Any]) -> None:
+    model = build("llama")
+    fuse(model)
+    ids, positions = torch.arange(24)[None], torch.arange(24)[None]
+    with stand_in(model), pytest.raises(TypeError, match=f"LlamaModel .* takes no {next(iter(extra))}"):
+        model.base_model(input_ids=ids, position_ids=positions, **extra)
+
+
+def test_arguments_that_change_nothing_are_taken() -> None:
+    model = build("llama")
+    fuse(model)
+    ids = torch.arange(24)[None]
+    masks = {"full_attention": None, "sliding_attention": None}
+    assert torch.equal(
+        logits_of(model, input_ids=ids, attention_mask=masks, return_dict=True, deepstack_visual_embeds=None),
+        logits_of(model, input_ids=ids),
+    )
+
+
+def test_a_second_argument_without_its_name_is_refused() -> None:
+    model = build("llama")
+    fuse(model)
+    with stand_in(model), pytest.raises(TypeError, match="positional argument"):
+        model.base_model.forward(torch.arange(24)[None], torch.ones(1, 24))
+
+
 # --- What only looks alike ------------------------------------------------------------------------
 
 
@@ -245,6 +285,11 @@ def reverse_after_layers(model: Any) -> None:
     model.model.forward = reversed_
 
 
+def pass_an_argument(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda **kwargs: forward(**kwargs, **DEEPSTACK)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -254,6 +299,7 @@ def reverse_after_layers(model: Any) -> None:
         (negate_between_layers, "its output differs"),
         (change_embeddings, "changes its embeddings"),
         (reverse_after_layers, "logits differ"),
+        (pass_an_argument, "takes no deepstack_visual_embeds"),
     ],
 )
 def test_a_layer_that_does_something_else_is_found(change: Callable[[Any], None], reason: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.fused import FusedMLP, FusedRMSNorm
-from .fuse_observe import TEXT_ROWS, run_rows
+from .fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 
 Function = Callable[..., Any]
 
@@ -181,25 +181,33 @@ def make_row_invariant(model: PreTrainedModel) -> list[str]:
         if any(path.startswith(f"{outer}.") for outer in found):
             continue  # runs in what is set around the outer one
         module = model.get_submodule(path)
-        module.forward = _invariant(module.forward)
+        module.forward = _inside(RowInvariant, module.forward)
         lines[f"{type(module).__name__} runs row-invariant ({', '.join(sorted(why))})"] += 1
     return [f"clockwork: {count} x {what}" for what, count in lines.items()]
 
 
-def _invariant(forward: Function) -> Function:
+def _inside(mode: Callable[[], TorchFunctionMode], forward: Function) -> Function:
+    """`forward`, each call of which runs in a new `mode()`."""
+
     @wraps(forward)
-    def invariant(*args: Any, **kwargs: Any) -> Any:
-        with RowInvariant():
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with mode():
             return forward(*args, **kwargs)
 
-    return invariant
+    return wrapped
 
 
 def route_products(model: PreTrainedModel, linear: Function) -> None:
-    """Let every linear layer that fusing left alone be computed by `linear`, a backend's."""
+    """Let every linear layer that fusing left alone be computed by `linear`, a backend's.
+
+    A subclass of ``nn.Linear`` may compute more than the product: the routers of Phimoe and Llama 4 also choose the
+    experts. Its own forward still runs, and only the product inside it is computed by `linear`.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.forward = routed(module, linear)  # type: ignore[method-assign]
+            plain = is_plain_linear(module)
+            forward = routed(module, linear) if plain else _inside(partial(RoutedProducts, linear), module.forward)
+            module.forward = forward  # type: ignore[method-assign]
 
 
 def routed(module: nn.Linear, linear: Function) -> Function:

@@ -23,6 +23,9 @@ from ..learn.fuse_observe import STAND_IN, own_values
 from .attention import IMPLEMENTATION
 from .fused import FusedMLP, FusedRMSNorm
 
+IGNORED = {"use_cache": False, "output_router_logits": False, "return_dict": True}
+"""Arguments of a decoder's forward, each with the value at which it does not change the hidden states."""
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """query, key and value ``[rows, heads, dim]``, sinks ``[heads]`` or None → ``[rows, query heads, value dim]``."""
 
@@ -155,22 +158,36 @@ class StackedDecoder:
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
+        *,
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """What transformers calls, ids and positions ``[1, tokens]``. With an attention that is not of this package it
-        is the model's own, so that the two can be compared."""
+        is the model's own, so that the two can be compared.
+
+        Raises:
+            TypeError: the model passes an argument that could change the result, and that the stack does not know.
+        """
         implementation = self.decoder.config._attn_implementation
         if implementation not in (IMPLEMENTATION, STAND_IN):
             inputs = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
             return self._own_forward(**inputs, **kwargs)
+        if unknown := [name for name, value in kwargs.items() if not _changes_nothing(name, value)]:
+            raise TypeError(f"{type(self.decoder).__name__} runs as a stack of layers, which takes no {unknown[0]}")
         assert position_ids is not None
         # what is given from outside may be needed there, and the kernels overwrite
         hidden = self.embed(input_ids) if inputs_embeds is None else self.scaled(inputs_embeds.clone())
         attend = self._attention.mainspring_calls.run if implementation == IMPLEMENTATION else own_values
         step = Step(self._backend, cos_sin(self.decoder, self.rotaries, position_ids), attend)
         return MoeModelOutputWithPast(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether the stack may ignore this argument of a decoder's forward."""
+    if name == "attention_mask" and isinstance(value, Mapping):  # one mask for each kind of layer
+        return all(mask is None for mask in value.values())
+    return value is None or (name in IGNORED and value is IGNORED[name])
 
 
 def cos_sin(decoder: nn.Module, rotaries: Sequence[RotaryOptions], positions: torch.Tensor) -> list[torch.Tensor]:
