@@ -33,15 +33,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown, unknown_argument
 from ..ipc.params import is_text
-
-if TYPE_CHECKING:
-    from ..engine.observe.metrics import StatLoggers
 
 _TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
@@ -172,7 +169,7 @@ class EngineCall(NamedTuple):
 
     vllm_config: EngineConfig
     log_stats: bool
-    stat_loggers: StatLoggers | None
+    stat_loggers: Any
 
 
 def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> EngineCall:

@@ -20,9 +20,9 @@ from .args import FIELDS, EngineArgs
 from .engine_methods import EngineMethods
 from .frontend import CONNECT_OPTIONS, UsageContext
 from .llm_engine import LLMEngine
+from .pooling_methods import PoolingMethods, Progress
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
-from .request.pooling import PoolingMethods, Progress
 from .request.prompts import Prompt, TokensPrompt, listed_prompts
 from .text.chat_template import Message
 from .text.model_files import default_sampling_params

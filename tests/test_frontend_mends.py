@@ -33,7 +33,7 @@ from mainspring.engine import llm_engine
 from mainspring.engine.args import checked
 from mainspring.engine.request.input_processor import InputProcessor, core_messages
 from mainspring.engine.request.outputs import PoolingOutput, PoolingRequestOutput
-from mainspring.engine.request.pooling import PoolingMethods
+from mainspring.engine.pooling_methods import PoolingMethods
 from mainspring.engine.request.weight_messages import plain
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.async_client import AsyncClient

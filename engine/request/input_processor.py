@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
 from ...ipc.config import LoRAConfig
@@ -14,7 +14,6 @@ from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown
 from ...ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
-from .pooling import no_tokens, settled
 from .prompts import Embeds, ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ class InputProcessor:
         Raises:
             InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
         """
-        pooling = settled(params, self.model.tasks)
-        params = params if pooling is None else no_tokens()
+        pooling = _pooling_params(params, self.model.tasks)
+        params = params if pooling is None else _no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -296,3 +295,31 @@ def child_seed(seed: int, index: int) -> int:
 
     digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
     return int.from_bytes(digest.digest(), "big", signed=True)
+
+
+def _no_tokens() -> SamplingParams:
+    """What the sampling parameters of a pooling request are."""
+    return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _pooling_params(params: Any, tasks: Sequence[str]) -> PoolingParams | None:
+    """A checked copy of pooling parameters with their task, for a model that can do `tasks`; None: they are none.
+
+    Raises:
+        InvalidRequestError: the model can't do that. The message names both.
+    """
+    can = f"this model can {', '.join(tasks) or 'generate'}"
+    if not isinstance(params, PoolingParams):
+        if tasks and isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"the request is to generate tokens, and {can}: use embed, encode or classify")
+        return None
+    pooling: PoolingParams = params.clone()
+    pooling.validate()
+    if not tasks:
+        raise InvalidRequestError(
+            f"the request is to {pooling.task or 'pool'}, and {can}: load it with runner='pooling'"
+        )
+    pooling.task = pooling.task or cast(Any, tasks[0])
+    if pooling.task not in tasks:
+        raise InvalidRequestError(f"the task is {pooling.task}, and {can}")
+    return pooling
