@@ -29,6 +29,7 @@ from ..ipc.errors import (
 )
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
+from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import digest_of, read_files
 from .core_meter import CoreMeter
 from .features.adapters import Adapters
@@ -37,9 +38,8 @@ from .lifecycle import Lifecycle, part_of
 from .memory.kv_cache import KVCacheManager
 from .plan import request_limits as limits
 from .plan.request import Request
-from .plan.request_check import RequestCheck
 from .plan.scheduler import Scheduler
-from .plan.step import Step
+from .plan.step import PROMPT_LOGITS, Step
 from .profiler import Profiler
 from .work.executor import Executor, executor_for
 from .work.grammar import Follower, Grammar, GrammarCompiler
@@ -49,6 +49,7 @@ from .work.rpc import make_worker
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
+MAX_LOGPROBS = 24 << 20  # log probabilities of all rows of a step: 8 bytes each, in one message of at most 256 MiB
 MAX_ARGUMENT_BYTES = 64 << 10  # of a utility call
 ADMIN_METHODS = frozenset(
     "reset_prefix_cache pause_generation resume_generation sleep wake_up update_weights collective_rpc start_profile "
@@ -138,14 +139,14 @@ class EngineCore:
         loras = self.executor.lora_limits if config.lora_config.enable_lora else None
         self.adapters = Adapters(config.lora_config, loras, facts.hidden_size, self.scheduler, self._later)
         self.adapters.on_held = self._tell_state
+        seats = config.scheduler_config.max_num_seqs
         self._checks = RequestCheck(
             facts,
-            self._most_tokens,
-            self._pooling is not None,
-            self.executor.accepts_embeddings,
-            self.adapters,
+            config.lora_config,
             config.model_config.max_logprobs,
-            config.scheduler_config.max_num_seqs,
+            self.executor.accepts_embeddings,
+            MAX_LOGPROBS // (seats + PROMPT_LOGITS),
+            seats,
         )
         self._failed: tuple[Step, str] | None = None  # out of memory, and why; none is launched after it
         self._profiler = Profiler()
@@ -240,7 +241,7 @@ class EngineCore:
                 return
             self.lifecycle.check()
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
-            self._checks.check(message, embeds)
+            self._checks.check(message)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
             request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt, processors)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidRequestError, MainspringError
 from .observe.metrics import Metric
+from .request.input_processor import check_adapter_types
 from .request.weight_messages import plain, weight_messages
 from .text.tokenizer import Tokenizer
 
@@ -283,7 +284,8 @@ class EngineMethods:
             InvalidRequestError: its folder holds nothing that can be served; the message says why.
             NotSupportedError: the core serves no adapters.
         """
-        self._engine.input_processor.check_adapters(lora_request)
+        check_adapter_types(lora_request)
+        self._engine.input_processor.request_check.check_lora()
         return bool(await self._engine._call("add_lora", lora_request.message))
 
     @blocking

@@ -28,6 +28,7 @@ from ..ipc.errors import (
     unknown_argument,
 )
 from ..ipc.messages import AddRequest, Stats
+from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
 from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
@@ -185,9 +186,9 @@ class Frontend(Generic[C]):
         eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
-        interval, most = client.config.scheduler_config.stream_interval, client.config.model_config.max_logprobs
-        adapters = client.config.lora_config
-        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval, most, adapters)
+        check = RequestCheck(client.model, client.config.lora_config, client.config.model_config.max_logprobs)
+        interval = client.config.scheduler_config.stream_interval
+        self.input_processor = InputProcessor(self.tokenizer, check, eos, interval)
         self._handles = itertools.count(1)
         self.output_processor = OutputProcessor(self.tokenizer, self._handles)
         self.logger_manager: StatLoggerManager | None = None

@@ -31,9 +31,9 @@ from mainspring.compat.forms import AddCall, resolve_add_request, resolve_engine
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
 from mainspring.engine.args import checked
+from mainspring.engine.pooling_methods import PoolingMethods
 from mainspring.engine.request.input_processor import InputProcessor, core_messages
 from mainspring.engine.request.outputs import PoolingOutput, PoolingRequestOutput
-from mainspring.engine.pooling_methods import PoolingMethods
 from mainspring.engine.request.weight_messages import plain
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.async_client import AsyncClient
@@ -48,6 +48,7 @@ from mainspring.ipc.errors import (
     WrongProcessError,
 )
 from mainspring.ipc.messages import AddRequest, ModelFacts
+from mainspring.ipc.request_check import RequestCheck
 from mainspring.ipc.sync_client import SyncClient
 from stand_in_core import stand_in
 from test_call_forms import Silent, SilentAsync
@@ -56,8 +57,8 @@ from wire import collect, request
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=32, dtype="float32", eos_token_ids=[2])
 POOLS = msgspec.structs.replace(FACTS, tasks=["embed"])
 ADAPTERS = LoRAConfig(enable_lora=True, enable_prompt_adapter=True)
-PROCESSOR = InputProcessor(load_tokenizer(MODEL_PATH), FACTS, [2], adapters=ADAPTERS)
-POOLER = InputProcessor(None, POOLS, [2])
+PROCESSOR = InputProcessor(load_tokenizer(MODEL_PATH), RequestCheck(FACTS, ADAPTERS), [2])
+POOLER = InputProcessor(None, RequestCheck(POOLS), [2])
 P = SamplingParams(max_tokens=4)
 LORA = LoRARequest("a", 1, "/a")
 HUGE = 10**5000  # too long for repr

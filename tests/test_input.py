@@ -16,10 +16,11 @@ from mainspring.engine.request.prompts import ParsedPrompt, parse_prompt
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError, UnknownArgumentError
 from mainspring.ipc.messages import ModelFacts
+from mainspring.ipc.request_check import RequestCheck
 
 TOKENIZER = load_tokenizer(MODEL_PATH)
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=32, dtype="float32", eos_token_ids=[2])
-PROCESSOR = InputProcessor(TOKENIZER, FACTS, [2, 7])
+PROCESSOR = InputProcessor(TOKENIZER, RequestCheck(FACTS), [2, 7])
 
 
 def process(prompt: Any, params: SamplingParams | None = None, **options: Any) -> EngineCoreRequest:
@@ -195,7 +196,7 @@ def test_fields_assigned_after_construction_are_checked_again() -> None:
 
 
 def test_without_a_tokenizer_only_ids_and_no_stop_strings() -> None:
-    bare = InputProcessor(None, FACTS, [])
+    bare = InputProcessor(None, RequestCheck(FACTS), [])
     assert bare.process_inputs("r", [3], SamplingParams()).prompt_token_ids == [3]
     with pytest.raises(InvalidRequestError, match="skip_tokenizer_init"):
         bare.process_inputs("r", "text", SamplingParams())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
-from ...ipc.config import LoRAConfig
-from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
-from ...ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
+from ...ipc.errors import InvalidRequestError, shown, unknown_argument
+from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
+from ...ipc.request_check import RequestCheck
 from .prompts import Embeds, ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
@@ -52,15 +52,13 @@ class InputProcessor:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        model: ModelFacts,
+        check: RequestCheck,
         eos_token_ids: Iterable[int],
         stream_interval: int = 1,
-        max_logprobs: int = -1,
-        adapters: LoRAConfig = LoRAConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.tokenizer = tokenizer
-        self._stream_interval, self._max_logprobs = stream_interval, max_logprobs
-        self.model, self._adapters = model, adapters
+        self.request_check, self.model = check, check.model
+        self._stream_interval = stream_interval
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def process_inputs(
@@ -81,7 +79,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
         """
-        pooling = _pooling_params(params, self.model.tasks)
+        pooling = _pooling_params(params, self.model.tasks) if isinstance(params, PoolingParams) else None
         params = params if pooling is None else _no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
@@ -91,34 +89,26 @@ class InputProcessor:
             raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization_kwargs)}; it must be a dict")
         params.validate()
         params = params.clone()
-        self.check_adapters(lora_request, prompt_adapter_request)
-        virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
-        limit = self.model.max_model_len - virtual
-        if virtual and limit < 1 + (pooling is None):
-            raise InvalidRequestError(
-                f"the prompt adapter has {virtual} virtual tokens; max_model_len is {self.model.max_model_len}, which "
-                "leaves none for a prompt"
-            )
+        check_adapter_types(lora_request, prompt_adapter_request)
         parsed = parse_prompt(prompt)
         if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
             raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
-        keep, pooled = (pooling or params).truncate_prompt_tokens, pooling is not None
-        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, limit, pooled)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_vocabulary(name, getattr(params, name) or ())
-        if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
-            name = "use_beam_search" if params.use_beam_search else "prompt_logprobs"
-            raise InvalidRequestError(f"{name} needs a prompt of token ids, but this one is embeddings")
+        if parsed.embeds is not None and params.use_beam_search:
+            raise InvalidRequestError("use_beam_search needs a prompt of token ids, but this one is embeddings")
         if self.tokenizer is None and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
-        self._check_choices(params)
+        virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
+        limit = max(1, self.model.max_model_len - virtual - (pooling is None))  # tokens of the longest prompt
+        keep = (pooling or params).truncate_prompt_tokens
+        keep = limit if keep == -1 else keep
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, pooling is not None)
         form = params.structured_outputs or params.guided_decoding
-        room = max(1, limit - len(token_ids))
+        room = max(1, self.model.max_model_len - virtual - len(token_ids))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.stream_interval = params.stream_interval or self._stream_interval
         params.seed = int.from_bytes(os.urandom(8), "big", signed=True) if params.seed is None else params.seed
-        return EngineCoreRequest(
+        request = EngineCoreRequest(
             request_id=request_id,
             prompt=prompt_text if prompt_text is not None else parsed.text,
             prompt_token_ids=token_ids,
@@ -136,30 +126,8 @@ class InputProcessor:
             pooling=pooling,
             second=parsed.second,
         )
-
-    def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
-        """Raise what keeps a request from having these, as far as it is known here."""
-        for name, value, kind, option in (
-            ("lora_request", lora, LoRARequest, "enable_lora"),
-            ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest, "enable_prompt_adapter"),
-        ):
-            if value is not None and not getattr(self._adapters, option):
-                raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
-            if value is not None and not isinstance(value, kind):
-                raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
-
-    def _check_choices(self, params: SamplingParams) -> None:
-        most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
-        asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs, "beams": beams}
-        for name, value in asked.items():
-            if value is not None and most >= 0 and not 0 <= value <= most:
-                given = "all log probabilities" if value < 0 else f"{value} log probabilities for each token"
-                raise InvalidRequestError(f"{name} takes {given}; max_logprobs of the engine is {most}; -1 allows all")
-        never = set(params.stop_token_ids or ()) | self.eos_token_ids if params.min_tokens else set()
-        if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
-            raise InvalidRequestError(
-                "allowed_token_ids are all stop tokens, and min_tokens forbids those: none is left"
-            )
+        self.request_check.check(core_message(request, 0))
+        return request
 
     def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
         """Each as it stands, and as it is after a space where that takes as many tokens and begins with another one."""
@@ -172,57 +140,33 @@ class InputProcessor:
         return [tokens for tokens in found if tokens]
 
     def _prompt_token_ids(
-        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, limit: int, pooled: bool
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, pooled: bool
     ) -> list[int]:
-        """Those that are kept: the last ones, or, of a prompt that is `pooled`, the first."""
-        most = None if keep is None else keep if keep > 0 else limit if pooled else limit - 1
-        for name in tokenization_kwargs:
+        """The prompt's token ids; of more than `keep` the last ones, or, of a prompt that is `pooled`, the first."""
+        for name, special in tokenization_kwargs.items():
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
-            if not isinstance(special := tokenization_kwargs[name], bool):
+            if not isinstance(special, bool):
                 raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
         if parsed.embeds is not None:
-            tokens, hidden = parsed.embeds.array.shape
-            if hidden != self.model.hidden_size:
-                raise InvalidRequestError(
-                    f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
-                )
-            if most is not None:
+            if keep is not None:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
-            token_ids = [0] * tokens
-        elif parsed.token_ids is not None:
+            return [0] * len(parsed.embeds.array)
+        if parsed.token_ids is not None:
             token_ids = parsed.token_ids
-            self._check_vocabulary("prompt_token_ids", token_ids)
         elif self.tokenizer is None:
             raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
         elif not is_text(parsed.text):
             raise InvalidRequestError(f"the prompt is {shown(parsed.text)}, which holds half a surrogate pair")
         else:
             add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
-            cut = most if pooled else None
-            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, cut) if parsed.text else []
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        if most is not None:
-            token_ids = token_ids[:most] if pooled else token_ids[-most:]
-        virtual = self.model.max_model_len - limit
-        beside = f", of which the prompt adapter's virtual tokens take {virtual}" if virtual else ""
-        longest = f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}{beside}"
-        if pooled and len(token_ids) > limit:
-            raise InvalidRequestError(f"{longest}: raise that, or give truncate_prompt_tokens")
-        if len(token_ids) >= limit + pooled:
-            raise InvalidRequestError(
-                f"{longest}, so with at least one token of output it may have at most {max(0, limit - 1)}"
-            )
-        return token_ids
-
-    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
-        size = self.model.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
-            wrong = next(token for token in token_ids if not 0 <= token < size)
-            raise InvalidRequestError(f"{name} holds {shown(wrong)}; token ids of this model go from 0 to {size - 1}")
+            most = keep if pooled else None
+            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, most) if parsed.text else []
+        if keep is None:
+            return token_ids
+        return token_ids[:keep] if pooled else token_ids[-keep:]
 
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
@@ -302,24 +246,19 @@ def _no_tokens() -> SamplingParams:
     return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-def _pooling_params(params: Any, tasks: Sequence[str]) -> PoolingParams | None:
-    """A checked copy of pooling parameters with their task, for a model that can do `tasks`; None: they are none.
-
-    Raises:
-        InvalidRequestError: the model can't do that. The message names both.
-    """
-    can = f"this model can {', '.join(tasks) or 'generate'}"
-    if not isinstance(params, PoolingParams):
-        if tasks and isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"the request is to generate tokens, and {can}: use embed, encode or classify")
-        return None
-    pooling: PoolingParams = params.clone()
+def _pooling_params(params: PoolingParams, tasks: Sequence[str]) -> PoolingParams:
+    """A checked copy, with a task: by default the first of those that the model can do."""
+    pooling = params.clone()
     pooling.validate()
-    if not tasks:
-        raise InvalidRequestError(
-            f"the request is to {pooling.task or 'pool'}, and {can}: load it with runner='pooling'"
-        )
-    pooling.task = pooling.task or cast(Any, tasks[0])
-    if pooling.task not in tasks:
-        raise InvalidRequestError(f"the task is {pooling.task}, and {can}")
+    pooling.task = pooling.task or cast(Any, next(iter(tasks), None))
     return pooling
+
+
+def check_adapter_types(lora: object, prompt_adapter: object = None) -> None:
+    """Raise `InvalidRequestError` for what is not an adapter."""
+    for name, value, kind in (
+        ("lora_request", lora, LoRARequest),
+        ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
