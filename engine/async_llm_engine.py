@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..compat.forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
+from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
 from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
@@ -56,7 +57,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     """A frontend for one event loop, the first it is used from, with a core of its own in another process.
 
     It may be made with no loop running; making it blocks until the core is ready. The newest call is
-    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in call_forms.py.
+    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in compat/forms.py.
 
     Args:
         args, kwargs: `vllm_config`, or its parts; `executor_class`: only None. `stat_loggers`: as `LLMEngine`'s.
@@ -148,7 +149,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """A request, as an async iterator of its outputs; see `RequestStream`. Nothing is sent before the first is
         asked for.
 
-        Args: as `LLMEngine.add_request`; the forms by position are in call_forms.py.
+        Args: as `LLMEngine.add_request`; the forms by position are in compat/forms.py.
 
         Raises (while iterating):
             InvalidRequestError: it can't be served as it stands.
@@ -158,7 +159,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_generate(prompt, sampling_params, request_id, positional, slots, prompt_text, older)
-        return RequestStream(self, call)
+        return self._stream(call)
 
     async def add_request(
         self,
@@ -175,8 +176,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     ) -> RequestStream:
         """Send a request now; its outputs are the stream's. Arguments and errors as `LLMEngine.add_request`."""
         slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
-        stream = RequestStream(self, resolve_add_request(request_id, prompt, params, slots, prompt_text, older))
-        await stream._begin()
+        stream = self._stream(resolve_add_request(request_id, prompt, params, slots, prompt_text, older))
+        await stream.begin()
         return stream
 
     def encode(
@@ -199,7 +200,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
             params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_add_request(cast(str, request_id), prompt, params, slots, None, {}, "encode")
-        return cast("AsyncIterator[PoolingRequestOutput[PoolingOutput]]", RequestStream(self, call))
+        return cast("AsyncIterator[PoolingRequestOutput[PoolingOutput]]", self._stream(call))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End one or several requests: each stream yields one last output with finish reason ``abort``. Unknown ids are
@@ -289,7 +290,10 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self._check_process()
         self._reader.enter()
 
-    async def _add(self, call: AddCall) -> RequestState:
+    def _stream(self, call: Call) -> RequestStream:
+        return RequestStream(self._reader, call["request_id"], partial(self._add, call))
+
+    async def _add(self, call: Call) -> RequestState:
         self._enter()
         request = self._prepared(call)
         if self._log_requests:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, Type
 
 import msgspec
 
-from ..compat.forms import AddCall
+from ..compat.forms import Call
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
@@ -219,13 +219,15 @@ class Frontend(Generic[C]):
         tracer = self.output_processor.tracer = Tracer(endpoint, self.model_config.shown_name)
         self._stop_tracing = weakref.finalize(self, _in_process, self._pid, tracer.close)
 
-    def _prepared(self, call: AddCall) -> EngineCoreRequest:
+    def _prepared(self, call: Call) -> EngineCoreRequest:
         """The request of a call, checked."""
-        if isinstance(call.prompt, EngineCoreRequest):
-            if (own := call.prompt.request_id) != call.request_id:
-                logger.warning("request_id %r: the prepared request keeps its own, %r", call.request_id, own)
-            return call.prompt if call.trace_headers is None else replace(call.prompt, trace_headers=call.trace_headers)
-        return self.input_processor.process_inputs(*call)
+        prompt, headers = call["prompt"], call["trace_headers"]
+        if isinstance(prompt, EngineCoreRequest):
+            if prompt.request_id != call["request_id"]:
+                given = call["request_id"]
+                logger.warning("request_id %r: the prepared request keeps its own, %r", given, prompt.request_id)
+            return prompt if headers is None else replace(prompt, trace_headers=headers)
+        return self.input_processor.process_inputs(**call)
 
     def _registered(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
         """Expect its outputs from now on. Its state here, and what is to be sent: messages, each with these arrays."""

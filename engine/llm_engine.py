@@ -57,7 +57,7 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
 class LLMEngine(EngineMethods, Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
-    The configuration may also come part by part, by position or keyword: see call_forms.py.
+    The configuration may also come part by part, by position or keyword: see compat/forms.py.
 
     Methods may be called from several threads; `step` in several threads shares the outputs out among them. In a forked
     child every method raises `WrongProcessError`, but those that only show the configuration.
@@ -149,7 +149,7 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         prompt_text: str | None = None,
         **older: Any,
     ) -> str:
-        """Queue a request; its outputs come from `step`. The older call forms work too: see call_forms.py.
+        """Queue a request; its outputs come from `step`. The older call forms work too: see compat/forms.py.
 
         Args:
             request_id: the caller's name for it, unique among the unfinished ones.

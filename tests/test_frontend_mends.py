@@ -27,7 +27,7 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mainspring.compat.forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
+from mainspring.compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
 from mainspring.engine.args import checked
@@ -188,7 +188,7 @@ def test_tokenization_kwargs_are_a_dict_of_a_flag(given: Any) -> None:
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
-def generated(*positional: Any, **keywords: Any) -> AddCall:
+def generated(*positional: Any, **keywords: Any) -> Call:
     slots = [keywords.pop(name, None) for name in ("arrival_time", "lora_request", "tokenization_kwargs")]
     slots += [keywords.pop("trace_headers", None), keywords.pop("priority", 0)]
     return resolve_generate("p", P, "r", positional, cast(Any, tuple(slots)), None, keywords)
@@ -196,12 +196,12 @@ def generated(*positional: Any, **keywords: Any) -> AddCall:
 
 def test_a_keyword_fills_in_what_is_not_given_by_position() -> None:
     call = generated(LORA, trace_headers=HEADERS)
-    assert (call.lora_request, call.trace_headers) == (LORA, HEADERS)
+    assert (call["lora_request"], call["trace_headers"]) == (LORA, HEADERS)
     call = generated([3, 4], lora_request=LORA, trace_headers=HEADERS, priority=5, prefix_pos=7)
-    assert (call.lora_request, call.trace_headers, call.priority) == (LORA, HEADERS, 5)
-    assert call.prompt == {"prompt": "p", "prompt_token_ids": [3, 4]}
-    assert generated(None, None, None, 6).priority == generated(None, None, 6).priority == 6
-    assert generated(None, None, None, priority=6).priority == 6
+    assert (call["lora_request"], call["trace_headers"], call["priority"]) == (LORA, HEADERS, 5)
+    assert call["prompt"] == {"prompt": "p", "prompt_token_ids": [3, 4]}
+    assert generated(None, None, None, 6)["priority"] == generated(None, None, 6)["priority"] == 6
+    assert generated(None, None, None, priority=6)["priority"] == 6
 
 
 @pytest.mark.parametrize(

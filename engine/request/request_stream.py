@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Self
 
-from ...compat.forms import AddCall
 from .outputs import RequestOutput, errors_of, num_tokens_of
 from .request_state import RequestState
 
 if TYPE_CHECKING:
-    from ..async_llm_engine import AsyncLLMEngine
+    from .output_reader import OutputReader  # brings asyncio
 
 
 class RequestStream:
@@ -18,17 +18,22 @@ class RequestStream:
 
     A request that ends in an error raises it, after what it had brought. Whoever leaves before the end (out of the
     loop, by a cancelled task, by `aclose`) aborts the request in the core.
+
+    Args:
+        request_id: the request's, unless it was prepared under another.
+        send: sends the request. Called once, for the first output.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, call: AddCall) -> None:
-        self._engine = engine
-        self._call = call
+    def __init__(self, reader: OutputReader, request_id: str, send: Callable[[], Awaitable[RequestState]]) -> None:
+        self._reader = reader
+        self._request_id = request_id
+        self._send = send
         self._state: RequestState | None = None
         self._ended: Exception | None = None  # what to raise when asked again
 
     @property
     def request_id(self) -> str:
-        return self._call.request_id if self._state is None else self._state.source.request_id
+        return self._request_id if self._state is None else self._state.source.request_id
 
     def __aiter__(self) -> Self:
         return self
@@ -38,7 +43,7 @@ class RequestStream:
             ended, self._ended = self._ended, StopAsyncIteration()
             raise ended
         try:
-            state = self._state or await self._begin()
+            state = self._state or await self.begin()
             assert state.news is not None
             await state.news.wait()
         except BaseException:  # refused, or cancelled
@@ -63,10 +68,11 @@ class RequestStream:
         """End here; the request is aborted if it has not ended. Twice is once."""
         leaves, self._ended = self._is_open, self._ended or StopAsyncIteration()
         if leaves:
-            await self._engine._reader.end([self.request_id])
+            await self._reader.end([self.request_id])
 
-    async def _begin(self) -> RequestState:
-        self._state = await self._engine._add(self._call)
+    async def begin(self) -> RequestState:
+        """Send the request."""
+        self._state = await self._send()
         return self._state
 
     @property
@@ -76,4 +82,4 @@ class RequestStream:
 
     def __del__(self) -> None:
         if self._is_open:
-            self._engine._reader.end_from_anywhere(self.request_id)
+            self._reader.end_from_anywhere(self.request_id)
