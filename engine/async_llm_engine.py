@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
+from ..compat.members import EngineMembers, UsageContext
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
 from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
@@ -16,7 +17,7 @@ from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
 from .engine_methods import EngineMethods, coroutine
-from .frontend import Frontend, ModelFiles, UsageContext
+from .frontend import Frontend, ModelFiles
 from .llm_engine import LLMEngine
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
@@ -268,12 +269,12 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     remove_lora = coroutine(EngineMethods.remove_lora)
     list_loras = coroutine(EngineMethods.list_loras)
     pin_lora = coroutine(EngineMethods.pin_lora)
-    get_model_config = coroutine(LLMEngine.get_model_config)
-    get_cache_config = coroutine(LLMEngine.get_cache_config)
-    get_scheduler_config = coroutine(LLMEngine.get_scheduler_config)
-    get_parallel_config = coroutine(LLMEngine.get_parallel_config)
-    get_decoding_config = coroutine(LLMEngine.get_decoding_config)
-    get_lora_config = coroutine(LLMEngine.get_lora_config)
+    get_model_config = coroutine(EngineMembers.get_model_config)
+    get_cache_config = coroutine(EngineMembers.get_cache_config)
+    get_scheduler_config = coroutine(EngineMembers.get_scheduler_config)
+    get_parallel_config = coroutine(EngineMembers.get_parallel_config)
+    get_decoding_config = coroutine(EngineMembers.get_decoding_config)
+    get_lora_config = coroutine(EngineMembers.get_lora_config)
     do_log_stats = coroutine(LLMEngine.do_log_stats)
     do_log_stats_with_interval = coroutine(LLMEngine.do_log_stats_with_interval)
 

@@ -8,9 +8,9 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
+from ..compat.members import Device
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidRequestError, MainspringError
 from .observe.metrics import Metric
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 PauseMode = Literal["abort", "wait", "keep"]
-
-
-class Device(Enum):
-    """Where cached blocks lie; for the older form of `reset_prefix_cache`. `GPU`: in the pool, on whatever device that
-    is; `CPU`: in host memory beside it, see `kv_offloading_size`."""
-
-    GPU = auto()
-    CPU = auto()
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:

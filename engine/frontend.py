@@ -11,13 +11,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
 from ..compat.forms import Call
+from ..compat.members import FrontendMembers
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
@@ -49,17 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class UsageContext(StrEnum):
-    """Who uses the engine. Nothing is reported anywhere; accepted because vLLM's signatures have it."""
-
-    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
-    LLM_CLASS = "LLM_CLASS"
-    API_SERVER = "API_SERVER"
-    OPENAI_API_SERVER = "OPENAI_API_SERVER"
-    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
-    ENGINE_CONTEXT = "ENGINE_CONTEXT"
-
-
 C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
 CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "otlp_traces_endpoint")
@@ -88,7 +77,7 @@ class ModelFiles(NamedTuple):
         return cls(load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found)
 
 
-class Frontend(Generic[C]):
+class Frontend(FrontendMembers, Generic[C]):
     """A client of a core, and what lies between it and the user. Ended by `shutdown`, by being collected, or with the
     interpreter.
     """
@@ -311,18 +300,6 @@ class Frontend(Generic[C]):
                 "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or collective_rpc"
             )
         return cast(Any, self.engine_core).core.executor
-
-    @property
-    def dp_group(self) -> None:
-        """None: there is one copy of the model."""
-
-    def execute_dummy_batch(self) -> NoReturn:
-        """A step for the sake of other copies of the model.
-
-        Raises:
-            NotSupportedError: always, until there is data parallelism.
-        """
-        raise NotSupportedError("execute_dummy_batch is for data parallelism, which is not supported yet")
 
     @property
     def observability_config(self) -> ObservabilityConfig:

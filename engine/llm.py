@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..compat.forms import one_prompt
+from ..compat.members import UsageContext
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
 from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, is_text
 from .args import FIELDS, EngineArgs
 from .engine_methods import EngineMethods
-from .frontend import CONNECT_OPTIONS, UsageContext
+from .frontend import CONNECT_OPTIONS
 from .llm_engine import LLMEngine
 from .pooling_methods import PoolingMethods, Progress
 from .request.input_processor import EngineCoreRequest

@@ -9,22 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ..compat.forms import refuse_unsupported, resolve_add_request, takes_older_forms
+from ..compat.members import EngineMembers, UsageContext
 from ..ipc.adapters import LoRARequest
-from ..ipc.config import (
-    CacheConfig,
-    EngineConfig,
-    LoRAConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    StructuredOutputsConfig,
-)
-from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError, MainspringError, shown, wire_text
+from ..ipc.config import EngineConfig
+from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, shown, wire_text
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs, checked
 from .engine_methods import EngineMethods
-from .frontend import Frontend, ModelFiles, UsageContext
+from .frontend import Frontend, ModelFiles
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import PoolingRequestOutput, RequestOutput
@@ -54,7 +47,7 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     return InprocClient(core)
 
 
-class LLMEngine(EngineMethods, Frontend["CoreClient"]):
+class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
     The configuration may also come part by part, by position or keyword: see compat/forms.py.
@@ -254,40 +247,6 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         self._check_process()
         with self._lock:
             return len(self.output_processor) + len(self._ready)
-
-    def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
-        """The same, of a pipeline's part: there is one, number 0.
-
-        Raises:
-            InvalidArgumentError: another number.
-        """
-        if isinstance(virtual_engine, bool) or virtual_engine != 0:
-            raise InvalidArgumentError(f"virtual_engine is {shown(virtual_engine)}; there is only 0")
-        return self.has_unfinished_requests()
-
-    def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
-        """Whether any copy of the model has unfinished requests, if this one says so: there are no others."""
-        return has_unfinished
-
-    # ------------------------------------------------------------------ the engine
-
-    def get_model_config(self) -> ModelConfig:
-        return self.vllm_config.model_config
-
-    def get_cache_config(self) -> CacheConfig:
-        return self.vllm_config.cache_config
-
-    def get_scheduler_config(self) -> SchedulerConfig:
-        return self.vllm_config.scheduler_config
-
-    def get_parallel_config(self) -> ParallelConfig:
-        return self.vllm_config.parallel_config
-
-    def get_decoding_config(self) -> StructuredOutputsConfig:
-        return self.vllm_config.structured_outputs_config
-
-    def get_lora_config(self) -> LoRAConfig:
-        return self.vllm_config.lora_config
 
     def do_log_stats(self, *ignored: Any, **also: Any) -> None:
         """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.
