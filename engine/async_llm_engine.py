@@ -55,7 +55,7 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class AsyncLLMEngine(Frontend["AsyncClient"]):
-    """A frontend for one event loop, the first it is used from, with a core of its own in another process.
+    """A frontend for one event loop, the first one it is used from, with a core of its own in another process.
 
     It may be made with no loop running; making it blocks until the core is ready. The newest call is
     ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in compat/forms.py.
@@ -227,7 +227,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why nothing more can be served, if so. A core that died and is being restarted is no such reason."""
+        """Why the engine can serve no more; None while it can, also while a core that died is being restarted."""
         return self.engine_core.error
 
     @property
@@ -285,7 +285,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self.shutdown()
         await self._reader.ended()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ private
 
     def _enter(self) -> None:
         self._check_process()
@@ -296,11 +296,11 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     async def _add(self, call: Call) -> RequestState:
         self._enter()
-        request = self._prepared(call)
+        request = self._make_request(call)
         if self._log_requests:
             tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
             logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)
-        state, messages, tensors = self._registered(request)
+        state, messages, tensors = self._register(request)
         await self._reader.send(state, messages, tensors)
         return state
 

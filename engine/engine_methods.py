@@ -1,5 +1,7 @@
-"""What can be asked of a core beside requests, each written once: methods of `LLM` and `LLMEngine`, which wait for the
-answer, and of `AsyncLLMEngine`, where they are coroutines.
+"""The methods of an engine that are not about requests: profiles, caches, sleep, weights, adapters, metrics.
+
+Each is written once. `LLM` and `LLMEngine` have it as a method that waits for the core's answer, `AsyncLLMEngine` as a
+coroutine.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidRequestError, MainspringError
 from .observe.metrics import Metric
 from .request.input_processor import check_adapter_types
-from .request.weight_messages import plain, weight_messages
+from .request.weight_messages import plain_arguments, weight_messages
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
-    """Decorator: the coroutine run to its end, which comes without waiting, for it awaits `Frontend._call` alone, and a
-    client that blocks has answered by then."""
+    """Decorator: run a coroutine as a plain method. It awaits `Frontend._call` only, and a blocking client has answered
+    when that returns, so the coroutine ends at its first step."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,7 +45,7 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> C
 
 
 def coroutine(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """The same method for an engine whose client does not block."""
+    """The same method as a coroutine, for an engine whose client does not block."""
     inner = inspect.unwrap(method)
 
     @functools.wraps(method)
@@ -57,9 +59,9 @@ def coroutine(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 
 
 class EngineMethods:
-    """Those of `LLM` and `LLMEngine`."""
+    """The methods of `LLM` and `LLMEngine`."""
 
-    _engine: Frontend[Any]  # who is asked
+    _engine: Frontend[Any]  # whose client is called
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -177,7 +179,7 @@ class EngineMethods:
             NotPermittedError: this connection may not change the engine for everyone.
         """
         await self._engine._call("sleep", level, mode)
-        self._engine._heard(await self._engine._call("stats"))
+        self._engine._take_stats(await self._engine._call("stats"))
 
     @blocking
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -192,7 +194,7 @@ class EngineMethods:
             NotPermittedError: this connection may not change the engine for everyone.
         """
         await self._engine._call("wake_up", tags)
-        self._engine._heard(await self._engine._call("stats"))
+        self._engine._take_stats(await self._engine._call("stats"))
 
     @blocking
     async def is_sleeping(self) -> bool:
@@ -223,7 +225,7 @@ class EngineMethods:
             TimeoutError: there was no answer in time.
             NotPermittedError: this connection may not change the engine for everyone.
         """
-        given = plain(args, kwargs, timeout)
+        given = plain_arguments(args, kwargs, timeout)
         if self._engine.engine_core.in_process or callable(method):
             return self._engine._core_here("collective_rpc").collective_rpc(method, *given)
         return list(await self._engine._call("collective_rpc", method, *given, timeout=timeout))
@@ -260,7 +262,7 @@ class EngineMethods:
             for args, arrays in weight_messages(weights, version):
                 await self._engine._call("update_weights", *args, arrays=arrays)
         except BaseException:
-            with contextlib.suppress(MainspringError):  # whatever it was: half of them is none
+            with contextlib.suppress(MainspringError):  # tell the core that the update is broken off
                 await self._engine._call("update_weights", version, -1, [], [], True)
             raise
 

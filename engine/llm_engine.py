@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
-    """Start a core and connect to it. Only a core in this process brings torch and transformers into it."""
+    """Start a core and connect to it. Torch and transformers are imported here only for a core in this process."""
     if multiprocess:
         from ..ipc.sync_client import SyncClient
 
@@ -52,22 +52,22 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
 
     The configuration may also come part by part, by position or keyword: see compat/forms.py.
 
-    Methods may be called from several threads; `step` in several threads shares the outputs out among them. In a forked
-    child every method raises `WrongProcessError`, but those that only show the configuration.
+    Methods may be called from several threads. If several threads call `step`, each output goes to one of them. In a
+    forked child every method raises `WrongProcessError`, except those that only show the configuration.
 
     Args:
         vllm_config: from `EngineArgs.create_engine_config`.
         executor_class: only None; `distributed_executor_backend` chooses the executor.
         log_stats: whether statistics are collected.
         aggregate_engine_logging, usage_context, mm_registry, use_cached_outputs: without effect.
-        stat_loggers: who else is told of statistics: name → logger, or factories ``(vllm_config, engine_index)``.
+        stat_loggers: further receivers of statistics: name → logger, or factories ``(vllm_config, engine_index)``.
         multiprocess_mode: False: the core runs in this process, one iteration for each `step`.
 
     Raises:
         MainspringError: the model is not found, not supported, or the core did not start.
     """
 
-    DO_VALIDATE_OUTPUT: ClassVar[bool] = False  # whether `step` looks at the type of what it gives
+    DO_VALIDATE_OUTPUT: ClassVar[bool] = False  # whether `step` checks the type of its outputs
 
     @takes_older_forms
     def __init__(
@@ -96,8 +96,8 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
 
     def _open(self, client: CoreClient, *more: Any) -> None:
         super()._open(client, *more)
-        self._ready: list[RequestOutput] = []  # outputs of what ended here, for the next step()
-        self._stepping = threading.Lock()  # one thread at a time waits for outputs
+        self._ready: list[RequestOutput] = []  # last outputs of aborted requests, for the next step()
+        self._stepping = threading.Lock()  # held by the one thread that waits for outputs
 
     @classmethod
     def from_engine_args(
@@ -165,9 +165,9 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
         self._check_process()
         slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_add_request(request_id, prompt, params, slots, prompt_text, older)
-        request = self._prepared(call)
+        request = self._make_request(call)
         with self._lock:
-            _, messages, tensors = self._registered(request)
+            _, messages, tensors = self._register(request)
             processors = request.params.logits_processors
             try:
                 for message in messages:
@@ -215,7 +215,7 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
                 self._abort_in_core(processed.aborts)
                 ready, self._ready = self._ready, []
                 ready += [state.output() for state in processed.changed]
-                with contextlib.suppress(EngineDeadError):  # for the next step() to say
+                with contextlib.suppress(EngineDeadError):  # the next step() raises it
                     for message in processed.adds:
                         self.engine_core.add_request(message)
                 return self._validated(ready)
@@ -227,7 +227,7 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
         return outputs
 
     def _end_requests(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Abort, here and in the core; what `step` would have given is returned instead."""
+        """Abort requests, here and in the core. Returns their last outputs, which `step` then does not return."""
         with self._lock:
             ended = self.output_processor.abort(request_ids, time.monotonic())
             self._abort_in_core(ended.aborts)
@@ -235,7 +235,7 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
 
     def _abort_in_core(self, handles: list[int]) -> None:
         if handles:
-            with contextlib.suppress(EngineDeadError):  # for the next step() to say; these have ended anyway
+            with contextlib.suppress(EngineDeadError):  # the next step() raises it; these have ended anyway
                 self.engine_core.abort(handles)
 
     def has_unfinished_requests(self) -> bool:

@@ -52,7 +52,7 @@ class PoolingMethods:
         Args:
             prompts: as of `generate`.
             pooling_params: one for all prompts or one each.
-            truncate_prompt_tokens, pooling_task: for parameters that say nothing of them.
+            truncate_prompt_tokens, pooling_task: defaults for parameters that do not set them.
 
         Returns:
             One output for each prompt, in order. One that failed has no data and its `error`.

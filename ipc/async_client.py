@@ -100,8 +100,8 @@ class AsyncClient(ConnectedClient):
         connection = self._connection
         connection.receive()
         self._watch_only(connection.fds)
-        if connection.patience is not None and self._timer is None and self._loop is not None:
-            self._timer = self._loop.call_later(connection.patience, self._look_again)
+        if connection.poll_seconds is not None and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(connection.poll_seconds, self._look_again)
         error = connection.dead_error()
         for call_id, future in self._calls.items():
             if future.done():

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for somebody to listen at an address
 RECONNECT_SECONDS = 60.0  # the same, for one that was connected
 LOAD_SECONDS = 1800.0  # for a core that listens to be ready
-ONCE = frozenset({"collective_rpc"})  # may do anything, and end a core: it is not sent again
+SEND_ONCE = frozenset({"collective_rpc"})  # may do anything, and end a core: it is not sent again
 CLOSE_MS = 100  # for the last frames to leave
 LOST_POLL_SECONDS = 0.1  # how often to look, while the connection is lost
 
@@ -85,7 +85,7 @@ class CoreOwner(Protocol):
         """The connection needs no core any more."""
 
 
-class Remote:
+class RemoteCore:
     """A daemon: somebody else's core, at an address."""
 
     token = b""
@@ -101,7 +101,7 @@ class Remote:
         pass
 
 
-class _Entry:
+class _LedgerEntry:
     """A request in flight."""
 
     __slots__ = ("aborted", "began", "request", "sent", "tensors", "tokens")
@@ -162,7 +162,7 @@ class Connection:
         self.results: dict[int, UtilityResult] = {}
         self.dropped_frames = 0
         self.reconnections = 0
-        self._ledger: dict[int, _Entry] = {}
+        self._ledger: dict[int, _LedgerEntry] = {}
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._ready: Ready | None = None  # of the core we are connected to
@@ -181,7 +181,7 @@ class Connection:
         self._end = weakref.finalize(self, _abandon, self._context, self._sockets, self._pid)
         self._open()
         try:
-            self._greeted(connect_timeout)
+            self._wait_for_ready(connect_timeout)
         except BaseException:
             self._end()
             raise
@@ -189,9 +189,9 @@ class Connection:
     @classmethod
     def connect(cls, address: str, **options: Any) -> Self:
         """To a daemon. `options` are the keyword arguments of the class."""
-        return cls(Remote(address), **options)
+        return cls(RemoteCore(address), **options)
 
-    def _greeted(self, connect_timeout: float) -> None:
+    def _wait_for_ready(self, connect_timeout: float) -> None:
         while self._ready is None:
             readable(self.fds, LOST_POLL_SECONDS)
             self.receive()
@@ -201,12 +201,12 @@ class Connection:
                 raise error
             waited = time.monotonic() - self._lost_at
             if self._trouble == _UNLISTED:
-                raise ConnectError(self._nobody())
+                raise ConnectError(self._no_answer())
             starting = not self._trouble and (self._reached or lock_holder(self._core.address) is not None)
             if waited > (LOAD_SECONDS if starting else connect_timeout):
-                raise ConnectError(self._nobody())
+                raise ConnectError(self._no_answer())
 
-    def _nobody(self) -> str:
+    def _no_answer(self) -> str:
         address = self._core.address
         if self._trouble:
             return f"{address} did not let us in: {self._trouble}"
@@ -234,7 +234,7 @@ class Connection:
         return () if self.closed else (int(self._socket.FD), int(self._monitor.FD))
 
     @property
-    def patience(self) -> float | None:
+    def poll_seconds(self) -> float | None:
         """Seconds after which to `receive` again, whatever the descriptors say."""
         return None if self._ready is not None or self.closed or self._dead else LOST_POLL_SECONDS
 
@@ -242,7 +242,7 @@ class Connection:
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
-        entry = _Entry(request, tensors)
+        entry = _LedgerEntry(request, tensors)
         codec.encode_arguments("add_request", request)  # all that the ledger holds can be sent again
         self._ledger[request.handle] = entry
         if self._ready is not None:
@@ -260,7 +260,7 @@ class Connection:
 
     def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
         """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
-        has answered leaves it to the next one, unless it is one of `ONCE`."""
+        has answered leaves it to the next one, unless it is one of `SEND_ONCE`."""
         self._check()
         given = codec.encode_arguments(method, list(args))
         self._next_call += 1
@@ -274,7 +274,7 @@ class Connection:
     def _send_call(self, asked: _Call) -> None:
         """To this core; unless another was asked, and it must not be done twice."""
         call = asked.call
-        if not (asked.sent and call.method in ONCE):
+        if not (asked.sent and call.method in SEND_ONCE):
             asked.sent = True
             self._send(call, asked.arrays)
             return
@@ -287,7 +287,7 @@ class Connection:
         self._calls.pop(call_id, None)
         self.results.pop(call_id, None)
 
-    def _send_entry(self, entry: _Entry) -> None:
+    def _send_entry(self, entry: _LedgerEntry) -> None:
         request = entry.request
         if entry.sent or entry.tokens:
             age = time.monotonic() - entry.began
@@ -442,13 +442,13 @@ class Connection:
     def _give_up(self) -> bool:
         """Whether there is no hope left for a lost connection."""
         if self._last_ready is None:
-            return False  # see `_greeted`
+            return False  # see `_wait_for_ready`
         waited = time.monotonic() - self._lost_at
         self._dead = self._core.dead_error()
         if self._dead is None and self._refused is not None:
             self._dead = EngineDeadError(f"the core does not take us back: {self._refused}")
         patience = LOAD_SECONDS if self._reached else self._reconnect_timeout
-        if self._dead is None and isinstance(self._core, Remote) and waited > patience:
+        if self._dead is None and isinstance(self._core, RemoteCore) and waited > patience:
             why = f" ({self._trouble})" if self._trouble else ""
             self._dead = EngineDeadError(f"{self._core.address} has not answered for {waited:.0f} s{why}")
         return self._dead is not None

@@ -16,7 +16,7 @@ class _Strikes(NamedTuple):
     kills: int  # of these, by SIGKILL
 
 
-class Blame:
+class CrashSuspects:
     """Kept by the supervisor over all its cores.
 
     After a death during a step the requests of that step are suspects. The next core computes each of them in steps of

@@ -22,7 +22,7 @@ from collections import deque
 import msgspec
 
 from .config import EngineConfig
-from .crash_suspects import Blame
+from .crash_suspects import CrashSuspects
 from .errors import EngineDeadError, EngineStartError, from_wire
 from .journal import Journal, Phase
 from .messages import DesiredState, StartReport
@@ -77,7 +77,7 @@ class Supervisor:
         self._service = config.service_config
         self._instance_id = secrets.token_bytes(8)
         self._journal = Journal.create(config.scheduler_config.max_num_seqs)
-        self._blame = Blame()
+        self._suspects = CrashSuspects()
         self._waker = Waker()
         self._state = DesiredState()
         self._decisions = msgspec.Raw(b"\xc0")
@@ -104,7 +104,7 @@ class Supervisor:
     @property
     def num_quarantined(self) -> int:
         """Requests that cores refuse, for others died of them."""
-        return len(self._blame.quarantined)
+        return len(self._suspects.quarantined)
 
     def start(self) -> None:
         """Start the first core, and wait until it serves.
@@ -165,7 +165,7 @@ class Supervisor:
         self.epoch += 1
         self._hung = False
         self._close_files()
-        self._journal.clear(self._blame.suspects)
+        self._journal.clear(self._suspects.suspects)
         self._crash_fd = _temporary_file()
         self._reports, write = os.pipe()
         try:
@@ -180,8 +180,8 @@ class Supervisor:
                 self._crash_fd,
                 self._runtime_dir,
                 self._drain_timeout,
-                self._blame.suspects,
-                self._blame.quarantined,
+                self._suspects.suspects,
+                self._suspects.quarantined,
                 self._decisions,
                 self._state,
                 self.restarts,
@@ -297,7 +297,7 @@ class Supervisor:
         cause = "by hanging" if self._hung else describe_exit(process.returncode) + trouble
         if process.returncode:  # else somebody told it to end
             killed = process.returncode == -signal.SIGKILL and not self._hung
-            if self._blame.crashed(self._journal, cause, killed):
+            if self._suspects.crashed(self._journal, cause, killed):
                 self._restarted_at.clear()  # these deaths have found their cause: they do not count towards the limit
         self.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
         trace = os.pread(self._crash_fd, 100_000, 0).decode(errors="replace").strip() if self._crash_fd >= 0 else ""

@@ -92,7 +92,7 @@ class SyncClient(ConnectedClient):
                     self._arrived.wait(seconds_left(deadline))
                     continue
                 self._has_reader = True
-                fds, patience = self._connection.fds, self._connection.patience
+                fds, patience = self._connection.fds, self._connection.poll_seconds
                 self._lock.release()
                 try:
                     waits = [wait for wait in (seconds_left(deadline), patience) if wait is not None]

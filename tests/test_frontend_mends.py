@@ -34,7 +34,7 @@ from mainspring.engine.args import checked
 from mainspring.engine.pooling_methods import PoolingMethods
 from mainspring.engine.request.input_processor import InputProcessor, core_messages
 from mainspring.engine.request.outputs import PoolingOutput, PoolingRequestOutput
-from mainspring.engine.request.weight_messages import plain
+from mainspring.engine.request.weight_messages import plain_arguments
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.codec import encode_arguments
@@ -325,8 +325,8 @@ def test_arguments_that_no_message_holds_are_refused_and_leave_nothing_behind(va
 )  # fmt: skip
 def test_arguments_of_a_workers_method_are_checked(args: Any, kwargs: Any, timeout: Any, name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{name} is"):
-        plain(args, kwargs, timeout)
-    assert plain((1,), None, 2.5) == ([1], {})
+        plain_arguments(args, kwargs, timeout)
+    assert plain_arguments((1,), None, 2.5) == ([1], {})
 
 
 def test_an_async_call_that_is_not_answered_says_which() -> None:

@@ -1,4 +1,4 @@
-"""A prompt and its parameters, checked and turned into the messages that the core takes: one for each completion."""
+"""Turns a prompt and its parameters into a checked request, and a request into one message for each completion."""
 
 from __future__ import annotations
 
@@ -29,25 +29,32 @@ class EngineCoreRequest:
     """A request that was checked and is ready to be sent. `add_request` takes it in place of a prompt."""
 
     request_id: str
-    prompt: str | None  # text, where known
+    prompt: str | None  # text, if known
     prompt_token_ids: list[int]  # zeros under embeddings
     params: SamplingParams  # a copy, with `max_tokens` and `seed` decided
-    eos_token_ids: frozenset[int]  # that end this request; empty if it ignores them
+    eos_token_ids: frozenset[int]  # tokens that end this request; empty with `ignore_eos`
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
     embeds: Embeds | None = None
-    bad_words: list[list[int]] = field(default_factory=list)  # as tokens
+    bad_words: list[list[int]] = field(default_factory=list)  # each as token ids
     grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
-    trace_headers: Mapping[str, str] | None = None  # of the trace that it belongs to
+    trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
-    pooling: PoolingParams | None = None  # in place of tokens, which `params` then ask none of
-    second: int = 0  # where the second of two texts begins
+    pooling: PoolingParams | None = None  # of a request to a pooling model; `params` are then without effect
+    second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
 
 
 class InputProcessor:
-    """Knows the tokenizer and the model's limits; holds no requests."""
+    """Makes requests of prompts.
+
+    Args:
+        tokenizer: None with `skip_tokenizer_init`: prompts must be token ids or embeddings.
+        check: the facts and limits of the core that gets the requests.
+        eos_token_ids: tokens that end every request that does not ignore them.
+        stream_interval: the default of requests that set none.
+    """
 
     def __init__(
         self,
@@ -74,10 +81,11 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> EngineCoreRequest:
-        """Check everything that can be checked here. Arguments as `LLMEngine.add_request`, in their newest form.
+        """A checked request. Arguments as `LLMEngine.add_request`, in their newest form.
 
         Raises:
-            InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
+            InvalidRequestError: the core can't serve it. The message names field, value and limit.
+            NotSupportedError: it needs a feature that the core does not have.
         """
         pooling = _pooling_params(params, self.model.tasks) if isinstance(params, PoolingParams) else None
         params = params if pooling is None else _no_tokens()
@@ -130,7 +138,7 @@ class InputProcessor:
         return request
 
     def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
-        """Each as it stands, and as it is after a space where that takes as many tokens and begins with another one."""
+        """The tokens of each word, and those of the word after a space where they are as many but begin differently."""
         found = []
         for word in bad_words:
             if self.tokenizer is None:
@@ -170,7 +178,7 @@ class InputProcessor:
 
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
-    """One message for each completion, each under a handle of its own; of beams the first."""
+    """One message for each completion, each with its own handle; of a beam search the first beam's."""
     width = 1 if request.params.use_beam_search else request.params.width
     numbered = zip(range(width), handles, strict=False)
     return [core_message(request, handle, index=index) for index, handle in numbered]
@@ -179,9 +187,9 @@ def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[Ad
 def core_message(
     request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0, age_s: float = 0.0
 ) -> AddRequest:
-    """What the core is to compute: completion `index`, or the token that follows a `beam`, of a request that it let in
-    `age_s` seconds ago."""
-    params, embeds = request.params, None  # their values may be of subclasses, which no message holds
+    """The message for completion `index` of a request, or for the next token of a `beam` of a request that was first
+    sent `age_s` seconds ago."""
+    params, embeds = request.params, None  # a value may be of a subclass of int, float or str, which msgpack refuses
     if request.embeds is not None:
         embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
     assert params.max_tokens is not None
@@ -191,7 +199,7 @@ def core_message(
     if params.use_beam_search:
         logprobs, max_tokens, stops = 2 * params.width, 1, []
     elif params.width > params.n and logprobs is None:
-        logprobs = 0  # the best are to be found
+        logprobs = 0  # needed to rank the completions
     return AddRequest(
         handle=handle,
         request_id=request.request_id,
@@ -202,7 +210,7 @@ def core_message(
             top_k=int(max(params.top_k, 0)),
             min_tokens=int(params.min_tokens),
             stop_token_ids=stops,
-            **{name: float(getattr(params, name)) for name in _FLOATS},  # an int may be one that no message holds
+            **{name: float(getattr(params, name)) for name in _FLOATS},  # msgpack refuses an int of more than 64 bits
             logprobs=_count(logprobs),
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
             logit_bias={int(token): float(bias) for token, bias in (params.logit_bias or {}).items()},
@@ -229,20 +237,20 @@ def _pooling(request: EngineCoreRequest) -> Pooling | None:
 
 
 def _count(logprobs: int | None) -> int:
-    """As the core takes it: -1 for none, more than any vocabulary has for all."""
+    """As on the wire: -1 for none, a number larger than any vocabulary for all."""
     return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else int(min(logprobs, ALL_TOKENS))
 
 
 def child_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of several: the first 8 bytes of BLAKE2b over both as signed 64-bit big-endian."""
-    from hashlib import blake2b  # not on top: it takes a while to import, and most need it never
+    from hashlib import blake2b  # imported here because it is slow to import and rarely needed
 
     digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
     return int.from_bytes(digest.digest(), "big", signed=True)
 
 
 def _no_tokens() -> SamplingParams:
-    """What the sampling parameters of a pooling request are."""
+    """The sampling parameters of a pooling request."""
     return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
