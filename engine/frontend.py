@@ -25,7 +25,7 @@ from ..ipc.errors import (
     EngineDeadError,
     InvalidArgumentError,
     NotSupportedError,
-    WrongProcessError,
+    check_process,
     unknown_argument,
 )
 from ..ipc.messages import AddRequest, Stats
@@ -316,10 +316,7 @@ class Frontend(FrontendMembers, Generic[C]):
         self._stop_tracing()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise WrongProcessError(
-                f"this engine belongs to process {self._pid}, from which this one was forked; make one of its own here"
-            )
+        check_process(self._pid)
 
 
 def _in_process(pid: int, close: Callable[[], None]) -> None:
