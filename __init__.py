@@ -10,10 +10,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
+    "compat.members": "Device UsageContext",
     "engine.args": "EngineArgs",
     "engine.async_llm_engine": "AsyncEngineArgs AsyncLLM AsyncLLMEngine",
-    "engine.engine_methods": "Device",
-    "engine.frontend": "UsageContext",
     "engine.request.input_processor": "EngineCoreRequest",
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",

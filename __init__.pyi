@@ -1,9 +1,9 @@
+from .compat.members import Device as Device
+from .compat.members import UsageContext as UsageContext
 from .engine.args import EngineArgs as EngineArgs
 from .engine.async_llm_engine import AsyncEngineArgs as AsyncEngineArgs
 from .engine.async_llm_engine import AsyncLLM as AsyncLLM
 from .engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
-from .engine.engine_methods import Device as Device
-from .engine.frontend import UsageContext as UsageContext
 from .engine.llm import LLM as LLM
 from .engine.llm_engine import LLMEngine as LLMEngine
 from .engine.observe.metrics import StatLoggerBase as StatLoggerBase

@@ -244,7 +244,7 @@ class _Sender:
         self.answers: Counter[str] = Counter()
         self.lost_sessions = 0
         # The first ones have a session.
-        self._sockets = [self._greeted() for _ in range(SESSIONS)] + [self._socket() for _ in range(STRANGERS)]
+        self._sockets = [self._wait_for_ready() for _ in range(SESSIONS)] + [self._socket() for _ in range(STRANGERS)]
         instance_id, epoch = self._instance
         corpus = Corpus(rng, instance_id, epoch)
         sorts = list(corpus.sorts)
@@ -257,7 +257,7 @@ class _Sender:
         made.connect(self._address)
         return made
 
-    def _greeted(self) -> zmq.Socket[bytes]:
+    def _wait_for_ready(self) -> zmq.Socket[bytes]:
         made = self._socket()
         hello = Hello(PROTOCOL_VERSION, b"", "fuzz", 1.0, os.urandom(16))
         made.send_multipart(codec.encode(hello, codec.NO_INSTANCE, 0))
@@ -297,7 +297,7 @@ class _Sender:
         if number < SESSIONS and (kinds["Refused"] or kinds["Bye"]):
             self.lost_sessions += 1
             self._sockets[number].close()
-            self._sockets[number] = self._greeted()
+            self._sockets[number] = self._wait_for_ready()
         elif number >= SESSIONS and kinds["Ready"]:
             self._sockets[number].close()
             self._sockets[number] = self._socket()

@@ -19,7 +19,8 @@ from report import ROOT
 def hash_sources(*programs: str) -> hashlib.blake2b:
     """The digest of the package and of these programs of this folder."""
     hashed = hashlib.blake2b(digest_size=8)
-    files = [file for room in ("cli", "compat", "core", "engine", "ipc", "kernels", "serve", "tools") for file in (ROOT / room).rglob("*")]
+    rooms = ("cli", "compat", "core", "engine", "ipc", "kernels", "serve", "tools")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*")]
     files += [ROOT / "benchmarks" / name for name in programs]
     for file in sorted(file for file in files if file.suffix in (".py", ".h", ".cpp")):
         hashed.update(file.read_bytes())

@@ -2,36 +2,80 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import tomllib
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 LIMIT = 21_010  # what the package may have now
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def count(path: Path) -> int:
-    return sum(bool(line.strip()) for line in path.read_text().splitlines())
+class Sized(NamedTuple):
+    size: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.size:,}"
 
 
-def main() -> int:
+class File(NamedTuple):
+    """What is counted of one file."""
+
+    path: str
+    lines: int
+    methods: list[Sized]  # of each class, how many
+    class_lines: list[Sized]
+
+
+def non_blank(lines: list[str]) -> int:
+    return sum(bool(line.strip()) for line in lines)
+
+
+def count(path: Path) -> File:
+    text = path.read_text()
+    lines = text.splitlines()
+    methods, class_lines = [], []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            defined = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+            methods.append(Sized(len(defined), node.name))
+            class_lines.append(Sized(non_blank(lines[node.lineno - 1 : node.end_lineno]), node.name))
+    return File(str(path.relative_to(ROOT)), non_blank(lines), methods, class_lines)
+
+
+def files_by_room() -> dict[str, list[File]]:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    lines: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    longest: list[tuple[int, str]] = []
+    found: dict[str, list[File]] = defaultdict(list)
     for package in packages:
         parts = package.split(".")[1:]
         room = parts[0] + "/" if parts else "__init__.py"
-        for path in ROOT.joinpath(*parts).glob("*.py"):
-            lines[room] += count(path)
-            files[room] += 1
-            longest.append((count(path), str(path.relative_to(ROOT))))
-    for room in sorted(lines):
-        print(f"{room:14}{files[room]:4} files {lines[room]:6,} lines")
-    total = sum(lines.values())
-    print(f"{'all':14}{sum(files.values()):4} files {total:6,} lines; the limit is {LIMIT:,}")
-    print("longest: " + ", ".join(f"{name} {n}" for n, name in sorted(longest, reverse=True)[:5]))
+        found[room] += map(count, ROOT.joinpath(*parts).glob("*.py"))
+    return dict(sorted(found.items()))
+
+
+def row(room: str, files: list[File]) -> tuple[str, ...]:
+    longest = max(Sized(file.lines, file.path.removeprefix(room)) for file in files)
+    methods = max((one for file in files for one in file.methods), default="")
+    classes = max((one for file in files for one in file.class_lines), default="")
+    total = sum(file.lines for file in files)
+    return room, str(len(files)), f"{total:,}", str(longest), str(methods), str(classes)
+
+
+def main() -> int:
+    rooms = files_by_room()
+    everything = [file for files in rooms.values() for file in files]
+    table: list[tuple[str, ...]] = [("room", "files", "lines", "longest file", "most methods", "longest class")]
+    table += [row(room, files) for room, files in rooms.items()]
+    table.append(row("all", everything))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for room, *numbers, file, methods, cls in table:
+        counts = (f"{number:>{width}}" for number, width in zip(numbers, widths[1:3], strict=True))
+        print(f"{room:{widths[0]}}", *counts, f"{file:{widths[3]}}", f"{methods:{widths[4]}}", cls, sep="  ")
+    total = sum(file.lines for file in everything)
+    print(f"the limit is {LIMIT:,}")
     if total > LIMIT:
         print(f"{total - LIMIT:,} lines too many", file=sys.stderr)
         return 1

@@ -33,17 +33,18 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown, unknown_argument
 from ..ipc.params import is_text
 
-if TYPE_CHECKING:
-    from ..engine.observe.metrics import StatLoggers
-
 _TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
+_KEYWORDS = (
+    *("request_id", "prompt", "params", "arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"),
+    *("priority", "prompt_text"),
+)
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
 _NEXT = "data_parallel_rank"
 _NONE_ONLY = ("executor_class", "placement_group", "vision_language_config", "prompt_adapter_config")
@@ -60,19 +61,7 @@ _PARTS: dict[str, type[Section]] = {
 _NAMES = {kind: name for name, kind in SECTIONS.items()}
 
 
-class AddCall(NamedTuple):
-    """A call in the newest form: the arguments of `InputProcessor.process_inputs`."""
-
-    request_id: str
-    prompt: Any
-    params: Any
-    arrival_time: float | None
-    tokenization_kwargs: Mapping[str, Any] | None
-    priority: int
-    prompt_text: str | None
-    trace_headers: Mapping[str, str] | None = None
-    lora_request: LoRARequest | None = None
-    prompt_adapter_request: PromptAdapterRequest | None = None
+Call = dict[str, Any]  # a call in the newest form: the keyword arguments of `InputProcessor.process_inputs`
 
 
 def resolve_add_request(
@@ -83,7 +72,7 @@ def resolve_add_request(
     prompt_text: str | None,
     older: Mapping[str, Any],
     method: str = "add_request",
-) -> AddCall:
+) -> Call:
     """Bring any form to the newest one. `slots` are the arguments 4 to 8 as they came, `older` the keywords that the
     newest form does not have.
 
@@ -94,7 +83,7 @@ def resolve_add_request(
     """
     for name in older:
         if name not in (*_OLDER_KEYWORDS, _NEXT):
-            raise unknown_argument(method, name, (*AddCall._fields, *_OLDER_KEYWORDS))
+            raise unknown_argument(method, name, (*_KEYWORDS, *_OLDER_KEYWORDS))
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)) or _is_no_id(request_id):
         raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
     prompt_token_ids = older.get("prompt_token_ids")
@@ -120,10 +109,18 @@ def resolve_add_request(
         raise InvalidRequestError(f"arrival_time is {shown(arrival_time)}; it must be a number of seconds")
     if trace is not None and not (isinstance(trace, Mapping) and all(is_text(x) for kv in trace.items() for x in kv)):
         raise InvalidRequestError(f"trace_headers is {shown(trace)}; it must be a dict of str to str")
-    prompt = one_prompt(prompt, older.get("inputs"), prompt_token_ids)
-    params = older.get("sampling_params") if params is None else params
-    call = AddCall(str(request_id), prompt, params, arrival_time, tokenization, priority, prompt_text)
-    return call._replace(trace_headers=trace, lora_request=lora, prompt_adapter_request=adapter)
+    return {
+        "request_id": str(request_id),
+        "prompt": one_prompt(prompt, older.get("inputs"), prompt_token_ids),
+        "params": older.get("sampling_params") if params is None else params,
+        "arrival_time": arrival_time,
+        "tokenization_kwargs": tokenization,
+        "priority": priority,
+        "prompt_text": prompt_text,
+        "trace_headers": trace,
+        "lora_request": lora,
+        "prompt_adapter_request": adapter,
+    }
 
 
 def resolve_generate(
@@ -134,7 +131,7 @@ def resolve_generate(
     slots: tuple[Any, Any, Any, Any, Any],
     prompt_text: str | None,
     older: Mapping[str, Any],
-) -> AddCall:
+) -> Call:
     """The same for `generate`: `positional` are the arguments past the third, `slots` those of `add_request`, by
     keyword.
 
@@ -172,7 +169,7 @@ class EngineCall(NamedTuple):
 
     vllm_config: EngineConfig
     log_stats: bool
-    stat_loggers: StatLoggers | None
+    stat_loggers: Any
 
 
 def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> EngineCall:

@@ -20,6 +20,7 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
+from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import digest_of, read_files
 from .calls import Caller, Calls, Method
 from .core_meter import CoreMeter
@@ -42,14 +43,14 @@ from .plan.control import (
     WorkerFacts,
 )
 from .plan.request import Request
-from .plan.request_check import RequestCheck
 from .plan.scheduler import Scheduler
-from .plan.step import Step
+from .plan.step import PROMPT_LOGITS, Step
 
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
 TO_ALL = Caller(0, b"", True)  # the process itself
+MAX_LOGPROBS = 24 << 20  # log probabilities of all rows of a step: 8 bytes each, in one message of at most 256 MiB
 
 
 class _Connection(NamedTuple):
@@ -131,11 +132,10 @@ class EngineCore:
         model_facts = msgspec.structs.replace(facts.model, files_digest=files)
         self._checks = RequestCheck(
             model_facts,
-            self._most_tokens,
-            facts.pooling is not None,
-            facts.accepts_embeddings,
-            self.adapters,
+            config.lora_config,
             model.max_logprobs,
+            facts.accepts_embeddings,
+            MAX_LOGPROBS // (scheduler.max_num_seqs + PROMPT_LOGITS),
             scheduler.max_num_seqs,
         )
         self.lifecycle = Lifecycle(
@@ -232,7 +232,7 @@ class EngineCore:
                 return
             self.lifecycle.check()
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
-            self._checks.check(message, embeds)
+            self._checks.check(message)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), now)
             request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt)

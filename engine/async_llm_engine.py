@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..compat.forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
+from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
+from ..compat.members import EngineMembers, UsageContext
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
 from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
@@ -15,7 +17,7 @@ from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
 from .engine_methods import EngineMethods, coroutine
-from .frontend import Frontend, ModelFiles, UsageContext
+from .frontend import Frontend, ModelFiles
 from .llm_engine import LLMEngine
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
@@ -53,10 +55,10 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class AsyncLLMEngine(Frontend["AsyncClient"]):
-    """A frontend for one event loop, the first it is used from, with a core of its own in another process.
+    """A frontend for one event loop, the first one it is used from, with a core of its own in another process.
 
     It may be made with no loop running; making it blocks until the core is ready. The newest call is
-    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in call_forms.py.
+    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in compat/forms.py.
 
     Args:
         args, kwargs: `vllm_config`, or its parts; `executor_class`: only None. `stat_loggers`: as `LLMEngine`'s.
@@ -148,7 +150,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """A request, as an async iterator of its outputs; see `RequestStream`. Nothing is sent before the first is
         asked for.
 
-        Args: as `LLMEngine.add_request`; the forms by position are in call_forms.py.
+        Args: as `LLMEngine.add_request`; the forms by position are in compat/forms.py.
 
         Raises (while iterating):
             InvalidRequestError: it can't be served as it stands.
@@ -158,7 +160,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         """
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_generate(prompt, sampling_params, request_id, positional, slots, prompt_text, older)
-        return RequestStream(self, call)
+        return self._stream(call)
 
     async def add_request(
         self,
@@ -175,8 +177,8 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     ) -> RequestStream:
         """Send a request now; its outputs are the stream's. Arguments and errors as `LLMEngine.add_request`."""
         slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
-        stream = RequestStream(self, resolve_add_request(request_id, prompt, params, slots, prompt_text, older))
-        await stream._begin()
+        stream = self._stream(resolve_add_request(request_id, prompt, params, slots, prompt_text, older))
+        await stream.begin()
         return stream
 
     def encode(
@@ -199,7 +201,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
             params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_add_request(cast(str, request_id), prompt, params, slots, None, {}, "encode")
-        return cast("AsyncIterator[PoolingRequestOutput[PoolingOutput]]", RequestStream(self, call))
+        return cast("AsyncIterator[PoolingRequestOutput[PoolingOutput]]", self._stream(call))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End one or several requests: each stream yields one last output with finish reason ``abort``. Unknown ids are
@@ -225,7 +227,7 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why nothing more can be served, if so. A core that died and is being restarted is no such reason."""
+        """Why the engine can serve no more; None while it can, also while a core that died is being restarted."""
         return self.engine_core.error
 
     @property
@@ -267,12 +269,12 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
     remove_lora = coroutine(EngineMethods.remove_lora)
     list_loras = coroutine(EngineMethods.list_loras)
     pin_lora = coroutine(EngineMethods.pin_lora)
-    get_model_config = coroutine(LLMEngine.get_model_config)
-    get_cache_config = coroutine(LLMEngine.get_cache_config)
-    get_scheduler_config = coroutine(LLMEngine.get_scheduler_config)
-    get_parallel_config = coroutine(LLMEngine.get_parallel_config)
-    get_decoding_config = coroutine(LLMEngine.get_decoding_config)
-    get_lora_config = coroutine(LLMEngine.get_lora_config)
+    get_model_config = coroutine(EngineMembers.get_model_config)
+    get_cache_config = coroutine(EngineMembers.get_cache_config)
+    get_scheduler_config = coroutine(EngineMembers.get_scheduler_config)
+    get_parallel_config = coroutine(EngineMembers.get_parallel_config)
+    get_decoding_config = coroutine(EngineMembers.get_decoding_config)
+    get_lora_config = coroutine(EngineMembers.get_lora_config)
     do_log_stats = coroutine(LLMEngine.do_log_stats)
     do_log_stats_with_interval = coroutine(LLMEngine.do_log_stats_with_interval)
 
@@ -283,19 +285,22 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         self.shutdown()
         await self._reader.ended()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ private
 
     def _enter(self) -> None:
         self._check_process()
         self._reader.enter()
 
-    async def _add(self, call: AddCall) -> RequestState:
+    def _stream(self, call: Call) -> RequestStream:
+        return RequestStream(self._reader, call["request_id"], partial(self._add, call))
+
+    async def _add(self, call: Call) -> RequestState:
         self._enter()
-        request = self._prepared(call)
+        request = self._make_request(call)
         if self._log_requests:
             tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
             logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)
-        state, messages, tensors = self._registered(request)
+        state, messages, tensors = self._register(request)
         await self._reader.send(state, messages, tensors)
         return state
 

@@ -1,5 +1,7 @@
-"""What can be asked of a core beside requests, each written once: methods of `LLM` and `LLMEngine`, which wait for the
-answer, and of `AsyncLLMEngine`, where they are coroutines.
+"""The methods of an engine that are not about requests: profiles, caches, sleep, weights, adapters, metrics.
+
+Each is written once. `LLM` and `LLMEngine` have it as a method that waits for the core's answer, `AsyncLLMEngine` as a
+coroutine.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
+from ..compat.members import Device
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidRequestError, MainspringError
 from .observe.metrics import Metric
-from .request.weight_messages import plain, weight_messages
+from .request.input_processor import check_adapter_types
+from .request.weight_messages import plain_arguments, weight_messages
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,17 +28,9 @@ R = TypeVar("R")
 PauseMode = Literal["abort", "wait", "keep"]
 
 
-class Device(Enum):
-    """Where cached blocks lie; for the older form of `reset_prefix_cache`. `GPU`: in the pool, on whatever device that
-    is; `CPU`: in host memory beside it, see `kv_offloading_size`."""
-
-    GPU = auto()
-    CPU = auto()
-
-
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
-    """Decorator: the coroutine run to its end, which comes without waiting, for it awaits `Frontend._call` alone, and a
-    client that blocks has answered by then."""
+    """Decorator: run a coroutine as a plain method. It awaits `Frontend._call` only, and a blocking client has answered
+    when that returns, so the coroutine ends at its first step."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,7 +45,7 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> C
 
 
 def coroutine(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """The same method for an engine whose client does not block."""
+    """The same method as a coroutine, for an engine whose client does not block."""
     inner = inspect.unwrap(method)
 
     @functools.wraps(method)
@@ -64,9 +59,9 @@ def coroutine(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 
 
 class EngineMethods:
-    """Those of `LLM` and `LLMEngine`."""
+    """The methods of `LLM` and `LLMEngine`."""
 
-    _engine: Frontend[Any]  # who is asked
+    _engine: Frontend[Any]  # whose client is called
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -184,7 +179,7 @@ class EngineMethods:
             NotPermittedError: this connection may not change the engine for everyone.
         """
         await self._engine._call("sleep", level, mode)
-        self._engine._heard(await self._engine._call("stats"))
+        self._engine._take_stats(await self._engine._call("stats"))
 
     @blocking
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -199,7 +194,7 @@ class EngineMethods:
             NotPermittedError: this connection may not change the engine for everyone.
         """
         await self._engine._call("wake_up", tags)
-        self._engine._heard(await self._engine._call("stats"))
+        self._engine._take_stats(await self._engine._call("stats"))
 
     @blocking
     async def is_sleeping(self) -> bool:
@@ -230,7 +225,7 @@ class EngineMethods:
             TimeoutError: there was no answer in time.
             NotPermittedError: this connection may not change the engine for everyone.
         """
-        given = plain(args, kwargs, timeout)
+        given = plain_arguments(args, kwargs, timeout)
         if self._engine.engine_core.in_process or callable(method):
             return self._engine._core_here("collective_rpc").collective_rpc(method, *given)
         return list(await self._engine._call("collective_rpc", method, *given, timeout=timeout))
@@ -267,7 +262,7 @@ class EngineMethods:
             for args, arrays in weight_messages(weights, version):
                 await self._engine._call("update_weights", *args, arrays=arrays)
         except BaseException:
-            with contextlib.suppress(MainspringError):  # whatever it was: half of them is none
+            with contextlib.suppress(MainspringError):  # tell the core that the update is broken off
                 await self._engine._call("update_weights", version, -1, [], [], True)
             raise
 
@@ -283,7 +278,8 @@ class EngineMethods:
             InvalidRequestError: its folder holds nothing that can be served; the message says why.
             NotSupportedError: the core serves no adapters.
         """
-        self._engine.input_processor.check_adapters(lora_request)
+        check_adapter_types(lora_request)
+        self._engine.input_processor.request_check.check_lora()
         return bool(await self._engine._call("add_lora", lora_request.message))
 
     @blocking

@@ -1,4 +1,5 @@
-"""What both engines share: the model's small files, a client, both processors, and how a request begins."""
+"""`Frontend`, the base class of `LLMEngine` and `AsyncLLMEngine`: a client of the core, the input processor and the
+output processor."""
 
 from __future__ import annotations
 
@@ -11,23 +12,24 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
-from ..compat.forms import AddCall
+from ..compat.forms import Call
+from ..compat.members import FrontendMembers
 from ..ipc.config import EngineConfig, ModelConfig, ObservabilityConfig, StructuredOutputsConfig
 from ..ipc.errors import (
     DuplicateRequestError,
     EngineDeadError,
     InvalidArgumentError,
     NotSupportedError,
-    WrongProcessError,
+    check_process,
     unknown_argument,
 )
 from ..ipc.messages import AddRequest, Stats
+from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, typed
 from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
@@ -48,37 +50,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class UsageContext(StrEnum):
-    """Who uses the engine. Nothing is reported anywhere; accepted because vLLM's signatures have it."""
-
-    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
-    LLM_CLASS = "LLM_CLASS"
-    API_SERVER = "API_SERVER"
-    OPENAI_API_SERVER = "OPENAI_API_SERVER"
-    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
-    ENGINE_CONTEXT = "ENGINE_CONTEXT"
-
-
 C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
 CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "otlp_traces_endpoint")
 
 
 class ModelFiles(NamedTuple):
-    """What a frontend reads of a checkpoint."""
+    """The parts of a checkpoint that a frontend reads."""
 
     tokenizer: Tokenizer | None
     generation_config: dict[str, Any]
 
     @classmethod
     def of(cls, config: EngineConfig) -> ModelFiles:
-        """Of the checkpoint that a core of one's own is to load."""
+        """Read them for a core that this frontend is about to start."""
         model, download_dir = config.model_config, config.load_config.download_dir
         return cls.read(model, checkpoint_folder(str(model.model), model.revision, download_dir), download_dir)
 
     @classmethod
     def read(cls, model: ModelConfig, folder: Path, download_dir: str | None = None) -> ModelFiles:
-        """From a folder; the tokenizer from another place, if the configuration names one."""
+        """Read them from a folder. The configuration may name another folder for the tokenizer."""
         found = generation_config(folder, model)
         if model.skip_tokenizer_init:
             return cls(None, found)
@@ -87,9 +78,9 @@ class ModelFiles(NamedTuple):
         return cls(load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found)
 
 
-class Frontend(Generic[C]):
-    """A client of a core, and what lies between it and the user. Ended by `shutdown`, by being collected, or with the
-    interpreter.
+class Frontend(FrontendMembers, Generic[C]):
+    """A client of a core, with the processors of inputs and outputs. It ends at `shutdown`, when it is collected as
+    garbage, or with the interpreter.
     """
 
     @classmethod
@@ -103,13 +94,13 @@ class Frontend(Generic[C]):
         otlp_traces_endpoint: str | None = None,
         **options: Any,
     ) -> Self:
-        """An engine on a running daemon. Nothing is loaded here but the tokenizer, which comes from the daemon.
+        """An engine on a running daemon. Only the tokenizer is loaded here; the daemon sends its files.
 
         Args:
-            address: what `mainspring daemon` says when it is ready: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+            address: ``ipc://PATH`` or ``tcp://HOST:PORT``, as `mainspring daemon` prints it when it is ready.
             tokenizer: folder or Hugging Face id of another tokenizer.
             tokenizer_mode, skip_tokenizer_init: as in `EngineArgs`.
-            otlp_traces_endpoint: where traces of this frontend's requests go; None: where the daemon's arguments say;
+            otlp_traces_endpoint: where traces of this frontend's requests are sent; None: to the daemon's endpoint;
                 an empty str: nowhere.
             options: ``key`` and ``server_key`` for a daemon with keys; ``weight``, this frontend's share among those
                 that compete; ``name``, shown by `mainspring status`; ``connect_timeout`` and ``reconnect_timeout``,
@@ -124,7 +115,7 @@ class Frontend(Generic[C]):
                 raise unknown_argument("connect", name, CONNECT_OPTIONS)
         typed(FIELDS["tokenizer_mode"], tokenizer_mode)
         check_url("otlp_traces_endpoint", otlp_traces_endpoint or None)
-        from ..ipc.connection import Connection  # brings zmq, which importing the package is not to
+        from ..ipc.connection import Connection  # imports zmq, which `import mainspring` must not
         from ..ipc.sync_client import SyncClient
 
         connection = Connection.connect(address, **options)
@@ -137,8 +128,8 @@ class Frontend(Generic[C]):
                 tokenizer_revision=None,
                 tokenizer_mode=tokenizer_mode,
                 skip_tokenizer_init=skip_tokenizer_init,
-                trust_remote_code=False,  # a daemon's code is not run here
-                # a folder it names would be on the daemon's machine
+                trust_remote_code=False,  # code that comes from a daemon is never run here
+                # a folder named there would be on the daemon's machine
                 generation_config="auto" if has_files and config.model_config.generation_config != "none" else "none",
             )
             digest, folder = connection.model.files_digest, Path()
@@ -171,30 +162,31 @@ class Frontend(Generic[C]):
         metrics_port: int | None = None,
         traces: str | None = None,
     ) -> None:
-        """What a constructor does, once there is a client."""
+        """The second half of a constructor: everything that needs the client."""
         self.engine_core = client
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _in_process, self._pid, client.close)
         self._stop_serving: Callable[[], object] = lambda: None
         self._stop_tracing: Callable[[], object] = lambda: None
         self._lock = threading.RLock()  # guards the state; never held while waiting for the core
-        self._told_unused = False  # that trace headers have no effect
+        self._warned_of_trace_headers = False  # warn once that trace headers have no effect
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
         self.tokenizer, self.generation_config = files
         eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
-        interval, most = client.config.scheduler_config.stream_interval, client.config.model_config.max_logprobs
-        adapters = client.config.lora_config
-        self.input_processor = InputProcessor(self.tokenizer, client.model, eos, interval, most, adapters)
+        check = RequestCheck(client.model, client.config.lora_config, client.config.model_config.max_logprobs)
+        interval = client.config.scheduler_config.stream_interval
+        self.input_processor = InputProcessor(self.tokenizer, check, eos, interval)
         self._handles = itertools.count(1)
         self.output_processor = OutputProcessor(self.tokenizer, self._handles)
         self.logger_manager: StatLoggerManager | None = None
         self.metrics_port: int | None = None  # where metrics are served
         try:
             if log_stats and not self.observability_config.disable_log_stats:
-                self.logger_manager = self.output_processor.told = StatLoggerManager(self.vllm_config, stat_loggers)
+                self.logger_manager = StatLoggerManager(self.vllm_config, stat_loggers)
+                self.output_processor.statistics = self.logger_manager
             if metrics_port is not None:
                 from .observe.prometheus import serve_metrics
 
@@ -207,7 +199,7 @@ class Frontend(Generic[C]):
             raise
 
     def _trace(self, endpoint: str) -> None:
-        """Send traces of requests there."""
+        """Send traces of requests to `endpoint`."""
         try:
             from .observe.tracing import Tracer
         except ImportError as error:
@@ -218,16 +210,18 @@ class Frontend(Generic[C]):
         tracer = self.output_processor.tracer = Tracer(endpoint, self.model_config.shown_name)
         self._stop_tracing = weakref.finalize(self, _in_process, self._pid, tracer.close)
 
-    def _prepared(self, call: AddCall) -> EngineCoreRequest:
-        """The request of a call, checked."""
-        if isinstance(call.prompt, EngineCoreRequest):
-            if (own := call.prompt.request_id) != call.request_id:
-                logger.warning("request_id %r: the prepared request keeps its own, %r", call.request_id, own)
-            return call.prompt if call.trace_headers is None else replace(call.prompt, trace_headers=call.trace_headers)
-        return self.input_processor.process_inputs(*call)
+    def _make_request(self, call: Call) -> EngineCoreRequest:
+        """Turn a call into a checked request."""
+        prompt, headers = call["prompt"], call["trace_headers"]
+        if isinstance(prompt, EngineCoreRequest):
+            if prompt.request_id != call["request_id"]:
+                given = call["request_id"]
+                logger.warning("request_id %r: the prepared request keeps its own, %r", given, prompt.request_id)
+            return prompt if headers is None else replace(prompt, trace_headers=headers)
+        return self.input_processor.process_inputs(**call)
 
-    def _registered(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
-        """Expect its outputs from now on. Its state here, and what is to be sent: messages, each with these arrays."""
+    def _register(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
+        """Expect outputs of a request. Returns its state, the messages to send, and the arrays of each message."""
         if request.params.logits_processors and not self.engine_core.in_process:
             raise NotSupportedError(
                 "logits_processors are functions, which cannot go to another process: use "
@@ -235,8 +229,8 @@ class Frontend(Generic[C]):
             )
         if request.request_id in self.output_processor:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
-        if request.trace_headers and self.output_processor.tracer is None and not self._told_unused:
-            self._told_unused = True
+        if request.trace_headers and self.output_processor.tracer is None and not self._warned_of_trace_headers:
+            self._warned_of_trace_headers = True
             logger.warning("trace_headers have no effect, for otlp_traces_endpoint is not set; this is said once")
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
@@ -255,12 +249,12 @@ class Frontend(Generic[C]):
         return self
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        """A utility call; of a client that blocks, which waits for nothing then."""
+        """Call a method of the core. With a blocking client the answer is there at once, so nothing is awaited."""
         answer = self.engine_core.call(method, *args, **options)
         return await answer if inspect.isawaitable(answer) else answer
 
-    def _heard(self, stats: Any) -> None:
-        """Of the core, without an output."""
+    def _take_stats(self, stats: Any) -> None:
+        """Keep statistics that did not come with an output."""
         if self.logger_manager is not None:
             self.logger_manager.stats = msgspec.convert(stats, Stats)
 
@@ -268,7 +262,7 @@ class Frontend(Generic[C]):
         """The client of a core in this process.
 
         Raises:
-            NotSupportedError: it is elsewhere; the sentence names both ways.
+            NotSupportedError: the core is in another process; the message names two ways out.
         """
         if not self.engine_core.in_process:
             raise NotSupportedError(
@@ -279,7 +273,7 @@ class Frontend(Generic[C]):
 
     @property
     def stat_loggers(self) -> dict[str, StatLoggerBase]:
-        """Who is told of statistics, by name; nobody, if there are none."""
+        """The stat loggers by name; empty if the engine keeps no statistics."""
         return {} if self.logger_manager is None else self.logger_manager.stat_loggers
 
     @property
@@ -310,23 +304,11 @@ class Frontend(Generic[C]):
         return cast(Any, self.engine_core).core.worker
 
     @property
-    def dp_group(self) -> None:
-        """None: there is one copy of the model."""
-
-    def execute_dummy_batch(self) -> NoReturn:
-        """A step for the sake of other copies of the model.
-
-        Raises:
-            NotSupportedError: always, until there is data parallelism.
-        """
-        raise NotSupportedError("execute_dummy_batch is for data parallelism, which is not supported yet")
-
-    @property
     def observability_config(self) -> ObservabilityConfig:
         return self.vllm_config.observability_config
 
     def shutdown(self) -> None:
-        """Let go of the core; one of its own ends. Twice is once."""
+        """Disconnect from the core. A core that belongs to this engine ends. A second call does nothing."""
         if self.output_processor.tracer is not None and os.getpid() == self._pid:
             self.output_processor.forget(EngineDeadError("the engine was shut down"), time.monotonic())
         self._stop_serving()
@@ -334,12 +316,9 @@ class Frontend(Generic[C]):
         self._stop_tracing()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise WrongProcessError(
-                f"this engine belongs to process {self._pid}, from which this one was forked; make one of its own here"
-            )
+        check_process(self._pid)
 
 
 def _in_process(pid: int, close: Callable[[], None]) -> None:
-    if os.getpid() == pid:  # a forked child inherits finalizers, but not what they end
+    if os.getpid() == pid:  # a forked child inherits finalizers, but the objects belong to its parent
         close()

@@ -13,24 +13,25 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..compat.forms import one_prompt
+from ..compat.members import UsageContext
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
 from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, is_text
 from .args import FIELDS, EngineArgs
 from .engine_methods import EngineMethods
-from .frontend import CONNECT_OPTIONS, UsageContext
+from .frontend import CONNECT_OPTIONS
 from .llm_engine import LLMEngine
+from .pooling_methods import PoolingMethods, Progress
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
-from .request.pooling import PoolingMethods, Progress
 from .request.prompts import Prompt, TokensPrompt, listed_prompts
 from .text.chat_template import Message
 from .text.model_files import default_sampling_params
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # before what the core was too busy for is sent again
-PATIENCE_S = 300.0  # without one that ends; then it is given back as it is
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # seconds before requests that an overloaded core refused are sent again
+PATIENCE_S = 300.0  # seconds without any request ending, after which a refusal is returned to the caller
 
 
 class LLM(EngineMethods, PoolingMethods):
@@ -53,7 +54,7 @@ class LLM(EngineMethods, PoolingMethods):
             self.llm_engine = _connected(connect, model, engine_args)
         self._engine = self.llm_engine
         self._numbers = itertools.count()
-        self._one_batch = threading.Lock()  # outputs come to whoever steps, so batches of several threads take turns
+        self._one_batch = threading.Lock()  # batches of several threads take turns: `step` returns outputs of all
 
     def generate(
         self,
@@ -231,7 +232,7 @@ class LLM(EngineMethods, PoolingMethods):
                     request = unsent.popleft()
                     room.take(request)
                     engine.add_request(request.request_id, request)
-                if room.is_free:  # all that is left is to be sent again
+                if room.is_free:  # nothing is in flight: wait until requests may be sent again
                     time.sleep(max(0.0, not_before - time.monotonic()))
                 for output in engine.step():
                     at = waiting.get(output.request_id)
@@ -259,7 +260,7 @@ class LLM(EngineMethods, PoolingMethods):
 
 
 class _Room:
-    """What a core lets one frontend have in flight, completions and tokens, so that a batch is not sent in vain."""
+    """Counts completions and tokens in flight against the core's limits of a frontend, to avoid refused requests."""
 
     def __init__(self, *limits: int | None) -> None:
         self._limits = [math.inf if limit is None else limit for limit in limits]
@@ -270,14 +271,14 @@ class _Room:
         return not any(self._used)
 
     def has(self, request: EngineCoreRequest) -> bool:
-        """Whether it fits beside the others. Alone it may always be sent: to refuse it is for the core."""
+        """Whether a request fits beside those in flight. A single request is always sent: the core may refuse it."""
         return self.is_free or self.allows(request, self._used)
 
     def allows(self, request: EngineCoreRequest, used: Sequence[int] = (0, 0)) -> bool:
         return all(u + c <= limit for u, c, limit in zip(used, _cost(request), self._limits, strict=True))
 
     def take(self, request: EngineCoreRequest, times: int = 1) -> None:
-        """`times` -1: give it back."""
+        """Count a request `times` times; -1: it has ended."""
         self._used = [u + times * c for u, c in zip(self._used, _cost(request), strict=True)]
 
 

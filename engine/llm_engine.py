@@ -9,22 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ..compat.forms import refuse_unsupported, resolve_add_request, takes_older_forms
+from ..compat.members import EngineMembers, UsageContext
 from ..ipc.adapters import LoRARequest
-from ..ipc.config import (
-    CacheConfig,
-    EngineConfig,
-    LoRAConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    StructuredOutputsConfig,
-)
-from ..ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError, MainspringError, shown, wire_text
+from ..ipc.config import EngineConfig
+from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, shown, wire_text
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs, checked
 from .engine_methods import EngineMethods
-from .frontend import Frontend, ModelFiles, UsageContext
+from .frontend import Frontend, ModelFiles
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import PoolingRequestOutput, RequestOutput
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
-    """Start a core and connect to it. Only a core in this process brings torch and transformers into it."""
+    """Start a core and connect to it. Torch and transformers are imported here only for a core in this process."""
     if multiprocess:
         from ..ipc.sync_client import SyncClient
 
@@ -54,27 +47,27 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     return InprocClient(core)
 
 
-class LLMEngine(EngineMethods, Frontend["CoreClient"]):
+class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
-    The configuration may also come part by part, by position or keyword: see call_forms.py.
+    The configuration may also come part by part, by position or keyword: see compat/forms.py.
 
-    Methods may be called from several threads; `step` in several threads shares the outputs out among them. In a forked
-    child every method raises `WrongProcessError`, but those that only show the configuration.
+    Methods may be called from several threads. If several threads call `step`, each output goes to one of them. In a
+    forked child every method raises `WrongProcessError`, except those that only show the configuration.
 
     Args:
         vllm_config: from `EngineArgs.create_engine_config`.
         executor_class: only None; `distributed_executor_backend` chooses the executor.
         log_stats: whether statistics are collected.
         aggregate_engine_logging, usage_context, mm_registry, use_cached_outputs: without effect.
-        stat_loggers: who else is told of statistics: name → logger, or factories ``(vllm_config, engine_index)``.
+        stat_loggers: further receivers of statistics: name → logger, or factories ``(vllm_config, engine_index)``.
         multiprocess_mode: False: the core runs in this process, one iteration for each `step`.
 
     Raises:
         MainspringError: the model is not found, not supported, or the core did not start.
     """
 
-    DO_VALIDATE_OUTPUT: ClassVar[bool] = False  # whether `step` looks at the type of what it gives
+    DO_VALIDATE_OUTPUT: ClassVar[bool] = False  # whether `step` checks the type of its outputs
 
     @takes_older_forms
     def __init__(
@@ -103,8 +96,8 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
 
     def _open(self, client: CoreClient, *more: Any) -> None:
         super()._open(client, *more)
-        self._ready: list[RequestOutput] = []  # outputs of what ended here, for the next step()
-        self._stepping = threading.Lock()  # one thread at a time waits for outputs
+        self._ready: list[RequestOutput] = []  # last outputs of aborted requests, for the next step()
+        self._stepping = threading.Lock()  # held by the one thread that waits for outputs
 
     @classmethod
     def from_engine_args(
@@ -149,7 +142,7 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         prompt_text: str | None = None,
         **older: Any,
     ) -> str:
-        """Queue a request; its outputs come from `step`. The older call forms work too: see call_forms.py.
+        """Queue a request; its outputs come from `step`. The older call forms work too: see compat/forms.py.
 
         Args:
             request_id: the caller's name for it, unique among the unfinished ones.
@@ -172,9 +165,9 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         self._check_process()
         slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
         call = resolve_add_request(request_id, prompt, params, slots, prompt_text, older)
-        request = self._prepared(call)
+        request = self._make_request(call)
         with self._lock:
-            _, messages, tensors = self._registered(request)
+            _, messages, tensors = self._register(request)
             processors = request.params.logits_processors
             try:
                 for message in messages:
@@ -222,7 +215,7 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
                 self._abort_in_core(processed.aborts)
                 ready, self._ready = self._ready, []
                 ready += [state.output() for state in processed.changed]
-                with contextlib.suppress(EngineDeadError):  # for the next step() to say
+                with contextlib.suppress(EngineDeadError):  # the next step() raises it
                     for message in processed.adds:
                         self.engine_core.add_request(message)
                 return self._validated(ready)
@@ -234,7 +227,7 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         return outputs
 
     def _end_requests(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Abort, here and in the core; what `step` would have given is returned instead."""
+        """Abort requests, here and in the core. Returns their last outputs, which `step` then does not return."""
         with self._lock:
             ended = self.output_processor.abort(request_ids, time.monotonic())
             self._abort_in_core(ended.aborts)
@@ -242,7 +235,7 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
 
     def _abort_in_core(self, handles: list[int]) -> None:
         if handles:
-            with contextlib.suppress(EngineDeadError):  # for the next step() to say; these have ended anyway
+            with contextlib.suppress(EngineDeadError):  # the next step() raises it; these have ended anyway
                 self.engine_core.abort(handles)
 
     def has_unfinished_requests(self) -> bool:
@@ -254,40 +247,6 @@ class LLMEngine(EngineMethods, Frontend["CoreClient"]):
         self._check_process()
         with self._lock:
             return len(self.output_processor) + len(self._ready)
-
-    def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
-        """The same, of a pipeline's part: there is one, number 0.
-
-        Raises:
-            InvalidArgumentError: another number.
-        """
-        if isinstance(virtual_engine, bool) or virtual_engine != 0:
-            raise InvalidArgumentError(f"virtual_engine is {shown(virtual_engine)}; there is only 0")
-        return self.has_unfinished_requests()
-
-    def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
-        """Whether any copy of the model has unfinished requests, if this one says so: there are no others."""
-        return has_unfinished
-
-    # ------------------------------------------------------------------ the engine
-
-    def get_model_config(self) -> ModelConfig:
-        return self.vllm_config.model_config
-
-    def get_cache_config(self) -> CacheConfig:
-        return self.vllm_config.cache_config
-
-    def get_scheduler_config(self) -> SchedulerConfig:
-        return self.vllm_config.scheduler_config
-
-    def get_parallel_config(self) -> ParallelConfig:
-        return self.vllm_config.parallel_config
-
-    def get_decoding_config(self) -> StructuredOutputsConfig:
-        return self.vllm_config.structured_outputs_config
-
-    def get_lora_config(self) -> LoRAConfig:
-        return self.vllm_config.lora_config
 
     def do_log_stats(self, *ignored: Any, **also: Any) -> None:
         """Let the stat loggers speak now, also while nothing is in flight. Older arguments are without effect.

@@ -27,8 +27,8 @@ class AsyncClient(ConnectedClient):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outputs_waiter: asyncio.Future[None] | None = None
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
-        self._watched: tuple[int, ...] = ()  # descriptors that the loop looks at
-        self._watched_socket = 0  # whose they are
+        self._watched: tuple[int, ...] = ()  # descriptors that the loop watches
+        self._watched_socket = 0  # number of the socket they belong to
         self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
 
     async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
@@ -42,7 +42,7 @@ class AsyncClient(ConnectedClient):
         self._take_in()
 
     async def get_outputs(self) -> Outputs:
-        """The next outputs. One task at a time."""
+        """The next outputs. Only one task may wait for them at a time."""
         loop = self._enter()
         while True:
             self._take_in()
@@ -85,7 +85,7 @@ class AsyncClient(ConnectedClient):
         return loop
 
     def _watch_only(self, fds: tuple[int, ...]) -> None:
-        """Let the loop look at these descriptors, and at none of before."""
+        """Let the loop watch these descriptors, and no earlier ones."""
         loop, socket = self._loop, self._connection.num_sockets
         if loop is not None and not loop.is_closed() and (fds, socket) != (self._watched, self._watched_socket):
             for fd in self._watched:
@@ -95,13 +95,13 @@ class AsyncClient(ConnectedClient):
             self._watched, self._watched_socket = fds, socket
 
     def _take_in(self) -> None:
-        """Receive, and wake whoever waited for it. A zmq descriptor tells of a change only once, so this follows every
-        send too."""
+        """Receive, and wake the tasks that wait for a message. A zmq descriptor signals a change only once, so every
+        send is followed by this."""
         connection = self._connection
         connection.receive()
         self._watch_only(connection.fds)
-        if connection.patience is not None and self._timer is None and self._loop is not None:
-            self._timer = self._loop.call_later(connection.patience, self._look_again)
+        if connection.poll_seconds is not None and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(connection.poll_seconds, self._look_again)
         error = connection.dead_error()
         for call_id, future in self._calls.items():
             if future.done():

@@ -1,4 +1,4 @@
-"""What an engine holds: one interface, whether the core is in this process, in another, or far away."""
+"""The interface of clients: the same whether the core is in this process, in another one, or on another machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .supervisor import EmbeddedCore
 
 
 class CoreClient(Protocol):
-    """A frontend's end of the contract. `InprocClient` and `SyncClient` are such; `AsyncClient` has the same methods
-    as coroutines. Handles are the caller's: small integers never used twice on one client.
+    """A connection of a frontend to a core. `InprocClient` and `SyncClient` implement it; `AsyncClient` has the same
+    methods as coroutines. The caller chooses handles: small integers, never used twice on one client.
     """
 
     in_process: bool  # whether the core is in this process
@@ -28,7 +28,7 @@ class CoreClient(Protocol):
         """Send a request; `tensors` are the arrays its `Tensor` fields refer to by index.
 
         Raises:
-            EngineDeadError: the core is gone for good. One that died and comes back is no error: the request goes on.
+            EngineDeadError: the core is gone for good. If it died and is restarted, the request goes on.
             WrongProcessError: called in a forked child.
         """
 
@@ -40,27 +40,27 @@ class CoreClient(Protocol):
         """End these requests. Their last outputs (finish reason ``abort``) still arrive."""
 
     def get_outputs(self, timeout: float | None = None) -> Outputs | None:
-        """Next outputs of this frontend. In-process: run one step. Otherwise wait for the core: at most `timeout`
-        seconds, then None; no timeout: until something comes.
+        """The next outputs of this frontend. With the core in this process: run one step. Otherwise wait for the core,
+        at most `timeout` seconds (then None), or without a limit.
 
         Raises:
             EngineDeadError: the core is gone.
         """
 
     def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
-        """Call a utility method of the core and wait for its result, of plain msgpack types. `arrays` must stay
-        unchanged until then.
+        """Call a utility method of the core and wait for its result, which has plain msgpack types. `arrays` must not
+        change until then.
 
         Raises:
-            MainspringError: whatever the core raised, as its own type.
+            MainspringError: the error of the core, with its type.
         """
 
     def close(self) -> None:
-        """Let go of the core (an embedded one ends). Twice is once."""
+        """Disconnect from the core; an embedded core ends. A second call does nothing."""
 
 
 class ConnectedClient:
-    """What both clients of a core in another process are made of."""
+    """The base class of the clients of a core in another process."""
 
     in_process = False
 
@@ -71,7 +71,7 @@ class ConnectedClient:
 
     @classmethod
     def launch(cls, config: EngineConfig) -> Self:
-        """Start a core of one's own. Blocks until it is ready.
+        """Start a core that belongs to this client. Blocks until it is ready.
 
         Raises:
             MainspringError: the core did not start.

@@ -1,9 +1,8 @@
-"""One frontend's session with cores that come and go: frames out, messages in, and nothing lost in between. What both
-clients are made of.
+"""The session of one frontend, which outlives cores and connections. Both clients are built on it.
 
-All that is in flight stands in a ledger. When the connection is lost, because the core died or was started anew or the
-network broke, a new socket says Hello under the same session, and all of the ledger is sent again, with the tokens that
-have come so far. Silence is never taken for a loss.
+A ledger holds all requests in flight. When the connection is lost (the core died or was restarted, or the network
+broke), a new socket sends Hello under the same session, and then the whole ledger again, with the tokens that have come
+so far. A core that is only silent is not taken for lost.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .errors import (
     OverloadedError,
     ProtocolError,
     RequestFailedError,
-    WrongProcessError,
+    check_process,
     from_wire,
 )
 from .keys import client_keys
@@ -60,12 +59,12 @@ from .transport import ipc_path, lock_holder, make_dealer, readable
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0  # for somebody to listen at an address
-RECONNECT_SECONDS = 60.0  # the same, for one that was connected
-LOAD_SECONDS = 1800.0  # for a core that listens to be ready
-ONCE = frozenset({"collective_rpc"})  # may do anything, and end a core: it is not sent again
-CLOSE_MS = 100  # for the last frames to leave
-LOST_POLL_SECONDS = 0.1  # how often to look, while the connection is lost
+CONNECT_SECONDS = 5.0  # to wait for a daemon at an address
+RECONNECT_SECONDS = 60.0  # to wait for a daemon that was connected before
+LOAD_SECONDS = 1800.0  # to wait for a core that listens but still loads its model
+SEND_ONCE = frozenset({"collective_rpc"})  # methods with unknown side effects, never sent to a second core
+CLOSE_MS = 100  # to send the last frames before the socket is closed
+LOST_POLL_SECONDS = 0.1  # between two attempts while the connection is lost
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
@@ -73,7 +72,7 @@ _UNLISTED = "it does not know our key; have it listed with mainspring keys allow
 
 
 class CoreOwner(Protocol):
-    """Who keeps the core running, as far as a connection cares."""
+    """What a connection needs to know of whoever keeps the core running."""
 
     address: str
     token: bytes
@@ -82,11 +81,11 @@ class CoreOwner(Protocol):
         """Not None once there will be no further core."""
 
     def close(self) -> None:
-        """The connection needs no core any more."""
+        """Called when the connection is closed."""
 
 
-class Remote:
-    """A daemon: somebody else's core, at an address."""
+class RemoteCore:
+    """The core of a daemon. It is not ours to end."""
 
     token = b""
 
@@ -101,22 +100,22 @@ class Remote:
         pass
 
 
-class _Entry:
+class _LedgerEntry:
     """A request in flight."""
 
     __slots__ = ("aborted", "began", "request", "sent", "tensors", "tokens")
 
     def __init__(self, request: AddRequest, tensors: Sequence[np.ndarray]) -> None:
         self.request = request
-        self.tensors = [tensor.copy() for tensor in tensors]  # the caller may fill its own anew
-        self.tokens = list(request.output_token_ids)  # all that have come
+        self.tensors = [tensor.copy() for tensor in tensors]  # a copy, because the caller may change the array
+        self.tokens = list(request.output_token_ids)  # all output tokens so far
         self.began = time.monotonic() - request.age_s
         self.sent = request.resumed
         self.aborted = False
 
 
 class _Call:
-    """A utility call that is not answered."""
+    """A utility call without an answer so far."""
 
     __slots__ = ("arrays", "call", "sent")
 
@@ -127,19 +126,19 @@ class _Call:
 
 
 class Connection:
-    """Not thread-safe; its owner sees to that.
+    """Not thread-safe: clients hold a lock, or stay in one event loop.
 
     Args:
         core: whose core it is.
         key, server_key: for tcp: path of the own secret key, and the server's public key or its path.
         weight: share of the core among frontends that compete.
-        name: shown where frontends are listed.
-        reconnect_timeout: seconds for a lost address to answer again; then the engine is dead.
-        connect_timeout: seconds for an address to answer at first.
+        name: shown by `mainspring status`.
+        reconnect_timeout: seconds for a lost daemon to answer again; then the engine is dead.
+        connect_timeout: seconds for a daemon to answer the first time.
 
     Raises:
-        ConnectError: nobody answers, or we are not let in.
-        MainspringError: the core refused us; its error.
+        ConnectError: no daemon answers, or it refuses the key.
+        MainspringError: the core refused the Hello; its error.
     """
 
     def __init__(
@@ -162,16 +161,16 @@ class Connection:
         self.results: dict[int, UtilityResult] = {}
         self.dropped_frames = 0
         self.reconnections = 0
-        self._ledger: dict[int, _Entry] = {}
+        self._ledger: dict[int, _LedgerEntry] = {}
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
-        self._ready: Ready | None = None  # of the core we are connected to
+        self._ready: Ready | None = None  # from the connected core; None while the connection is lost
         self._last_ready: Ready | None = None
         self._lost_at = time.monotonic()
-        self._reached = False  # somebody who speaks ZeroMQ, and lets us in
+        self._reached = False  # the ZeroMQ handshake of this socket succeeded
         self._lost = False
         self._opened_at = 0.0
-        self.num_sockets = 0  # a new socket's descriptors may have the numbers of the old one's
+        self.num_sockets = 0  # a new socket may get the file descriptors of the old one
         self._refused: MainspringError | None = None
         self._trouble = ""
         self._dead: EngineDeadError | None = None
@@ -181,17 +180,17 @@ class Connection:
         self._end = weakref.finalize(self, _abandon, self._context, self._sockets, self._pid)
         self._open()
         try:
-            self._greeted(connect_timeout)
+            self._wait_for_ready(connect_timeout)
         except BaseException:
             self._end()
             raise
 
     @classmethod
     def connect(cls, address: str, **options: Any) -> Self:
-        """To a daemon. `options` are the keyword arguments of the class."""
-        return cls(Remote(address), **options)
+        """Connect to a daemon. `options` are the keyword arguments of the class."""
+        return cls(RemoteCore(address), **options)
 
-    def _greeted(self, connect_timeout: float) -> None:
+    def _wait_for_ready(self, connect_timeout: float) -> None:
         while self._ready is None:
             readable(self.fds, LOST_POLL_SECONDS)
             self.receive()
@@ -201,12 +200,12 @@ class Connection:
                 raise error
             waited = time.monotonic() - self._lost_at
             if self._trouble == _UNLISTED:
-                raise ConnectError(self._nobody())
+                raise ConnectError(self._no_answer())
             starting = not self._trouble and (self._reached or lock_holder(self._core.address) is not None)
             if waited > (LOAD_SECONDS if starting else connect_timeout):
-                raise ConnectError(self._nobody())
+                raise ConnectError(self._no_answer())
 
-    def _nobody(self) -> str:
+    def _no_answer(self) -> str:
         address = self._core.address
         if self._trouble:
             return f"{address} did not let us in: {self._trouble}"
@@ -214,7 +213,7 @@ class Connection:
             return f"{address} is reached, but did not answer: check that it is a Mainspring daemon, and its log"
         return f"no daemon answers at {address}: start one with mainspring daemon --listen {address}"
 
-    # ------------------------------------------------------------------ what is known of the core
+    # ------------------------------------------------------------------ facts about the core
 
     @property
     def model(self) -> ModelFacts:
@@ -229,21 +228,23 @@ class Connection:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """They become readable when something has changed; after that, `receive` until it brings nothing. Others after
-        a reconnection."""
+        """Descriptors that become readable when something has changed; then call `receive` until it returns False. They
+        change with a reconnection."""
         return () if self.closed else (int(self._socket.FD), int(self._monitor.FD))
 
     @property
-    def patience(self) -> float | None:
-        """Seconds after which to `receive` again, whatever the descriptors say."""
+    def poll_seconds(self) -> float | None:
+        """Seconds after which to call `receive` even if no descriptor is readable; None: no limit."""
         return None if self._ready is not None or self.closed or self._dead else LOST_POLL_SECONDS
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ sending
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
-        entry = _Entry(request, tensors)
-        codec.encode_arguments("add_request", request)  # all that the ledger holds can be sent again
+        entry = _LedgerEntry(request, tensors)
+        codec.encode_arguments(
+            "add_request", request
+        )  # raises for what can't be encoded, so that the ledger can always be sent again
         self._ledger[request.handle] = entry
         if self._ready is not None:
             self._send_entry(entry)
@@ -259,8 +260,8 @@ class Connection:
             self._end_aborted()
 
     def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
-        """Send a utility call; its result will stand in `results` under the id returned. A core that dies before it
-        has answered leaves it to the next one, unless it is one of `ONCE`."""
+        """Send a utility call. Its result will be in `results` under the returned id. If the core dies before it
+        answers, the call is sent to the next core, unless its method is in `SEND_ONCE`."""
         self._check()
         given = codec.encode_arguments(method, list(args))
         self._next_call += 1
@@ -272,9 +273,9 @@ class Connection:
         return self._next_call
 
     def _send_call(self, asked: _Call) -> None:
-        """To this core; unless another was asked, and it must not be done twice."""
+        """Send a call to this core. A call that must not be done twice fails instead if it was sent before."""
         call = asked.call
-        if not (asked.sent and call.method in ONCE):
+        if not (asked.sent and call.method in SEND_ONCE):
             asked.sent = True
             self._send(call, asked.arrays)
             return
@@ -283,11 +284,11 @@ class Connection:
         del self._calls[call.call_id]
 
     def end_call(self, call_id: int) -> None:
-        """Nobody waits for this call any more; an answer that still comes is dropped."""
+        """Forget a call. If its answer still comes, it is dropped."""
         self._calls.pop(call_id, None)
         self.results.pop(call_id, None)
 
-    def _send_entry(self, entry: _Entry) -> None:
+    def _send_entry(self, entry: _LedgerEntry) -> None:
         request = entry.request
         if entry.sent or entry.tokens:
             age = time.monotonic() - entry.began
@@ -300,18 +301,18 @@ class Connection:
         self._put(codec.encode(message, self._ready.instance_id, self._ready.epoch, tensors), copy=not tensors)
 
     def _put(self, frames: Sequence[Any], copy: bool = True) -> None:
-        """Without waiting. libzmq takes whatever comes, but for a socket that the core has turned away: that one would
-        wait for ever, and is lost."""
+        """Send without waiting. libzmq queues any number of frames, except on a socket that the core has rejected: that
+        one would block for ever, so the connection counts as lost."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy)
         except zmq.Again:
             self._lost = True
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ receiving
 
     def receive(self) -> bool:
-        """Take in all that is there, without waiting, and see to it that there is a connection. Whether anything has
-        changed."""
+        """Process all frames that have arrived, without waiting, and reconnect if the connection is lost. Whether
+        anything has changed."""
         self.check_process()
         changed = False
         while not self.closed and self._dead is None:
@@ -320,7 +321,7 @@ class Connection:
                 changed = True
                 self._lost = self._take(message) or self._lost
             turned_away = self._ready is None and time.monotonic() - self._opened_at < LOST_POLL_SECONDS
-            if not self._lost or turned_away:  # not again at once
+            if not self._lost or turned_away:  # wait before the next attempt
                 break
             self._reopen()
             changed = True
@@ -329,7 +330,7 @@ class Connection:
         return changed
 
     def _take(self, message: Any) -> bool:
-        """Whether the connection is lost by it."""
+        """Process a message. Whether the connection is lost because of it."""
         match message:
             case Outputs(handles, token_ids):
                 for handle, token in zip(handles, token_ids, strict=True):
@@ -345,7 +346,7 @@ class Connection:
                 self._resume(message)
             case Refused():
                 if self._ready is not None or message.error == OverloadedError.__name__:
-                    return True  # the core does not know us any more, or can't take us in just now
+                    return True  # the core has forgotten this session, or has no room just now
                 self._refused = from_wire(message.error, message.reason)
             case Bye():
                 logger.info("the core says goodbye: %s", message.reason)
@@ -367,7 +368,7 @@ class Connection:
                 envelope = codec.decode([f.buffer for f in frames])
             except ProtocolError as error:
                 self.dropped_frames += 1
-                if self._ready is None:  # the answer to our Hello, by something else or of another version
+                if self._ready is None:  # the answer to Hello is from another program or protocol version
                     self._refused = error
                 continue
             ready = self._ready
@@ -376,7 +377,7 @@ class Connection:
             self.dropped_frames += 1
 
     def _look_at_socket(self) -> bool:
-        """Read what libzmq has noted of the connection. Whether it was lost."""
+        """Read libzmq's events of the connection. Whether it was lost."""
         lost = False
         while True:
             try:
@@ -392,7 +393,7 @@ class Connection:
             elif self._trouble != _UNLISTED:
                 self._trouble = "the handshake failed; check that both sides use keys, and --server-key"
 
-    # ------------------------------------------------------------------ losing a connection, finding the next
+    # ------------------------------------------------------------------ reconnecting
 
     def _open(self) -> None:
         self._socket = make_dealer(self._context, self._keys)
@@ -405,7 +406,7 @@ class Connection:
         self._put(codec.encode(self._hello, codec.NO_INSTANCE, 0))
 
     def _reopen(self) -> None:
-        if self._ready is not None or self._reached:  # one that served, listened or loaded: it has died only now
+        if self._ready is not None or self._reached:  # a core was there until now
             self._lost_at = time.monotonic()
         if self._ready is not None:
             self._ready = None
@@ -432,7 +433,7 @@ class Connection:
             self._send_call(asked)
 
     def _end_aborted(self) -> None:
-        """What was aborted is not sent again; its end is told here."""
+        """End aborted requests here, instead of sending them again."""
         ended = [handle for handle, entry in self._ledger.items() if entry.aborted]
         if ended:
             for handle in ended:
@@ -440,20 +441,20 @@ class Connection:
             self.outputs.append(Outputs([], [], finished=[Finished(handle, "abort") for handle in ended]))
 
     def _give_up(self) -> bool:
-        """Whether there is no hope left for a lost connection."""
+        """Whether a lost connection will not come back."""
         if self._last_ready is None:
-            return False  # see `_greeted`
+            return False  # see `_wait_for_ready`
         waited = time.monotonic() - self._lost_at
         self._dead = self._core.dead_error()
         if self._dead is None and self._refused is not None:
             self._dead = EngineDeadError(f"the core does not take us back: {self._refused}")
         patience = LOAD_SECONDS if self._reached else self._reconnect_timeout
-        if self._dead is None and isinstance(self._core, Remote) and waited > patience:
+        if self._dead is None and isinstance(self._core, RemoteCore) and waited > patience:
             why = f" ({self._trouble})" if self._trouble else ""
             self._dead = EngineDeadError(f"{self._core.address} has not answered for {waited:.0f} s{why}")
         return self._dead is not None
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def dead_error(self) -> EngineDeadError | None:
         """The error to raise, if there will be no further core."""
@@ -465,10 +466,7 @@ class Connection:
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        if not self.is_mine:
-            raise WrongProcessError(
-                f"this engine belongs to process {self._pid}; process {os.getpid()}, forked from it, must make its own"
-            )
+        check_process(self._pid)
 
     def close(self) -> None:
         if self.closed or not self.is_mine:
@@ -492,8 +490,8 @@ class Connection:
 
 
 def _abandon(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]], pid: int) -> None:
-    """The end of every connection, also of one that nobody closed: a context that is collected with sockets still open
-    would wait for them for ever."""
+    """Close the sockets before the context, also if `close` was never called: a context that is collected while sockets
+    are open would wait for ever."""
     if os.getpid() == pid:
         for socket in sockets:
             socket.close(linger=0)
@@ -509,7 +507,7 @@ def _keys(address: str, key: str | None, server_key: str | None) -> tuple[str, s
 
 
 def result_of(answer: UtilityResult) -> Any:
-    """The value of a utility call, or its error raised."""
+    """The value of a utility call. Raises its error, if it has one."""
     if answer.error:
         raise from_wire(answer.error, answer.error_text)
     return codec.decode_value(answer.result)
@@ -518,22 +516,22 @@ def result_of(answer: UtilityResult) -> Any:
 def ask_status(
     address: str, timeout: float = 2.0, *, key: str | None = None, server_key: str | None = None
 ) -> CoreStatus:
-    """How the core at `address` is; see `ask`."""
+    """The status of the core at `address`; see `ask`."""
     return ask(address, timeout, key=key, server_key=server_key).core
 
 
 def ask(address: str, timeout: float = 2.0, *, key: str | None = None, server_key: str | None = None) -> Status:
-    """How the core at `address` is, also while its model loads, and what it has measured.
+    """The status of the core at `address`, also while its model loads, and its measurements.
 
     Raises:
-        ConnectError: nobody answered within `timeout` seconds.
+        ConnectError: no answer came within `timeout` seconds.
     """
     with zmq.Context() as context:
         keys = _keys(address, key, server_key)
         socket = make_dealer(context, keys)
         try:
             socket.connect(address)
-            with contextlib.suppress(zmq.Again):  # turned away already: no answer will come
+            with contextlib.suppress(zmq.Again):  # rejected already: no answer will come
                 socket.send_multipart(codec.encode(StatusCall(), codec.NO_INSTANCE, 0), zmq.NOBLOCK)
             if socket.poll(int(timeout * 1000)):
                 message = codec.decode(socket.recv_multipart()).message

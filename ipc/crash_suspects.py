@@ -1,4 +1,4 @@
-"""Which requests a core's death is laid to, and which of them get no further chance."""
+"""Requests suspected of crashing the core, and the quarantine of those that did it repeatedly."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from .journal import Journal
 
-STRIKES = 2  # deaths in a step of its own, at one output position
-STRIKES_BY_KILL = 3  # if all were by SIGKILL, which may come from outside
+STRIKES = 2  # crashes in a step of the request alone, at one output position, that lead to quarantine
+STRIKES_BY_KILL = 3  # the same if all crashes were by SIGKILL, which may have another cause
 
 
 class _Strikes(NamedTuple):
@@ -16,22 +16,22 @@ class _Strikes(NamedTuple):
     kills: int  # of these, by SIGKILL
 
 
-class Blame:
-    """Kept by the supervisor over all its cores.
+class CrashSuspects:
+    """Kept by the supervisor across restarts of its core.
 
-    After a death during a step the requests of that step are suspects. The next core computes each of them in steps of
-    its own until it has brought the token that it was accused at. One whose own step died `STRIKES` times at the same
-    output position (`STRIKES_BY_KILL` times, if by SIGKILL alone) is quarantined: cores refuse it.
+    After a crash during a step the requests of that step are suspects. The next core computes each of them in steps of
+    its own until it has produced the token that it was computing. A suspect is quarantined after `STRIKES` crashes in a
+    step of its own at the same output position (`STRIKES_BY_KILL`, if all by SIGKILL): cores refuse it from then on.
     """
 
     def __init__(self) -> None:
-        self.suspects: dict[int, int] = {}  # key → output position that it has to get past
+        self.suspects: dict[int, int] = {}  # key → output position that it must get past
         self.quarantined: dict[int, str] = {}  # key → why
         self._strikes: dict[int, _Strikes] = {}
 
     def crashed(self, journal: Journal, cause: str, killed: bool) -> bool:
-        """Take a death into account. `cause` completes "the core died …"; `killed`: by a SIGKILL not our own. Whether
-        that has quarantined a request."""
+        """Record a crash. `cause` completes "the core died …"; `killed`: by a SIGKILL that the supervisor did not send.
+        Whether a request is quarantined because of it."""
         accused = journal.accused()
         untried = {key: self.suspects[key] for key in journal.suspects() if key in self.suspects}
         self.suspects = {**untried, **{one.key: one.position for one in accused}}
@@ -48,7 +48,7 @@ class Blame:
                     f"{position}; the last time {cause}"
                 )
                 del self.suspects[key]
-        # A request that is not a suspect any more has brought a token since its last strike.
+        # A request that is no suspect any more has produced a token since its last strike.
         kept = {key: strike for key, strike in self._strikes.items() if key in self.suspects}
         self._strikes = {**kept, **{key: strike for key, strike in strikes.items() if key in self.suspects}}
         return any(key in self.quarantined for key in strikes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -89,6 +90,14 @@ class ProtocolError(MainspringError, ValueError):
 BY_NAME: dict[str, type[MainspringError]] = {
     cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, MainspringError)
 }
+
+
+def check_process(owner: int) -> None:
+    """Raise `WrongProcessError` unless this is the process `owner`, which made the engine."""
+    if (pid := os.getpid()) != owner:
+        raise WrongProcessError(
+            f"this engine belongs to process {owner}; process {pid}, forked from it, must make its own"
+        )
 
 
 def wire_name(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The client of a core in this very process: no sockets, no threads, one step a call."""
+"""The client of a core in the same process: no sockets, no threads, one step for each call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from .codec import Array, decode_value, encode_arguments
 from .config import EngineConfig
-from .errors import EngineDeadError, WrongProcessError
+from .errors import EngineDeadError, check_process
 from .messages import AddRequest, ModelFacts, Outputs
 
 
 class Core(Protocol):
-    """What this client takes of an engine core."""
+    """The part of `EngineCore` that this client uses. ipc/ may not import core/."""
 
     config: EngineConfig
 
@@ -54,7 +54,7 @@ class InprocClient:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()  # the core is driven by one thread at a time
-        self._early: deque[Outputs] = deque()  # of steps that a call has waited for
+        self._early: deque[Outputs] = deque()  # outputs of steps that ran during a call
         core.connect(0)
 
     def add_request(
@@ -63,7 +63,7 @@ class InprocClient:
         tensors: Sequence[np.ndarray] = (),
         processors: Sequence[Callable[..., Any]] = (),
     ) -> None:
-        """`processors` change the request's logits: functions, so only where the core is in this process."""
+        """`processors` are the user's functions on logits. They can only be passed to a core in this process."""
         self._check()
         with self._lock:
             arrays = [np.ascontiguousarray(t).data.cast("B") for t in tensors]
@@ -95,7 +95,7 @@ class InprocClient:
     def collective_rpc(
         self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
-        """The same call with any objects, for they stay in this process."""
+        """Call a method of the worker. Arguments may be any objects, because they stay in this process."""
         self._check()
         with self._lock:
             return self.core.collective_rpc(method, args, kwargs)
@@ -112,5 +112,4 @@ class InprocClient:
     def _check(self) -> None:
         if self.error is not None:
             raise self.error
-        if os.getpid() != self._pid:
-            raise WrongProcessError(f"this engine belongs to process {self._pid}, from which this one was forked")
+        check_process(self._pid)

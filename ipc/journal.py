@@ -1,7 +1,7 @@
-"""Memory that outlives a core: what it was computing when it died, and in which phase. The supervisor owns it.
+"""Shared memory that outlives a core: the requests of the steps in flight, and the phase. The supervisor owns it.
 
-An anonymous file, mapped by both. The core writes a step's requests before it launches the step, so whatever kills the
-process leaves their names behind.
+It is an anonymous file that both processes map. The core writes a step's requests before it launches the step, so that
+the supervisor knows them however the core dies.
 
 A request's key is the same under every core: `request_key` of its frontend's session and its handle.
 """
@@ -29,21 +29,21 @@ _STEP = np.dtype([("in_flight", "<i8"), ("solo", "<i8"), ("rows", "<i8")])
 
 
 class Phase(IntEnum):
-    """What a core is about. The watchdog looks at a serving one only."""
+    """What a core is doing. The watchdog acts only on a serving one."""
 
     STARTING = 0
     LOADING = 1
     CAPTURING = 2  # CUDA graphs
     SERVING = 3
-    CALLING = 4  # a utility call, which takes what it takes
-    DRAINING = 5  # serving, but for the last time
+    CALLING = 4  # a utility call, which may take any time
+    DRAINING = 5  # finishing the last requests before the end
 
 
 class Accused(NamedTuple):
-    """A request that a dead core was computing."""
+    """A request that a core was computing when it died."""
 
     key: int
-    position: int  # of the token to come, in the output
+    position: int  # output position of the token being computed
     solo: bool  # in a step of its own, as a suspect
 
 
@@ -82,7 +82,7 @@ class Journal:
             return cls(os.dup(file.fileno()), max_num_seqs)
 
     def close(self) -> None:
-        """Let go of the file; the mapping ends with the object."""
+        """Close the file. The mapping ends with the object."""
         os.close(self.fd)
 
     # ------------------------------------------------------------------ the core writes
@@ -92,12 +92,12 @@ class Journal:
         self._head["phase"] = phase
 
     def beat(self) -> None:
-        """The main loop is alive."""
+        """Note that the main loop is alive."""
         self._head["beat"] = time.monotonic()
 
     def launched(self, step: int, keys: np.ndarray, positions: np.ndarray, solo: bool) -> None:
         """Called before step number `step` is launched: uint64 `keys` of its requests, int64 `positions` of the tokens
-        to come; `solo` if it computes a single suspect."""
+        being computed; `solo` if the step computes a single suspect."""
         slot, rows = step % STEPS, len(keys)
         self._keys[slot, :rows] = keys
         self._positions[slot, :rows] = positions
@@ -105,12 +105,12 @@ class Journal:
         self.beat()
 
     def retired(self, step: int) -> None:
-        """Step number `step` has succeeded."""
+        """Called when step number `step` has succeeded."""
         self._steps["in_flight"][step % STEPS] = 0
         self.beat()
 
     def set_suspects(self, keys: Collection[int]) -> None:
-        """Which requests are still to show, each in a step of its own, that they are harmless."""
+        """Set the requests that still have to be computed in steps of their own."""
         kept = sorted(keys)[:MAX_SUSPECTS]
         self._head["num_suspects"] = 0
         self._suspects[: len(kept)] = kept
@@ -140,7 +140,7 @@ class Journal:
         return list(map(int, self._suspects[: int(self._head["num_suspects"][0])]))
 
     def clear(self, suspects: Iterable[int]) -> None:
-        """Begin anew for the next core, which starts with these suspects."""
+        """Reset for the next core, which starts with these suspects."""
         self._steps["in_flight"] = 0
         self.set_suspects(set(suspects))
         self.set_phase(Phase.STARTING)

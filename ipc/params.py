@@ -97,56 +97,23 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Check every field again: fields may have been assigned since construction."""
-        _integer("n", self.n, 1, MAX_COMPLETIONS)
+        for name, limits in _INTEGERS.items():
+            if (value := getattr(self, name)) is not None or name in ("n", "top_k", "min_tokens"):
+                check_integer(name, value, *limits)
+        for name, (low, high) in _NUMBERS.items():
+            check_number(name, getattr(self, name), low, high, low_open=name == "top_p")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
+        self._validate_lists()
         if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_COMPLETIONS)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_BIAS, MAX_BIAS)
-        _number("temperature", self.temperature, 0.0, None)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+            check_integer("best_of", self.best_of, self.n, MAX_COMPLETIONS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgumentError(
                 f"min_tokens is {shown(self.min_tokens)} but max_tokens is only {self.max_tokens}"
             )
-        for text in _listed("stop", self.stop):
-            if not is_text(text) or not text:
-                raise InvalidArgumentError(f"stop holds {shown(text)}; every stop string must be a non-empty str")
-        for token in _listed("stop_token_ids", self.stop_token_ids):
-            _integer("stop_token_ids", token, 0, None)
-        for text in _listed("bad_words", [] if self.bad_words is None else self.bad_words):
-            if not is_text(text) or not text.strip():
-                raise InvalidArgumentError(f"bad_words holds {shown(text)}; every bad word must be a non-empty str")
-        if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:
-            raise InvalidArgumentError(
-                f"bad_words has {len(self.bad_words or ())} entries; the limit is {MAX_BAD_WORDS // 2}"
-            )
-        for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "stream_interval"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), *_OPTIONAL[name])
         if self.truncate_prompt_tokens == 0:
             raise InvalidArgumentError("truncate_prompt_tokens is 0; it must be at least 1, or -1 for as many as fit")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise InvalidArgumentError(f"logit_bias is {shown(self.logit_bias)}; it must be a dict of token ids")
-            for token, bias in self.logit_bias.items():
-                _integer("a token of logit_bias", token, 0, None)
-                _number("a value of logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-        if self.allowed_token_ids is not None:
-            for token in _listed("allowed_token_ids", self.allowed_token_ids):
-                _integer("allowed_token_ids", token, 0, None)
-            if not self.allowed_token_ids:
-                raise InvalidArgumentError("allowed_token_ids is empty; no token could be chosen")
-        for processor in _listed("logits_processors", [] if self.logits_processors is None else self.logits_processors):
-            if not callable(processor):
-                raise InvalidArgumentError(f"logits_processors holds {shown(processor)}; each must be callable")
         for name in ("structured_outputs", "guided_decoding"):
             if (given := getattr(self, name)) is not None:
                 if not isinstance(given, StructuredOutputsParams):
@@ -156,14 +123,10 @@ class SamplingParams:
             raise InvalidArgumentError("guided_decoding is the older name of structured_outputs: give one of them")
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InvalidArgumentError(f"extra_args is {shown(self.extra_args)}; it must be a dict")
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidArgumentError(
                 f"early_stopping is {shown(self.early_stopping)}; it must be True, False or 'never'"
             )
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name} is {shown(getattr(self, name))}; it must be True or False")
         if self.stop and not self.detokenize:
             raise InvalidArgumentError("stop strings need detokenize=True; use stop_token_ids without it")
         if self.output_kind not in tuple(RequestOutputKind):
@@ -176,6 +139,29 @@ class SamplingParams:
             self._validate_beams()
         if self.cache_salt is not None and (not is_text(self.cache_salt) or not self.cache_salt):
             raise InvalidArgumentError(f"cache_salt is {shown(self.cache_salt)}; it must be a non-empty str")
+
+    def _validate_lists(self) -> None:
+        for name, what in (("stop", "stop string"), ("bad_words", "bad word")):
+            for text in _listed(name, getattr(self, name)):
+                if not is_text(text) or not (text if name == "stop" else text.strip()):
+                    raise InvalidArgumentError(f"{name} holds {shown(text)}; every {what} must be a non-empty str")
+        if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:
+            raise InvalidArgumentError(
+                f"bad_words has {len(self.bad_words or ())} entries; the limit is {MAX_BAD_WORDS // 2}"
+            )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in _listed(name, getattr(self, name)):
+                check_integer(name, token, 0, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidArgumentError("allowed_token_ids is empty; no token could be chosen")
+        for processor in _listed("logits_processors", self.logits_processors):
+            if not callable(processor):
+                raise InvalidArgumentError(f"logits_processors holds {shown(processor)}; each must be callable")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
+            raise InvalidArgumentError(f"logit_bias is {shown(self.logit_bias)}; it must be a dict of token ids")
+        for token, bias in (self.logit_bias or {}).items():
+            check_integer("a token of logit_bias", token, 0, None)
+            check_number("a value of logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
     def _validate_beams(self) -> None:
         for name, value, needed in (
@@ -216,17 +202,31 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def sampling_params(self) -> SamplingParams:
-        _integer("beam_width", self.beam_width, 1, MAX_COMPLETIONS)
+        check_integer("beam_width", self.beam_width, 1, MAX_COMPLETIONS)
         same = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "beam_width"}
         kind = RequestOutputKind.FINAL_ONLY
         return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, output_kind=kind, **same)
 
 
-_OPTIONAL: dict[str, tuple[int, int | None]] = {  # limits
+_INTEGERS: dict[str, tuple[int, int | None]] = {  # field → smallest and largest value
+    "n": (1, MAX_COMPLETIONS),
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
     "logprobs": (-1, None),
     "prompt_logprobs": (-1, None),
     "truncate_prompt_tokens": (-1, None),
     "stream_interval": (1, None),
+}
+_NUMBERS: dict[str, tuple[float, float | None]] = {
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1 / MAX_BIAS, MAX_BIAS),
+    "temperature": (0.0, None),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "length_penalty": (-10.0, 10.0),
 }
 _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"]
 
@@ -248,12 +248,14 @@ def _by_token(bias: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _listed(name: str, value: Any) -> Iterable[Any]:
+    if value is None:
+        return ()
     if not isinstance(value, (list, tuple)):
         raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a list")
     return value
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+def check_integer(name: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgumentError(f"{name} is {shown(value)}; it must be an int")
     if value < low or (high is not None and value > high):
@@ -261,7 +263,7 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
         raise InvalidArgumentError(f"{name} is {shown(value)}; it must be {limit}")
 
 
-def _number(name: str, value: Any, low: float, high: float | None, low_open: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float | None, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a number")
     finite = -sys.float_info.max <= value <= sys.float_info.max  # no int too large for a float either

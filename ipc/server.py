@@ -1,9 +1,9 @@
-"""The core's end of the wire.
+"""The core's side of the protocol.
 
-One I/O thread owns the ROUTER sockets: it decodes what comes in and encodes what goes out, while the main thread
-computes (torch lets go of the interpreter lock). Between the two stand two queues. The one inwards is short: where the
-main thread does not keep up, libzmq's queues fill, and at last the senders wait. libzmq takes from all peers in turn,
-so nobody waits behind another's flood.
+One I/O thread owns the ROUTER sockets. It decodes and encodes messages while the main thread computes (torch releases
+the interpreter lock). Two queues connect the threads. The inbox is bounded: if the main thread does not keep up,
+libzmq's queues fill, and then the senders wait. libzmq reads from all peers in turn, so one frontend's flood does not
+delay the others.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ from .transport import Endpoints, ProcessWatch, Socket, Waker, bind_router
 
 logger = logging.getLogger(__name__)
 
-MAX_INBOX = 1024  # messages that the main thread has not taken yet
+MAX_INBOX = 1024  # messages in the inbox
 MAX_INBOX_BYTES = 64 << 20
-MAX_BACKLOG_BYTES = 16 << 20  # of one frontend; what is more is not waited for
+MAX_BACKLOG_BYTES = 16 << 20  # unread messages of one frontend, above which it is disconnected
 MAX_EARLY = 1000  # Hellos kept while the model loads
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # that a frontend can give itself
-MAX_BODY_BYTES = 16 << 20  # of a frontend's message, arrays aside: what is decoded may be many times as large
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # range of the weight that a frontend may ask for
+MAX_BODY_BYTES = 16 << 20  # of a frontend's message without arrays: decoded, it may be many times as large
 SESSION_BYTES = 16
 FRAMES_A_TURN = 256
-FAREWELL_MS = 500  # for the last frames to leave
+FAREWELL_MS = 500  # to send the last frames before the sockets are closed
 _BACKLOG_POLL_MS = 10
 _PARENT_POLL_MS = 500
-_FAREWELL_S = 1.0  # between two attempts to tell a frontend that it was dropped
-_PROBES_S = (0.05, 1.0)  # after a connection went away, when to find out whose
+_FAREWELL_S = 1.0  # between two attempts to send Bye to a frontend that was disconnected
+_PROBES_S = (0.05, 1.0)  # after a connection was lost, when to send probes that show whose it was
 
-Origin = tuple[int, bytes]  # which socket, whose routing id
+Origin = tuple[int, bytes]  # number of the socket, routing id of the peer
 
 
 class Credit(NamedTuple):
-    """Not from the wire: whether a frontend reads what it is sent."""
+    """Made by the server, not received: whether a frontend reads its messages."""
 
     given: bool
 
 
 class Event(NamedTuple):
-    """Something that came in: `message` of `frontend`; a `Hello` is a frontend's first, a `Bye` its last."""
+    """A received `message` of a `frontend`. Its first one is a `Hello`, its last one a `Bye`."""
 
     frontend: int
     message: Any
@@ -91,30 +91,30 @@ class Event(NamedTuple):
 
 
 class _Peer:
-    """One session."""
+    """A connected frontend."""
 
     def __init__(self, origin: Origin, number: int, hello: Hello) -> None:
         self.origin = origin
         self.number = number
         self.session = hello.session
         self.name = hello.client_name
-        self.backlog: deque[list[Any]] = deque()  # sends that found the pipe full
+        self.backlog: deque[list[Any]] = deque()  # messages that wait because libzmq's queue is full
         self.backlog_bytes = 0
         self.slow_since: float | None = None
         self.capabilities: list[str] = []
 
 
 class CoreServer:
-    """Listens at once, and watches its parent; greets from `announce` on, and tells its status before.
+    """Listens and watches its parent from the start on. Before `announce` it only answers status calls.
 
     Args:
-        endpoints: where to listen, and who may come in.
-        instance_id, epoch: stamped on every frame; others are dropped.
-        status: until the first `publish`.
-        parent: watched; when it ends `on_parent_end` is called, in the I/O thread.
+        endpoints: where to listen, and which frontends may connect.
+        instance_id, epoch: written in every header; frames with others are dropped.
+        status: the answer to status calls until the first `publish`.
+        parent: the process to watch. When it ends, the I/O thread calls `on_parent_end`.
 
     Raises:
-        MainspringError: nobody can listen there.
+        MainspringError: an address can't be opened.
     """
 
     def __init__(
@@ -132,15 +132,15 @@ class CoreServer:
         self._own_key = zmq.curve_public(endpoints.secret_key.encode()).decode() if endpoints.secret_key else ""
         self._parent, self._on_parent_end = parent, on_parent_end
         self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._put = self._put_bytes = self._taken = self._taken_bytes = 0  # each written by one thread only
-        self._stalled = False  # nothing is read before the main thread has taken something
+        self._put = self._put_bytes = self._taken = self._taken_bytes = 0  # counters, each written by one thread only
+        self._stalled = False  # the inbox is full: read nothing until the main thread has taken messages
         self._outbox: SimpleQueue[tuple[int, Any, Sequence[np.ndarray]]] = SimpleQueue()
         self._peers: dict[int, _Peer] = {}
         self._by_origin: dict[Origin, _Peer] = {}
         self._by_session: dict[bytes, _Peer] = {}
-        self._numbers: set[int] = set()  # of frontends, until released
-        self._early: dict[Origin, list[zmq.Frame]] = {}  # Hellos that came while the model loads
-        self._dropped: dict[Origin, Bye] = {}  # not told yet
+        self._numbers: set[int] = set()  # frontends' numbers in use, until released
+        self._early: dict[Origin, list[zmq.Frame]] = {}  # Hellos received while the model loads
+        self._dropped: dict[Origin, Bye] = {}  # disconnected frontends that have not got their Bye so far
         self._next_farewell = 0.0
         self._probes: list[float] = []
         self._ready: Ready | None = None
@@ -149,7 +149,7 @@ class CoreServer:
         self._farewell: Bye | None = None
         self._stopping = False
         self._context = zmq.Context()
-        self._zap: Socket | None = None  # where libzmq asks whether a key is let in
+        self._zap: Socket | None = None  # where libzmq asks whether a key is allowed
         if endpoints.secret_key:
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind("inproc://zeromq.zap.01")
@@ -163,39 +163,39 @@ class CoreServer:
         self._thread.start()
 
     def announce(self, ready: Ready) -> None:
-        """Begin to greet: every accepted Hello with `ready`. Who was greeted with another is told this one."""
+        """Answer every accepted Hello with `ready` from now on, and send it to frontends that have got another one."""
         before, self._ready = self._ready, ready
         for number in list(self._numbers) if before is not None else ():
             self.send(number, ready)
         self._waker.wake()
 
     def publish(self, status: CoreStatus, measured: Measured = Measured()) -> None:  # noqa: B008  # frozen
-        """What to answer to who asks how the core is."""
+        """Set the answer to status calls."""
         self._status = Status(status, measured)
 
     def stop(self, reason: str | None) -> None:
-        """Send what is queued, say goodbye to every frontend, and close; without a reason, close without a word."""
+        """Send all queued messages and a Bye to every frontend, then close. Without a reason, close at once."""
         self._farewell = None if reason is None else Bye(reason)
         self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5)
 
     def send(self, frontend: int, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
-        """Queue a message. To a frontend that has left it goes nowhere."""
+        """Queue a message. A message to a frontend that has left is dropped."""
         self._outbox.put((frontend, message, tensors))
         self._waker.wake()
 
     def release(self, frontend: int) -> None:
-        """The number of a frontend that has left may be given to another: all that was sent to it lies before this."""
+        """Let the number of a frontend that has left be used again, after all messages queued for it so far."""
         self._outbox.put((frontend, None, ()))
         self._waker.wake()
 
     def receive(self, wait: bool) -> list[Event]:
-        """What has come in; with `wait`, up to a second for the first of it."""
+        """The messages in the inbox. With `wait`, wait up to a second for the first."""
         events: list[Event] = []
         with contextlib.suppress(Empty):
             if wait:
-                events.append(self._inbox.get(timeout=1.0))  # bounded, so that signals are seen
+                events.append(self._inbox.get(timeout=1.0))  # bounded, so that Python can run signal handlers
             while len(events) < MAX_INBOX:
                 events.append(self._inbox.get_nowait())
         if events:
@@ -210,7 +210,7 @@ class CoreServer:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException:  # without this thread the core would be deaf; whoever waits for it sees it end
+        except BaseException:  # without this thread the core is unreachable: end it, so that the supervisor restarts it
             logger.critical("the I/O thread failed", exc_info=True)
             os._exit(1)
 
@@ -222,7 +222,9 @@ class CoreServer:
                 poller.register(one, zmq.POLLIN)
         more = False
         while True:
-            self._stalled = True  # before room is looked for, so that one of both threads sees what the other did
+            self._stalled = (
+                True  # set before the test for room, so that the main thread wakes us if it makes room in between
+            )
             self._stalled = not self._has_room
             for router in self._routers:
                 poller.register(router, 0 if self._stalled else zmq.POLLIN)
@@ -237,7 +239,7 @@ class CoreServer:
             self._watch_connections()
             if self._early and self._ready is not None:
                 early, self._early = self._early, {}
-                self._probes = [time.monotonic()]  # some may have left again
+                self._probes = [time.monotonic()]  # some may have left meanwhile
                 for origin, frames in early.items():
                     self._take(origin, frames)
             more = self._receive_some()
@@ -258,7 +260,7 @@ class CoreServer:
         self._context.term()
 
     def _patience(self) -> int | None:
-        """Milliseconds to wait for anything to happen."""
+        """Milliseconds until the next thing to do; None: wait for an event."""
         waits = [_PARENT_POLL_MS] if self._parent and self._parent.fd is None else []
         if any(p.backlog for p in self._peers.values()):
             waits.append(_BACKLOG_POLL_MS)
@@ -276,10 +278,10 @@ class CoreServer:
         self._put_bytes += event.size
         self._inbox.put(event)
 
-    # ------------------------------------------------------------------ frames in
+    # ------------------------------------------------------------------ receiving
 
     def _receive_some(self) -> bool:
-        """Take in a bounded number of messages from each socket. Whether there may be more."""
+        """Receive a bounded number of messages from each socket. Whether there may be more."""
         more = False
         for number, router in enumerate(self._routers):
             left = FRAMES_A_TURN
@@ -294,7 +296,7 @@ class CoreServer:
         return more
 
     def _take(self, origin: Origin, frames: list[zmq.Frame]) -> None:
-        """Handle a message; an error of ours goes back to where it came from."""
+        """Handle a message. A `MainspringError` is sent back to its sender."""
         try:
             self._handle(origin, frames)
         except MainspringError as error:
@@ -365,13 +367,13 @@ class CoreServer:
         self._hand_in(Event(number, greeted, admin=admin))
         peer.capabilities = [*ready.capabilities, *(["admin"] if admin else [])]
         ready = msgspec.structs.replace(ready, capabilities=peer.capabilities)
-        self._send(peer, codec.encode(ready, self._instance_id, self._epoch))  # it may be gone since it said Hello
+        self._send(peer, codec.encode(ready, self._instance_id, self._epoch))  # the peer may be gone already
 
-    # ------------------------------------------------------------------ who may come in
+    # ------------------------------------------------------------------ access control
 
     def _admit(self, frame: zmq.Frame, token: bytes) -> AllowedKey | None:
-        """Check who sent a frame: the other end's user on a Unix socket, the token of an embedded core. Its entry in
-        the list of allowed keys, where there is one."""
+        """Check the sender of a frame: its user on a Unix socket, its token for an embedded core, its key over tcp.
+        Returns the entry in the list of allowed keys, if there is a list."""
         if not hmac.compare_digest(token, self._endpoints.token):
             raise ConnectError("the session token is wrong: this core belongs to another process")
         if self._zap is not None:
@@ -389,7 +391,7 @@ class CoreServer:
         return None
 
     def _allowed(self, key: bytes) -> AllowedKey | None:
-        if key.decode() == self._own_key:  # the daemon itself, which asks how its core is
+        if key.decode() == self._own_key:  # the daemon itself, for a status call
             return AllowedKey("daemon")
         return load_allowed(self._endpoints.allowed_keys).get(key.decode())
 
@@ -408,10 +410,10 @@ class CoreServer:
             code, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
             zap.send_multipart([version, call, code, text, key if allowed else b"", b""])
 
-    # ------------------------------------------------------------------ frames out
+    # ------------------------------------------------------------------ sending
 
     def _reply(self, origin: Origin, message: Any) -> None:
-        """To whoever it is; what does not go out at once is lost."""
+        """Send a message to any peer. If it can't be sent at once, it is dropped."""
         with contextlib.suppress(zmq.ZMQError):
             frames = codec.encode(message, self._instance_id, self._epoch)
             self._routers[origin[0]].send_multipart([origin[1], *frames], zmq.NOBLOCK)
@@ -419,7 +421,7 @@ class CoreServer:
     def _send_all(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.backlog]:
             while peer.backlog and self._send_now(peer, peer.backlog[0]):
-                if peer.backlog:  # else it is gone
+                if peer.backlog:  # empty if the peer is gone
                     peer.backlog_bytes -= _size(peer.backlog.popleft())
             if not peer.backlog and peer.number in self._peers:
                 peer.slow_since = None
@@ -444,7 +446,7 @@ class CoreServer:
             self._hand_in(Event(peer.number, Credit(False)))
 
     def _send_now(self, peer: _Peer, frames: list[Any]) -> bool:
-        """False: the pipe is full. A peer that is gone is forgotten, and its frames with it."""
+        """False if libzmq's queue is full. A peer that is gone is removed, and its frames are dropped."""
         try:
             self._routers[peer.origin[0]].send_multipart([peer.origin[1], *frames], zmq.NOBLOCK)
         except zmq.Again:
@@ -453,16 +455,18 @@ class CoreServer:
             self._leave(peer, "the connection is gone")
         return True
 
-    # ------------------------------------------------------------------ who is still there
+    # ------------------------------------------------------------------ lost and slow frontends
 
     def _watch_connections(self) -> None:
-        """libzmq tells that a connection went away, but not whose: a message to each tells."""
+        """libzmq reports that a connection was lost, but not whose. A probe to each peer shows it."""
         now = time.monotonic()
         for monitor in self._monitors:
             with contextlib.suppress(zmq.Again):
                 while True:
                     monitor.recv_multipart(zmq.NOBLOCK)
-                    soonest = min([*self._probes, now + _PROBES_S[0]])  # not put off by one disconnection after another
+                    soonest = min(
+                        [*self._probes, now + _PROBES_S[0]]
+                    )  # further disconnections do not delay the first probe
                     self._probes = [soonest, now + _PROBES_S[1]]
         if any(at <= now for at in self._probes):
             self._probes = [at for at in self._probes if at > now]
@@ -491,7 +495,7 @@ class CoreServer:
                 del self._dropped[origin]
 
     def _leave(self, peer: _Peer, reason: str) -> None:
-        """A session ends from our side."""
+        """End a session from the core's side."""
         self._hand_in(Event(peer.number, Bye(reason)))
         self._forget(peer)
 
@@ -504,5 +508,5 @@ class CoreServer:
 
 
 def _size(frames: list[Any]) -> int:
-    """Bytes that a waiting message costs, with what Python and libzmq add to it."""
+    """Bytes of memory that a waiting message takes, with the overhead of Python and libzmq."""
     return 300 + sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)

@@ -1,6 +1,6 @@
-"""Keeping a core running: starting it, watching it, starting it again when it dies.
+"""The supervisor: it starts a core, watches it, and starts the next one when it dies.
 
-The same for a daemon, whose main thread runs it, and for an engine with a core of its own, where a thread does.
+In a daemon the main thread runs it, in an engine with its own core a background thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import deque
 import msgspec
 
 from .config import EngineConfig
-from .crash_suspects import Blame
+from .crash_suspects import CrashSuspects
 from .errors import EngineDeadError, EngineStartError, from_wire
 from .journal import Journal, Phase
 from .messages import DesiredState, StartReport
@@ -41,32 +41,32 @@ from .transport import (
 logger = logging.getLogger(__name__)
 
 CORE_ENVIRONMENT = {
-    # OpenMP's threads sleep between two loops: where they spin and the machine has other work, a step takes many times
-    # as long.
+    # Let OpenMP's threads sleep between two loops. If they spin while the machine has other work, a step takes many
+    # times as long.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # torch keeps what oneDNN has compiled for each of the last shapes, a thousand by default, and every number of rows
-    # is a shape: hundreds of MB over the first hours.
+    # torch caches oneDNN's compiled primitives for the last 1000 shapes by default, and every number of rows is a
+    # shape: hundreds of MB within hours.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
 }
-END_SECONDS = 5.0  # for a core that was told to end
-ABORT_SECONDS = 2.0  # for one that hangs to write down where
-SETTLED_SECONDS = 2.0  # one that served for less died at once: the next waits a little
+END_SECONDS = 5.0  # for a core to end after SIGTERM, before SIGKILL
+ABORT_SECONDS = 2.0  # for a hung core to write its stacks after SIGABRT
+SETTLED_SECONDS = 2.0  # of serving; if a core dies earlier, the next start is delayed
 MAX_WAIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _LENGTH = struct.Struct(">I")
 
 
 class Supervisor:
-    """One core after the other at the same endpoints.
+    """Runs one core after another at the same endpoints.
 
-    `start` and `run` are for one thread, `stop` for any, and for signal handlers.
+    One thread calls `start` and `run`. `stop` may be called in any thread, and in signal handlers.
 
     Args:
-        config: of the first core; what that one fills in (block count, lengths) holds for the others.
-        endpoints: where they listen.
+        config: of the first core. The values that this core fills in (block count, lengths) are kept for the next ones.
+        endpoints: where the cores listen.
         runtime_dir: a folder that a core removes if this process dies.
-        drain_timeout: seconds that `stop` leaves a core to finish what it has begun.
+        drain_timeout: seconds that a core has after `stop` to finish its requests.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Supervisor:
         self._service = config.service_config
         self._instance_id = secrets.token_bytes(8)
         self._journal = Journal.create(config.scheduler_config.max_num_seqs)
-        self._blame = Blame()
+        self._suspects = CrashSuspects()
         self._waker = Waker()
         self._state = DesiredState()
         self._decisions = msgspec.Raw(b"\xc0")
@@ -103,14 +103,14 @@ class Supervisor:
 
     @property
     def num_quarantined(self) -> int:
-        """Requests that cores refuse, for others died of them."""
-        return len(self._blame.quarantined)
+        """Requests that cores refuse because they have crashed earlier ones."""
+        return len(self._suspects.quarantined)
 
     def start(self) -> None:
         """Start the first core, and wait until it serves.
 
         Raises:
-            MainspringError: it did not start; the error it raised, under its own type.
+            MainspringError: it did not start; the core's error, with its type.
         """
         try:
             self._launch()
@@ -124,7 +124,7 @@ class Supervisor:
         Raises:
             EngineDeadError: it died too often.
         """
-        quick, trouble = 0, ""  # deaths in a row, each soon after the start; what kept the last core from starting
+        quick, trouble = 0, ""  # early crashes in a row; why the last start failed
         try:
             while True:
                 began = time.monotonic()
@@ -139,7 +139,7 @@ class Supervisor:
                 trouble = ""
                 try:
                     self._launch()
-                except Exception as error:  # whatever it was, the next may do better
+                except Exception as error:  # the next start may succeed
                     trouble = f" while it started: {error}"
         except EngineDeadError as error:
             self.dead_error = error
@@ -151,8 +151,8 @@ class Supervisor:
             self._end_core()
 
     def stop(self) -> None:
-        """Let the core finish what it has begun, for `drain_timeout` seconds at most, and let `run` return. A second
-        call ends it at once."""
+        """Let the core finish its requests, for at most `drain_timeout` seconds, and let `run` return. A second call
+        kills the core."""
         self._stops += 1
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -165,7 +165,7 @@ class Supervisor:
         self.epoch += 1
         self._hung = False
         self._close_files()
-        self._journal.clear(self._blame.suspects)
+        self._journal.clear(self._suspects.suspects)
         self._crash_fd = _temporary_file()
         self._reports, write = os.pipe()
         try:
@@ -180,8 +180,8 @@ class Supervisor:
                 self._crash_fd,
                 self._runtime_dir,
                 self._drain_timeout,
-                self._blame.suspects,
-                self._blame.quarantined,
+                self._suspects.suspects,
+                self._suspects.quarantined,
                 self._decisions,
                 self._state,
                 self.restarts,
@@ -190,14 +190,14 @@ class Supervisor:
             process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mainspring.core"],
                 stdin=subprocess.PIPE,
-                stdout=2,  # what a model's code prints is not our output
+                stdout=2,  # the code of a model may print; keep that out of our standard output
                 pass_fds=[write, self._journal.fd, self._crash_fd],
-                process_group=0,  # Ctrl-C is the frontend's to handle
+                process_group=0,  # so that Ctrl-C reaches only the frontend
                 env={**CORE_ENVIRONMENT, **os.environ},
             )
         finally:
             os.close(write)
-        if self._stops:  # it was not there to be told
+        if self._stops:  # `stop` was called before there was a process
             process.terminate()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
@@ -220,7 +220,7 @@ class Supervisor:
         logger.info("the core (pid %d) serves, epoch %d", process.pid, self.epoch)
 
     def _first_report(self, process: subprocess.Popen[bytes]) -> bytes | None:
-        """None if the core ended before it made one, or did not end though it was told to."""
+        """The core's first report; None if the core ended without one, or had to be killed."""
         give_up_at: float | None = None
         while not readable([self._reports], _LOOK_SECONDS):
             if self._stops and give_up_at is None:
@@ -232,12 +232,14 @@ class Supervisor:
     # ------------------------------------------------------------------ watching
 
     def _watch(self) -> None:
-        """Wait for the core's end; read what it reports meanwhile."""
+        """Wait for the core to end, and read its reports meanwhile."""
         process = self._process
         assert process is not None
         watch = ProcessWatch(process.pid, lambda: process.poll() is not None)
         give_up_at: float | None = None
-        looks = 0  # in a row at which it was silent: after a freeze of both, we may wake first
+        looks = (
+            0  # consecutive looks at which the core was silent: if both processes were frozen, this one may wake first
+        )
         try:
             while not watch.ended():
                 fds = (self._waker.fd, watch.fd, self._reports)
@@ -281,24 +283,24 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             process.kill()
 
-    # ------------------------------------------------------------------ after a death
+    # ------------------------------------------------------------------ after a crash
 
     def _account(self, trouble: str) -> None:
-        """Note how the core died and whose doing it may be. `trouble`: what its end was beside that, if it is known.
+        """Record how the core died and which requests are suspects. `trouble`: more about the cause, if it is known.
 
         Raises:
-            EngineDeadError: it was once too often.
+            EngineDeadError: the limit of restarts is reached.
         """
         process = self._process
         assert process is not None
-        if process.returncode is None:  # it is alive, but did not start
+        if process.returncode is None:  # it lives, but its start failed
             process.kill()
             process.wait()
         cause = "by hanging" if self._hung else describe_exit(process.returncode) + trouble
-        if process.returncode:  # else somebody told it to end
+        if process.returncode:  # 0: it was told to end, which is no crash
             killed = process.returncode == -signal.SIGKILL and not self._hung
-            if self._blame.crashed(self._journal, cause, killed):
-                self._restarted_at.clear()  # these deaths have found their cause: they do not count towards the limit
+            if self._suspects.crashed(self._journal, cause, killed):
+                self._restarted_at.clear()  # crashes with a quarantined cause do not count towards the limit
         self.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
         trace = os.pread(self._crash_fd, 100_000, 0).decode(errors="replace").strip() if self._crash_fd >= 0 else ""
         logger.error("the core (pid %d) ended %s%s", process.pid, cause, f"\n{trace}" if trace else "")
@@ -315,7 +317,7 @@ class Supervisor:
         self.restarts += 1
 
     def _wait_to_restart(self, seconds: float) -> bool:
-        """Whether there is to be a next core."""
+        """Wait before the next start. False if `stop` was called."""
         if seconds and not self._stops:
             readable([self._waker.fd], seconds)
             self._waker.clear()
@@ -341,10 +343,10 @@ class Supervisor:
 
 
 class EmbeddedCore:
-    """A core that belongs to this process, supervised by a thread: it ends with the process, however that ends.
+    """A core that belongs to this process, with a supervisor in a thread. It ends with this process, however that ends.
 
-    The core is a fresh interpreter, so scripts and notebooks need no ``__main__`` guard; its configuration comes over
-    stdin. It watches this process and goes when it is gone.
+    The core is a fresh interpreter, so scripts and notebooks need no ``__main__`` guard. Its configuration comes over
+    standard input. It watches this process and exits when this one has ended.
 
     Raises:
         MainspringError: the core did not start; the error it raised, under its own type.
@@ -368,25 +370,25 @@ class EmbeddedCore:
         return self.supervisor.dead_error
 
     def close(self) -> None:
-        """End the core and remove its socket. Twice is once."""
+        """End the core and remove its socket. A second call does nothing."""
         self._end()
 
 
 def _run(supervisor: Supervisor) -> None:
-    with contextlib.suppress(EngineDeadError):  # `dead_error` says it
+    with contextlib.suppress(EngineDeadError):  # kept in `dead_error`
         supervisor.run()
 
 
 def _end(supervisor: Supervisor, thread: threading.Thread, folder: str, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child; the core is its parent's
+        return  # in a forked child: the core belongs to its parent
     supervisor.stop()
     thread.join()
     remove_runtime_dir(folder)
 
 
 def _repeatable(config: EngineConfig) -> EngineConfig:
-    """What a core has found out, as the next one's configuration: it is not to be found out otherwise."""
+    """The configuration of the next core, with the block count of this one, so that both serve the same."""
     cache = config.cache_config
     blocks = msgspec.structs.replace(cache, num_gpu_blocks_override=cache.num_gpu_blocks)
     return msgspec.structs.replace(config, cache_config=blocks)
@@ -398,7 +400,7 @@ def _temporary_file() -> int:
 
 
 def write_message(fd: int, message: msgspec.Struct) -> None:
-    """One message down a pipe, with its length before it."""
+    """Write a message to a pipe, with its length before it."""
     data = msgspec.msgpack.encode(message)
     view = memoryview(_LENGTH.pack(len(data)) + data)
     while view:
@@ -406,7 +408,7 @@ def write_message(fd: int, message: msgspec.Struct) -> None:
 
 
 def _read_message(fd: int) -> bytes | None:
-    """The next message of a pipe; None at its end."""
+    """The next message from a pipe; None at its end."""
     head = _read_exactly(fd, _LENGTH.size)
     return None if head is None else _read_exactly(fd, _LENGTH.unpack(head)[0])
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 class SyncClient(ConnectedClient):
     """See `CoreClient`. One lock guards the socket and is never held while waiting.
 
-    Of the threads that wait, one is the reader: it waits for the socket and hands what comes to the others. A zmq
-    descriptor tells of a change once, so whoever sends also takes in what has come, and wakes the reader.
+    One of the waiting threads is the reader: it waits for the socket, and the others wait for the reader. A zmq
+    descriptor signals a change only once, so a thread that sends must also receive, and then wakes the reader.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -55,7 +55,7 @@ class SyncClient(ConnectedClient):
 
     def close(self) -> None:
         if not self._connection.is_mine:
-            return  # a forked child, where the lock may be held for ever
+            return  # in a forked child the lock may be held by a thread that does not exist there
         with self._lock:
             self._connection.close()
             self._arrived.notify_all()
@@ -73,14 +73,14 @@ class SyncClient(ConnectedClient):
         return result
 
     def _wait_for(self, take: Callable[[], T | None], timeout: float | None) -> T | None:
-        """What `take` finds among what has arrived; waits for it."""
+        """Wait until `take` finds something among the messages that have arrived."""
         self._connection.check_process()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while True:
                 if self._connection.receive():
                     self._arrived.notify_all()
-                    if self._has_reader:  # its descriptors say no more what was just taken in
+                    if self._has_reader:  # its descriptors do not signal what was just received
                         self._waker.wake()
                 if (found := take()) is not None:
                     return found
@@ -92,7 +92,7 @@ class SyncClient(ConnectedClient):
                     self._arrived.wait(seconds_left(deadline))
                     continue
                 self._has_reader = True
-                fds, patience = self._connection.fds, self._connection.patience
+                fds, patience = self._connection.fds, self._connection.poll_seconds
                 self._lock.release()
                 try:
                     waits = [wait for wait in (seconds_left(deadline), patience) if wait is not None]
@@ -101,4 +101,4 @@ class SyncClient(ConnectedClient):
                 finally:
                     self._lock.acquire()
                     self._has_reader = False
-                    self._arrived.notify_all()  # one of them is the reader next
+                    self._arrived.notify_all()  # one of the waiting threads becomes the reader

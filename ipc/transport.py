@@ -1,4 +1,4 @@
-"""Sockets, the addresses they listen at, and the folders those lie in."""
+"""Sockets, their addresses, the folders of Unix sockets, and helpers to wait for descriptors and processes."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .config import EngineConfig
 from .errors import AddressInUseError, InvalidArgumentError
 from .messages import DesiredState
 
-MAX_PATH_BYTES = 107  # of a Unix socket, by the kernel
-MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of whoever sends more
-CORE_TIMEOUT = 30.0  # seconds without an answer from its machine after which a frontend takes a core for gone
-RECEIVE_QUEUE, SEND_QUEUE = 100, 100  # messages that libzmq holds for each peer of the core
+MAX_PATH_BYTES = 107  # of a Unix socket's path, a limit of the kernel
+MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of a peer that sends more
+CORE_TIMEOUT = 30.0  # seconds without an answer from the core's machine after which its connection is lost
+RECEIVE_QUEUE, SEND_QUEUE = 100, 100  # messages that libzmq queues for each peer of the core
 Socket = zmq.Socket[bytes]
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """Where a core listens, and who may come in."""
+    """Where a core listens, and which frontends may connect."""
 
     address: str  # ipc://PATH or tcp://HOST:PORT
-    admin_address: str = ""  # connections to this one may change the engine for everyone
+    admin_address: str = ""  # connections to this address may change the engine for everyone
     secret_key: str = ""  # of the server, CURVE in Z85; empty: no CURVE
     allowed_keys: str = ""  # path of the list of public keys, read anew for each connection
-    token: bytes = b""  # what a Hello must hold; with one, every connection is an admin's
+    token: bytes = b""  # a secret that every Hello must hold; then every connection is an admin's
 
 
 class CoreLaunch(msgspec.Struct):
-    """What a starting core reads from its standard input, as msgpack."""
+    """The message that a starting core reads from its standard input, as msgpack."""
 
     config: EngineConfig
     endpoints: Endpoints
@@ -61,7 +61,7 @@ class CoreLaunch(msgspec.Struct):
 
 
 def make_runtime_dir() -> str:
-    """A folder for one embedded core's socket that only this user can enter."""
+    """Make a folder for the socket of one embedded core. Only this user can enter it."""
     return tempfile.mkdtemp(prefix="mainspring-", dir=_runtime_base() or tempfile.gettempdir())
 
 
@@ -71,10 +71,10 @@ def remove_runtime_dir(path: str) -> None:
 
 
 def default_folder() -> Path:
-    """This user's folder for the socket of a daemon, made if need be.
+    """This user's folder for the socket of a daemon. It is made if it does not exist.
 
     Raises:
-        InvalidArgumentError: something else is in its place, or others could enter it.
+        InvalidArgumentError: the path is no folder, or other users could enter it.
     """
     base = _runtime_base()
     folder = Path(base, "mainspring") if base else Path(tempfile.gettempdir(), f"mainspring-{os.getuid()}")
@@ -94,10 +94,10 @@ def _runtime_base() -> str:
 
 
 def ipc_path(address: str) -> Path | None:
-    """The socket's path of an ipc address; None for tcp.
+    """The path of the socket of an ipc address; None for tcp.
 
     Raises:
-        InvalidArgumentError: no address of ours, or a path too long for a socket.
+        InvalidArgumentError: not an ipc or tcp address, or the path is too long for a socket.
     """
     kind, _, rest = address.partition("://")
     if kind == "tcp" and rest.rpartition(":")[0] and rest.rpartition(":")[2].isdigit():
@@ -120,12 +120,12 @@ def ipc_address(folder: str | Path) -> str:
 
 
 def lock_address(address: str) -> int | None:
-    """Make `address` ours until the descriptor returned is closed, or the process ends; None for tcp, where binding
-    decides. A second bind on a live Unix socket would succeed and steal it. A socket file without a lock is left from
-    a crash, and is replaced.
+    """Lock an ipc address until the returned descriptor is closed or the process ends; None for tcp, where binding is
+    the lock. Without it a second bind to a live Unix socket would succeed and take it over. A socket file without a
+    lock is left over from a crash, and is replaced.
 
     Raises:
-        AddressInUseError: a live process has it.
+        AddressInUseError: another process holds the lock.
         InvalidArgumentError: the path is too long, or its folder can't be written.
     """
     path = ipc_path(address)
@@ -137,7 +137,7 @@ def lock_address(address: str) -> int | None:
         fd = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InvalidArgumentError(f"{path.parent} can't be written: {error.strerror}; choose another folder") from None
-    for _ in range(3):  # one who asks whose it is may hold it for an instant
+    for _ in range(3):  # `lock_holder` in another process may hold it for an instant
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
@@ -152,7 +152,7 @@ def lock_address(address: str) -> int | None:
 
 
 def lock_holder(address: str) -> int | None:
-    """The process that has locked `address`, if one lives; None for tcp."""
+    """The process that holds the lock of `address`; None if no process does, and for tcp."""
     path = ipc_path(address)
     if path is None:
         return None
@@ -168,15 +168,15 @@ def lock_holder(address: str) -> int | None:
 
 
 def bind_router(context: zmq.Context[Socket], address: str, peer_timeout: float = 10.0, secret_key: str = "") -> Socket:
-    """A core's socket. Sends never block: a peer that is gone or slow is an error to handle, not to wait for. One whose
-    machine has not answered for `peer_timeout` seconds is gone.
+    """A core's socket. Sends never block: they raise for a peer that is gone or slow. A peer whose machine has not
+    answered for `peer_timeout` seconds is gone.
 
     Raises:
         AddressInUseError: another process listens there.
-        InvalidArgumentError: nobody can.
+        InvalidArgumentError: the address can't be opened.
     """
-    # libzmq numbers its peers from an unseeded rand(): one who guesses the next number and takes it for its name would
-    # make the process abort.
+    # libzmq numbers its peers from an unseeded rand(). A peer that guessed the next number and used it as its routing
+    # id would make the process abort.
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "big"))
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
@@ -188,7 +188,7 @@ def bind_router(context: zmq.Context[Socket], address: str, peer_timeout: float 
     if secret_key:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt_string(zmq.CURVE_SECRETKEY, secret_key)
-    old = os.umask(0o177)  # a socket file is its owner's alone
+    old = os.umask(0o177)  # only the owner may open the socket file
     try:
         router.bind(address)
     except zmq.ZMQError as error:
@@ -202,9 +202,9 @@ def bind_router(context: zmq.Context[Socket], address: str, peer_timeout: float 
 
 
 def _keep_alive(socket: Socket, timeout: float) -> None:
-    """Let the kernels find out, within `timeout` seconds, that the other machine is gone. Only their word counts for a
-    lost connection: a process that is stopped, or busy, is not lost. (ZMTP's heartbeats would take it for lost; and
-    with them libzmq 4.3.5 aborts the process when a peer goes away while its messages wait to be read.)"""
+    """Let the kernels detect, within `timeout` seconds, that the other machine is gone. Nothing else ends a connection:
+    a peer that is stopped or busy is not lost. (ZMTP's heartbeats would end its connection; and with heartbeats libzmq
+    4.3.5 aborts the process when a peer goes away while its messages wait to be read.)"""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(timeout / 2)))
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(timeout / 6)))
@@ -213,13 +213,13 @@ def _keep_alive(socket: Socket, timeout: float) -> None:
 
 
 def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None = None) -> Socket:
-    """A frontend's socket, to be connected when it has its monitor, which else misses what happens first; new for each
-    connection, for frames queued in an old one would reach the next core. `keys`: own public, own secret, and the
-    server's public one."""
+    """A frontend's socket. Connect it after its monitor is made, or the monitor misses the first events. Make a new one
+    for each connection, because frames queued in an old one would reach the next core. `keys`: own public, own secret,
+    and the server's public key."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.SNDHWM, 0)
-    dealer.setsockopt(zmq.RCVHWM, 0)  # what was asked for is taken in, even while nobody calls step()
+    dealer.setsockopt(zmq.RCVHWM, 0)  # outputs are received without a limit, even while step() is not called
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     _keep_alive(dealer, CORE_TIMEOUT)
@@ -232,19 +232,19 @@ def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None 
 
 
 def readable(fds: Iterable[int], seconds: float | None) -> set[int]:
-    """Those of the descriptors that have something to read, or an end; waits for the first, for so many seconds."""
-    poll = select.poll()  # select() knows no descriptor above 1023
+    """The descriptors that can be read or have ended. Waits for the first one, at most so many seconds."""
+    poll = select.poll()  # select() does not work with descriptors above 1023
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)}
 
 
 class ProcessWatch:
-    """Tells when a process has ended, by something that can be polled where the kernel has it (pidfd).
+    """Tells when a process has ended, with a descriptor to poll (pidfd) if the kernel has that.
 
     Args:
         pid: the process, a parent or child of this one.
-        ask: tells it where the kernel has no pidfd.
+        ask: whether it has ended, for kernels without pidfd.
     """
 
     def __init__(self, pid: int, ask: Callable[[], bool]) -> None:
@@ -255,7 +255,7 @@ class ProcessWatch:
                 self.fd = os.pidfd_open(pid)
 
     def ended(self) -> bool:
-        """Right at once; a zombie counts as ended."""
+        """Does not wait. A zombie has ended."""
         if self.fd is not None:
             return bool(readable([self.fd], 0))
         return self._ask()
@@ -267,7 +267,7 @@ class ProcessWatch:
 
 
 class Waker:
-    """Wakes a thread that polls `fd`, from any other."""
+    """Wakes a thread that polls `fd`, from any other thread."""
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe()

@@ -558,10 +558,11 @@ def test_prompt_adapters_that_do_not_fit(made: Adapters, virtual: dict[str, Prom
         for name, request, why in (
             ("length", PromptAdapterRequest("a", 1, five, 6), "shape [6, 64]"),
             ("kind", PromptAdapterRequest("a", 2, str(made.folders["small"]), 5), "peft_type"),
-            ("long", virtual["twenty"], "max_prompt_adapter_token is 10"),
         ):
             add(engine, name, PROMPTS["none"], prompt_adapter_request=request)
             assert why in str(finish(engine)[name].outputs[0].error)
+        with pytest.raises(InvalidRequestError, match="max_prompt_adapter_token is 10"):
+            add(engine, "long", PROMPTS["none"], prompt_adapter_request=virtual["twenty"])
         add(engine, "lora", PROMPTS["none"], LoRARequest("a", 3, five))
         assert "peft_type" in str(finish(engine)["lora"].outputs[0].error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mainspring.ipc.crash_suspects import Blame
+from mainspring.ipc.crash_suspects import CrashSuspects
 from mainspring.ipc.journal import Journal
 
 SEGV, KILL = ("by signal SIGSEGV", False), ("by signal SIGKILL", True)
@@ -16,7 +16,7 @@ class Cores:
 
     def __init__(self) -> None:
         self.journal = Journal.create(16)
-        self.blame = Blame()
+        self.blame = CrashSuspects()
 
     def die(
         self,

@@ -27,14 +27,14 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mainspring.compat.forms import AddCall, resolve_add_request, resolve_engine, resolve_generate
+from mainspring.compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
 from mainspring.engine.args import checked
+from mainspring.engine.pooling_methods import PoolingMethods
 from mainspring.engine.request.input_processor import InputProcessor, core_messages
 from mainspring.engine.request.outputs import PoolingOutput, PoolingRequestOutput
-from mainspring.engine.request.pooling import PoolingMethods
-from mainspring.engine.request.weight_messages import plain
+from mainspring.engine.request.weight_messages import plain_arguments
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.codec import encode_arguments
@@ -48,6 +48,7 @@ from mainspring.ipc.errors import (
     WrongProcessError,
 )
 from mainspring.ipc.messages import AddRequest, ModelFacts
+from mainspring.ipc.request_check import RequestCheck
 from mainspring.ipc.sync_client import SyncClient
 from stand_in_core import stand_in
 from test_call_forms import Silent, SilentAsync
@@ -56,8 +57,8 @@ from wire import collect, request
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=32, dtype="float32", eos_token_ids=[2])
 POOLS = msgspec.structs.replace(FACTS, tasks=["embed"])
 ADAPTERS = LoRAConfig(enable_lora=True, enable_prompt_adapter=True)
-PROCESSOR = InputProcessor(load_tokenizer(MODEL_PATH), FACTS, [2], adapters=ADAPTERS)
-POOLER = InputProcessor(None, POOLS, [2])
+PROCESSOR = InputProcessor(load_tokenizer(MODEL_PATH), RequestCheck(FACTS, ADAPTERS), [2])
+POOLER = InputProcessor(None, RequestCheck(POOLS), [2])
 P = SamplingParams(max_tokens=4)
 LORA = LoRARequest("a", 1, "/a")
 HUGE = 10**5000  # too long for repr
@@ -187,7 +188,7 @@ def test_tokenization_kwargs_are_a_dict_of_a_flag(given: Any) -> None:
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
-def generated(*positional: Any, **keywords: Any) -> AddCall:
+def generated(*positional: Any, **keywords: Any) -> Call:
     slots = [keywords.pop(name, None) for name in ("arrival_time", "lora_request", "tokenization_kwargs")]
     slots += [keywords.pop("trace_headers", None), keywords.pop("priority", 0)]
     return resolve_generate("p", P, "r", positional, cast(Any, tuple(slots)), None, keywords)
@@ -195,12 +196,12 @@ def generated(*positional: Any, **keywords: Any) -> AddCall:
 
 def test_a_keyword_fills_in_what_is_not_given_by_position() -> None:
     call = generated(LORA, trace_headers=HEADERS)
-    assert (call.lora_request, call.trace_headers) == (LORA, HEADERS)
+    assert (call["lora_request"], call["trace_headers"]) == (LORA, HEADERS)
     call = generated([3, 4], lora_request=LORA, trace_headers=HEADERS, priority=5, prefix_pos=7)
-    assert (call.lora_request, call.trace_headers, call.priority) == (LORA, HEADERS, 5)
-    assert call.prompt == {"prompt": "p", "prompt_token_ids": [3, 4]}
-    assert generated(None, None, None, 6).priority == generated(None, None, 6).priority == 6
-    assert generated(None, None, None, priority=6).priority == 6
+    assert (call["lora_request"], call["trace_headers"], call["priority"]) == (LORA, HEADERS, 5)
+    assert call["prompt"] == {"prompt": "p", "prompt_token_ids": [3, 4]}
+    assert generated(None, None, None, 6)["priority"] == generated(None, None, 6)["priority"] == 6
+    assert generated(None, None, None, priority=6)["priority"] == 6
 
 
 @pytest.mark.parametrize(
@@ -324,8 +325,8 @@ def test_arguments_that_no_message_holds_are_refused_and_leave_nothing_behind(va
 )  # fmt: skip
 def test_arguments_of_a_workers_method_are_checked(args: Any, kwargs: Any, timeout: Any, name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{name} is"):
-        plain(args, kwargs, timeout)
-    assert plain((1,), None, 2.5) == ([1], {})
+        plain_arguments(args, kwargs, timeout)
+    assert plain_arguments((1,), None, 2.5) == ([1], {})
 
 
 def test_an_async_call_that_is_not_answered_says_which() -> None:

@@ -36,9 +36,14 @@ ROOMS = {  # room → rooms it may import, besides itself
     "cli": {"ipc", "engine", "serve", "tools"},
     "demo": set(),
 }
+MODULE_ROOMS = {  # module → rooms it may import where that is not its room's; nothing may import such a module
+    "mainspring.compat.vllm": {"ipc", "engine"},
+}
+CIRCLES_LEFT = {"core"}  # rooms that may still have circles of imports of more than two files
+TWICE_LEFT = {"core", "kernels"}  # rooms that may still have a name twice
 TORCH_ROOMS = {"core", "kernels", "tools"}
 TRANSFORMERS_ROOMS = {"core"}
-NO_PICKLE_ROOMS = {"", "ipc", "core", "engine"}
+NO_PICKLE_ROOMS = {"", "ipc", "core", "engine", "compat", "serve", "cli"}
 NOT_FROM_THE_WIRE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 RUNS_DATA = {"eval", "exec", "compile", "__import__"}  # builtins
 UNPICKLES = {"recv_pyobj", "send_pyobj", "recv_serialized"}  # of pyzmq's sockets
@@ -89,6 +94,42 @@ def imports_of(module: str) -> Iterator[Import]:
 ALL_IMPORTS = [found for module in MODULES for found in imports_of(module)]
 
 
+def allowed_rooms(module: str) -> set[str]:
+    return {room_of(module), *MODULE_ROOMS.get(module, ROOMS[room_of(module)])}
+
+
+def circles() -> list[list[str]]:
+    """Modules of one room that import each other, directly or through others of the room: the strongly connected
+    components of the graph of all import statements, by Tarjan's algorithm."""
+    imports: dict[str, set[str]] = {module: set() for module in MODULES}
+    for found in ALL_IMPORTS:
+        if found.imported in MODULES and room_of(found.imported) == room_of(found.importer):
+            imports[found.importer].add(found.imported)
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}  # the smallest number on the stack that can be reached
+    stack: list[str] = []
+    components: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for other in imports[module]:
+            if other not in number:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], number[other])
+        if lowest[module] == number[module]:
+            at = stack.index(module)
+            components.append(stack[at:])
+            del stack[at:]
+
+    for module in MODULES:
+        if module not in number:
+            visit(module)
+    return components
+
+
 def is_ignored(path: Path) -> bool:
     """Whether tools made it: hidden folders but for CI's, and what a build leaves."""
     return any(
@@ -120,11 +161,31 @@ def test_rooms_import_only_what_the_table_allows() -> None:
         for found in ALL_IMPORTS
         if found.top == "mainspring"
         and found.imported != "mainspring.__version__"
-        and room_of(found.imported) not in ROOMS[room_of(found.importer)] | {room_of(found.importer)}
+        and room_of(found.imported) not in allowed_rooms(found.importer)
         and not (room_of(found.importer) == "engine" and room_of(found.imported) == "core")  # the next test
         and not (found.importer == "mainspring" and (found.typing_only or found.function))  # lazy public names
     ]
     assert not wrong
+    assert not [found for found in ALL_IMPORTS if found.imported in MODULE_ROOMS]
+
+
+def test_circles_of_imports_inside_a_room_have_two_files_at_most() -> None:
+    wrong = [circle for circle in circles() if len(circle) > 2 and room_of(circle[0]) not in CIRCLES_LEFT]
+    assert not wrong
+
+
+def test_no_name_stands_for_two_things_in_one_room() -> None:
+    """Files, and public classes and functions on the top level of a file."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, path in MODULES.items():
+        room = room_of(module)
+        if room in TWICE_LEFT or path.stem in {"__init__", "__main__"}:
+            continue
+        kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        public = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)}
+        for name in (path.name, *(name for name in public if not name.startswith("_"))):
+            found.setdefault((room, name), []).append(module)
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 def test_engine_imports_core_inside_one_function_only() -> None:

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from mainspring import LoRARequest, PromptAdapterRequest, SamplingParams
-from mainspring.compat.forms import AddCall, resolve_add_request
+from mainspring.compat.forms import Call, resolve_add_request
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.request.input_processor import EngineCoreRequest, InputProcessor, child_seed, core_messages
 from mainspring.engine.request.prompts import ParsedPrompt, parse_prompt
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError, UnknownArgumentError
 from mainspring.ipc.messages import ModelFacts
+from mainspring.ipc.request_check import RequestCheck
 
 TOKENIZER = load_tokenizer(MODEL_PATH)
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=32, dtype="float32", eos_token_ids=[2])
-PROCESSOR = InputProcessor(TOKENIZER, FACTS, [2, 7])
+PROCESSOR = InputProcessor(TOKENIZER, RequestCheck(FACTS), [2, 7])
 
 
 def process(prompt: Any, params: SamplingParams | None = None, **options: Any) -> EngineCoreRequest:
@@ -195,7 +196,7 @@ def test_fields_assigned_after_construction_are_checked_again() -> None:
 
 
 def test_without_a_tokenizer_only_ids_and_no_stop_strings() -> None:
-    bare = InputProcessor(None, FACTS, [])
+    bare = InputProcessor(None, RequestCheck(FACTS), [])
     assert bare.process_inputs("r", [3], SamplingParams()).prompt_token_ids == [3]
     with pytest.raises(InvalidRequestError, match="skip_tokenizer_init"):
         bare.process_inputs("r", "text", SamplingParams())
@@ -245,7 +246,18 @@ def test_without_a_seed_each_request_gets_64_random_bits_before_it_is_sent() -> 
 # ------------------------------------------------------------------ call forms
 
 P = SamplingParams()
-NEWEST = AddCall("r", "hi", P, None, None, 0, None)
+NEWEST: Call = {
+    "request_id": "r",
+    "prompt": "hi",
+    "params": P,
+    "arrival_time": None,
+    "tokenization_kwargs": None,
+    "priority": 0,
+    "prompt_text": None,
+    "trace_headers": None,
+    "lora_request": None,
+    "prompt_adapter_request": None,
+}
 IDS = {"prompt": None, "prompt_token_ids": [1, 2]}
 BOTH = {"prompt": "hi", "prompt_token_ids": [1, 2]}
 LORA, VIRTUAL = LoRARequest("a", 1, "a"), PromptAdapterRequest("v", 1, "v", 3)
@@ -257,34 +269,34 @@ _NO = None
     [
         # newest: arrival_time, lora_request, tokenization_kwargs, trace_headers, priority
         ((_NO, _NO, _NO, _NO, 0), {}, NEWEST),
-        ((1.5, _NO, _NO, _NO, 4), {}, NEWEST._replace(arrival_time=1.5, priority=4)),
-        ((1.5, LORA, _NO, _NO, 4), {}, NEWEST._replace(arrival_time=1.5, lora_request=LORA, priority=4)),
+        ((1.5, _NO, _NO, _NO, 4), {}, dict(NEWEST, arrival_time=1.5, priority=4)),
+        ((1.5, LORA, _NO, _NO, 4), {}, dict(NEWEST, arrival_time=1.5, lora_request=LORA, priority=4)),
         ((2, _NO, {"add_special_tokens": False}, _NO, 0), {},
-         NEWEST._replace(arrival_time=2, tokenization_kwargs={"add_special_tokens": False})),
+         dict(NEWEST, arrival_time=2, tokenization_kwargs={"add_special_tokens": False})),
         # middle: arrival_time, lora_request, trace_headers, prompt_adapter_request, priority
         ((1.5, _NO, {"traceparent": "x"}, _NO, 4), {},
-         NEWEST._replace(arrival_time=1.5, priority=4, trace_headers={"traceparent": "x"})),
+         dict(NEWEST, arrival_time=1.5, priority=4, trace_headers={"traceparent": "x"})),
         ((1.5, LORA, _NO, VIRTUAL, 4), {},
-         NEWEST._replace(arrival_time=1.5, lora_request=LORA, prompt_adapter_request=VIRTUAL, priority=4)),
+         dict(NEWEST, arrival_time=1.5, lora_request=LORA, prompt_adapter_request=VIRTUAL, priority=4)),
         # oldest: prompt_token_ids, arrival_time, lora_request, prefix_pos
-        (([1, 2], _NO, _NO, _NO, 0), {}, NEWEST._replace(prompt=BOTH)),
-        ((_NO, 1.5, _NO, _NO, 0), {}, NEWEST._replace(arrival_time=1.5)),
-        (([1, 2], 1.5, _NO, 3, 0), {}, NEWEST._replace(prompt=BOTH, arrival_time=1.5)),
-        (([1, 2], 1.5, LORA, 3, 0), {}, NEWEST._replace(prompt=BOTH, arrival_time=1.5, lora_request=LORA)),
-        ((_NO, _NO, LORA, _NO, 0), {}, NEWEST._replace(lora_request=LORA)),
+        (([1, 2], _NO, _NO, _NO, 0), {}, dict(NEWEST, prompt=BOTH)),
+        ((_NO, 1.5, _NO, _NO, 0), {}, dict(NEWEST, arrival_time=1.5)),
+        (([1, 2], 1.5, _NO, 3, 0), {}, dict(NEWEST, prompt=BOTH, arrival_time=1.5)),
+        (([1, 2], 1.5, LORA, 3, 0), {}, dict(NEWEST, prompt=BOTH, arrival_time=1.5, lora_request=LORA)),
+        ((_NO, _NO, LORA, _NO, 0), {}, dict(NEWEST, lora_request=LORA)),
         ((_NO, _NO, _NO, 3, 0), {}, NEWEST),
         # keywords
-        ((_NO, _NO, _NO, _NO, 0), {"prompt_token_ids": [1, 2], "prefix_pos": 1}, NEWEST._replace(prompt=BOTH)),
+        ((_NO, _NO, _NO, _NO, 0), {"prompt_token_ids": [1, 2], "prefix_pos": 1}, dict(NEWEST, prompt=BOTH)),
         # what does not exist yet
-        ((_NO, _NO, _NO, {"any": "x"}, 0), {}, NEWEST._replace(trace_headers={"any": "x"})),
+        ((_NO, _NO, _NO, {"any": "x"}, 0), {}, dict(NEWEST, trace_headers={"any": "x"})),
         ((_NO, _NO, _NO, _NO, 0), {"prompt_adapter_request": VIRTUAL},
-         NEWEST._replace(prompt_adapter_request=VIRTUAL)),
+         dict(NEWEST, prompt_adapter_request=VIRTUAL)),
         # what never did
         ((_NO, _NO, _NO, _NO, 0), {"priorty": 1}, UnknownArgumentError("did you mean 'priority'")),
         (("soon", _NO, _NO, _NO, 0), {}, InvalidRequestError("arrival_time is 'soon'")),
     ],
 )  # fmt: skip
-def test_call_forms_of_all_generations(slots: Any, older: dict[str, Any], expected: AddCall | Exception) -> None:
+def test_call_forms_of_all_generations(slots: Any, older: dict[str, Any], expected: Call | Exception) -> None:
     if isinstance(expected, Exception):
         with pytest.raises(type(expected), match=str(expected)):
             resolve_add_request("r", "hi", P, slots, None, older)
@@ -308,13 +320,13 @@ def test_where_the_prompt_may_stand(prompt: Any, older: dict[str, Any], expected
         with pytest.raises(type(expected), match=str(expected)):
             resolve_add_request("r", prompt, P, slots, None, older)
     else:
-        assert resolve_add_request("r", prompt, P, slots, None, older).prompt == expected
+        assert resolve_add_request("r", prompt, P, slots, None, older)["prompt"] == expected
 
 
 def test_ids_are_str_but_an_int_is_taken_and_the_older_name_of_params_too() -> None:
     slots = (None, None, None, None, 0)
-    assert resolve_add_request(7, "hi", P, slots, None, {}).request_id == "7"
-    assert resolve_add_request("7", "hi", None, slots, None, {"sampling_params": P}).params is P
+    assert resolve_add_request(7, "hi", P, slots, None, {})["request_id"] == "7"
+    assert resolve_add_request("7", "hi", None, slots, None, {"sampling_params": P})["params"] is P
     for wrong in (None, 1.5, True, b"x"):
         with pytest.raises(InvalidRequestError, match="request_id"):
             resolve_add_request(wrong, "hi", P, slots, None, {})  # type: ignore[arg-type]

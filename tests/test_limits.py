@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness import Finished, make_core, message, run_core
+from mainspring.core import loop
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan import request_check
 from mainspring.core.plan.step import PROMPT_LOGITS
 from mainspring.ipc.messages import AddRequest, Sampling
 
@@ -136,7 +136,7 @@ def test_what_one_request_may_ask_for_is_bounded(fields: dict[str, Any], names: 
 
 
 def test_what_the_outputs_of_a_step_could_not_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_check, "MAX_LOGPROBS", 10 * (8 + PROMPT_LOGITS))
+    monkeypatch.setattr(loop, "MAX_LOGPROBS", 10 * (8 + PROMPT_LOGITS))
     core = core_with(max_num_seqs=8)
     for handle, logprobs in enumerate((10, 11)):
         core.add_request(0, AddRequest(handle, "", [1, 2], Sampling(4, logprobs=logprobs)))

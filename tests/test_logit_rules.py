@@ -38,6 +38,7 @@ from mainspring.ipc import codec
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, ModelFacts, Outputs, Sampling, Tensor
+from mainspring.ipc.request_check import RequestCheck
 from plain import Job, Plain, collect, make_engine, run, run_all
 
 VOCAB = 40
@@ -542,7 +543,7 @@ def test_a_huge_value_is_refused_by_name_or_does_what_it_says(path: Path, fields
 def test_bad_words_need_a_tokenizer(path: Path) -> None:
     facts = ModelFacts(384, 64, 64, "float32")
     with pytest.raises(InvalidRequestError, match="bad_words need a tokenizer"):
-        InputProcessor(None, facts, []).process_inputs("r", [5], SamplingParams(bad_words=["x"]))
+        InputProcessor(None, RequestCheck(facts), []).process_inputs("r", [5], SamplingParams(bad_words=["x"]))
 
 
 # ------------------------------------------------------------------ the wire
@@ -586,7 +587,7 @@ def test_outputs_with_log_probabilities_survive_the_wire() -> None:
 
 
 def test_what_is_asked_for_reaches_the_core_in_every_completion() -> None:
-    processor = InputProcessor(load_tokenizer(MODEL_PATH), ModelFacts(1024, 4, 64, "float32"), [2])
+    processor = InputProcessor(load_tokenizer(MODEL_PATH), RequestCheck(ModelFacts(1024, 4, 64, "float32")), [2])
     params = SamplingParams(
         n=2,
         seed=4,

@@ -284,7 +284,7 @@ def test_a_log_line_comes_at_most_every_ten_seconds_and_never_of_an_idle_engine(
     core: StandInOwner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [1000.0]
-    for module in ("metrics", "llm_engine", "frontend"):
+    for module in ("observe.metrics", "llm_engine", "frontend"):
         monkeypatch.setattr(f"mainspring.engine.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     caplog.set_level(logging.INFO)
 

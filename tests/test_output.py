@@ -17,6 +17,7 @@ from mainspring.engine.request.output_processor import OutputProcessor, Processe
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import OutOfMemoryError, OverloadedError, RequestFailedError
 from mainspring.ipc.messages import Finished, ModelFacts, Outputs, Started
+from mainspring.ipc.request_check import RequestCheck
 
 TOKENIZER = load_tokenizer(MODEL_PATH)
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=512, dtype="float32")
@@ -38,7 +39,7 @@ class Frontend:
     """An output processor with requests, and a hand that plays the core."""
 
     def __init__(self, tokenizer: Any = TOKENIZER) -> None:
-        self.input = InputProcessor(tokenizer, FACTS, [EOS])
+        self.input = InputProcessor(tokenizer, RequestCheck(FACTS), [EOS])
         self.handles = itertools.count(1)
         self.output = OutputProcessor(tokenizer, self.handles)
         self.now = 100.0

@@ -214,7 +214,7 @@ def test_who_asks_for_the_wrong_thing_is_told_what_the_model_can(checkpoint: Mak
         engine.engine_core.add_request(AddRequest(1, "a", [5], Sampling(1), pooling=Pooling("embed")))
         refused = engine.engine_core.get_outputs()
         assert refused is not None
-        assert "for embed, and this model can generate" in refused.finished[0].error_text
+        assert "to embed, and this model can generate" in refused.finished[0].error_text
     with engine_of(checkpoint("bert"), skip_tokenizer_init=True, max_model_len=100) as engine:
         with pytest.raises(InvalidRequestError, match=r"to generate tokens, and this model can embed, token_embed"):
             engine.add_request("a", [5, 6], SamplingParams())
@@ -223,7 +223,7 @@ def test_who_asks_for_the_wrong_thing_is_told_what_the_model_can(checkpoint: Mak
         engine.engine_core.add_request(AddRequest(1, "a", [5], Sampling(1)))
         refused = engine.engine_core.get_outputs()
         assert refused is not None
-        assert "for tokens, and this model can embed" in refused.finished[0].error_text
+        assert "to generate tokens, and this model can embed" in refused.finished[0].error_text
         kept, cut = pooled.vectors(engine, [[5] * 100, [5] * 300], PoolingParams(truncate_prompt_tokens=-1))
         assert np.array_equal(kept, cut)
         [wide] = pooled.run(engine, [[5, 6]], PoolingParams(dimensions=65))

@@ -150,7 +150,7 @@ def test_a_death_outside_a_step_accuses_nobody(start: Callable[..., Supervised])
         one.kill()
     one.client.add_request(harmless(0))
     assert collect(one.client, 1, GUARD) == {0: whole(0)}
-    assert not one.supervisor._blame.suspects
+    assert not one.supervisor._suspects.suspects
 
 
 def test_the_next_core_repeats_what_the_first_found_out(start: Callable[..., Supervised]) -> None:

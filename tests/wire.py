@@ -49,7 +49,7 @@ def eventually(holds: Callable[[], Any], timeout: float = PROMPTLY) -> bool:
 
 def sees_the_loss(client: SyncClient) -> bool:
     """Of the core, which is gone."""
-    return eventually(lambda: client.abort([]) or client._connection.patience is not None)
+    return eventually(lambda: client.abort([]) or client._connection.poll_seconds is not None)
 
 
 class Raw:

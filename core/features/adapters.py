@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...ipc.adapters import LoRARequest, PromptAdapterRequest
+from ...ipc.adapters import LoRARequest
 from ...ipc.config import LoRAConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OverloadedError
 from ...ipc.messages import Adapter, AddRequest, HeldAdapter
@@ -106,21 +106,6 @@ class Adapters:
             else:
                 waits.append((self._read(owner, prompt)[1], partial(self._give_virtual_tokens, request, owner, prompt)))
         return waits
-
-    def check_prompt_adapter(self, adapter: Adapter) -> None:
-        """Before a request is made of it.
-
-        Raises:
-            MainspringError: it can't be served, whatever is in its folder.
-        """
-        if not self._config.enable_prompt_adapter:
-            raise NotSupportedError("this core serves no prompt adapters: start it with enable_prompt_adapter=True")
-        PromptAdapterRequest(adapter.name, adapter.number, adapter.path, adapter.num_virtual_tokens)
-        most = self._config.max_prompt_adapter_token
-        if most and adapter.num_virtual_tokens > most:
-            raise InvalidRequestError(
-                f"a prompt adapter has {adapter.num_virtual_tokens} virtual tokens; max_prompt_adapter_token is {most}"
-            )
 
     def _give_lora(self, request: Request, owner: bytes, adapter: Adapter, number: int, found: AdapterFacts) -> None:
         self._keep(owner, adapter, found.digest, number)

@@ -1,6 +1,6 @@
-"""What an engine tells of itself: metrics, a log line now and then, and whatever else listens to its statistics.
+"""Statistics of an engine: metrics, a periodic log line, and stat loggers of the user.
 
-docs/metrics.md lists the metrics. Prometheus' library is needed only where they are served: prometheus.py.
+docs/metrics.md lists the metrics. Only prometheus.py, which serves them, needs the library of Prometheus.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0  # between two log lines
 PREFIX = "mainspring:"
 
-# name → what it says, and which field of `Stats` has it, if one does; DISTRIBUTIONS are the histograms
+# name → help text, and the field of `Stats` that holds the value, if there is one; DISTRIBUTIONS are the histograms
 GAUGES = {
     "num_requests_running": ("Requests being computed.", "num_running"),
     "num_requests_waiting": ("Requests that wait for a place.", "num_waiting"),
@@ -52,13 +52,17 @@ COUNTERS = {
     "malformed_frames": ("Frames from frontends that were dropped.", "malformed_frames"),
     "core_restarts": ("Restarts of the core; told by a daemon.", ""),
 }
-OF_SUPERVISOR = {"core_epoch", "core_restarts", "requests_quarantined"}  # they outlive a core
+OF_SUPERVISOR = {
+    "core_epoch",
+    "core_restarts",
+    "requests_quarantined",
+}  # metrics that the supervisor knows while there is no core
 HELP = {name: str(entry[0]) for name, entry in {**GAUGES, **COUNTERS, **DISTRIBUTIONS}.items()}
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One value, or several that belong together. A name and its labels are there once."""
+    """One metric: no other has the same name and labels."""
 
     name: str
     labels: dict[str, str]
@@ -73,7 +77,7 @@ class Gauge(Metric, frozen=True):
 
 
 class Vector(Metric, frozen=True):
-    """Counters in a row. None of today's metrics is one."""
+    """Several counters in a list. No metric has this type so far."""
 
     values: list[int]
 
@@ -89,11 +93,11 @@ class Histogram(Metric, frozen=True):
 def metrics_of(
     stats: Stats, measured: Measured, model: str | None, restarts: int | None = None, max_loras: int = 0
 ) -> list[Metric]:
-    """Every metric, from what a core says and what was counted of requests.
+    """Every metric, from the statistics of a core and the counts of requests.
 
     Args:
         model: for the label `model_name`.
-        restarts: of the core, where somebody has counted them.
+        restarts: of the core; None: not known here.
         max_loras: adapters that may run at once.
     """
     labels = {"model_name": model or "", "engine": "0"}
@@ -125,19 +129,19 @@ def metrics_of(
 
 
 class IterationStats(msgspec.Struct):
-    """What one message of the core brought this frontend. Times in seconds."""
+    """Statistics of one message from the core to this frontend. Times in seconds."""
 
     iteration_timestamp: float  # monotonic
     num_generation_tokens: int = 0
-    num_prompt_tokens: int = 0  # of requests whose first token this is
+    num_prompt_tokens: int = 0  # of requests that got their first token
     num_preempted_reqs: int = 0  # of the requests that have ended
     finished_requests: list[Ended] = []
     time_to_first_tokens_iter: list[float] = []
-    inter_token_latencies_iter: list[float] = []  # one a token that is no first one
+    inter_token_latencies_iter: list[float] = []  # one for each token after a request's first
 
 
 class StatLoggerBase(ABC):
-    """Somebody who listens to an engine's statistics."""
+    """Receives the statistics of an engine."""
 
     @abstractmethod
     def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None: ...
@@ -146,13 +150,13 @@ class StatLoggerBase(ABC):
     def record(
         self, scheduler_stats: Stats | None, iteration_stats: IterationStats | None, engine_idx: int = 0
     ) -> None:
-        """Something came from the core: how it is, and what it brought."""
+        """Called for each message from the core, with the core's statistics and those of the message."""
 
     @abstractmethod
     def log_engine_initialized(self) -> None:
-        """Said once, when the engine is ready."""
+        """Called once, when the engine is ready."""
 
-    def log(self) -> None:  # noqa: B027  # one may have nothing to say
+    def log(self) -> None:  # noqa: B027  # a logger may have nothing to log
         """Called every `LOG_SECONDS` while there are requests, and by `do_log_stats`."""
 
 
@@ -160,7 +164,7 @@ StatLoggers = Mapping[str, StatLoggerBase] | Sequence[Callable[[EngineConfig, in
 
 
 class LoggingStatLogger(StatLoggerBase):
-    """The log line, at level INFO: speeds of this frontend since the last one, and how the core is."""
+    """The periodic log line, at level INFO: this frontend's throughput since the last line and the core's state."""
 
     def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None:
         self._index = engine_index
@@ -174,14 +178,14 @@ class LoggingStatLogger(StatLoggerBase):
         self._stats = scheduler_stats or self._stats
         if iteration_stats is not None:
             now = iteration_stats.iteration_timestamp
-            if now - self._heard > LOG_SECONDS:  # idle meanwhile, which is no speed
+            if now - self._heard > LOG_SECONDS:  # do not count an idle time into the throughput
                 self._since, self._prompt, self._generation = now, 0, 0
             self._heard = now
             self._prompt += iteration_stats.num_prompt_tokens
             self._generation += iteration_stats.num_generation_tokens
 
     def log_engine_initialized(self) -> None:
-        """Nothing: the core says when it is ready."""
+        """Nothing to do: the core logs that it is ready."""
 
     def log(self) -> None:
         now, stats = time.monotonic(), self._stats
@@ -204,13 +208,13 @@ class LoggingStatLogger(StatLoggerBase):
 
 
 class StatLoggerManager:
-    """An engine's statistics: told by its output processor, kept for `metrics`, passed on to loggers.
+    """Collects an engine's statistics from its output processor, for `metrics` and for the stat loggers.
 
     Args:
-        stat_loggers: more loggers beside the log line, by name, or made here; one called "logging" stands in its place.
+        stat_loggers: loggers beside the log line, by name, or factories of loggers; one named "logging" replaces it.
 
     Raises:
-        InvalidArgumentError: one is no logger.
+        InvalidArgumentError: one of them is no `StatLoggerBase`.
     """
 
     def __init__(self, config: EngineConfig, stat_loggers: StatLoggers | None = None) -> None:
@@ -225,7 +229,7 @@ class StatLoggerManager:
         self.meter = Meter()
         self.stats = Stats()
         self._iteration = IterationStats(time.monotonic())
-        self._last_tokens: float | None = None  # since when more are awaited
+        self._last_tokens: float | None = None  # when the last tokens came; None while nothing is in flight
         self._logged = self._heard = time.monotonic()
         self._tell("log_engine_initialized")
 
@@ -233,19 +237,19 @@ class StatLoggerManager:
         return metrics_of(self.stats, self.meter.measured(), self._model, max_loras=self._max_loras)
 
     def log(self) -> None:
-        """Let every logger say what it has to say."""
+        """Call `log` of every logger."""
         self._logged = time.monotonic()
         self._tell("log")
 
     def log_with_interval(self) -> None:
-        """The same, if it is time."""
+        """The same, if the last time was `LOG_SECONDS` ago."""
         if time.monotonic() - self._logged >= LOG_SECONDS:
             self.log()
 
-    # ------------------------------------------------------------------ told by the output processor
+    # ------------------------------------------------------------------ called by the output processor
 
-    def begins(self, request: RequestState, now: float) -> None:
-        """A first token of it came; only the first completion's counts."""
+    def request_began(self, request: RequestState, now: float) -> None:
+        """A completion got its first token. Only the first completion of a request counts."""
         if request.metrics.first_scheduled_time is not None:
             return
         seconds, prompt = now - request.added, len(request.source.prompt_token_ids)
@@ -253,8 +257,8 @@ class StatLoggerManager:
         self._iteration.num_prompt_tokens += prompt
         self._iteration.time_to_first_tokens_iter.append(seconds)
 
-    def ended(self, request: RequestState, now: float) -> None:
-        """All its completions have ended; it counts as one, under the first one's finish reason."""
+    def request_ended(self, request: RequestState, now: float) -> None:
+        """All completions of a request have ended. It counts once, under the first one's finish reason."""
         metrics, completions = request.metrics, request.completions
         reason, prompt = completions[0].finish_reason, len(request.source.prompt_token_ids)
         assert reason is not None
@@ -267,12 +271,12 @@ class StatLoggerManager:
         self._iteration.num_preempted_reqs += metrics.num_preemptions
         self._iteration.finished_requests.append(ended)
 
-    def took_in(self, outputs: Outputs, now: float, idle: bool) -> None:
-        """A whole message was processed; `idle`: nothing is in flight any more. The log line, if it is time."""
+    def outputs_processed(self, outputs: Outputs, now: float, idle: bool) -> None:
+        """A message was processed. `idle`: nothing is in flight any more."""
         iteration, tokens = self._iteration, len(outputs.handles)
         firsts = min(tokens, len(outputs.started))
         gap = None if self._last_tokens is None else now - self._last_tokens
-        if gap is not None and tokens:  # those of one request that came together share the time
+        if gap is not None and tokens:  # tokens of one request that came together share the time
             gap *= len(set(outputs.handles)) / tokens
         if tokens:
             self.meter.stepped(tokens + iteration.num_prompt_tokens)
@@ -291,7 +295,7 @@ class StatLoggerManager:
         self.log_with_interval()
 
     def _tell(self, method: str, *arguments: Any, **named: Any) -> None:
-        """A logger that fails is heard once and left out from then on: requests go on without it."""
+        """Call a method of every logger. One that raises is removed, so that requests go on."""
         for name, one in list(self.stat_loggers.items()):
             try:
                 getattr(one, method)(*arguments, **named)

@@ -1,4 +1,4 @@
-"""Metrics served over HTTP in Prometheus' form. Imported only where somebody asks for it, with its library."""
+"""Serves metrics over HTTP for Prometheus. Imported only if a metrics port is set, because it needs a library."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FAMILIES: dict[type[Metric], Any] = {
 }
 
 
-class _Asked(Collector):
-    """Asks for the metrics at each scrape."""
+class _EngineCollector(Collector):
+    """Gets the metrics from the engine at each scrape."""
 
     def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
         self._metrics = metrics
@@ -43,13 +43,13 @@ class _Asked(Collector):
 
 
 def serve_metrics(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) -> tuple[int, Callable[[], None]]:
-    """Answer GET /metrics. The port, which for 0 is a free one, and what ends it.
+    """Answer GET /metrics. Returns the port, which for 0 is a free one, and a function that stops the server.
 
     Raises:
-        AddressInUseError: nobody can listen there.
+        AddressInUseError: the port can't be opened.
     """
     registry = prometheus_client.CollectorRegistry()
-    registry.register(_Asked(metrics))
+    registry.register(_EngineCollector(metrics))
     try:
         server, thread = prometheus_client.start_http_server(port, host, registry)
     except OSError as error:

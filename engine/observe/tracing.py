@@ -1,8 +1,8 @@
-"""Traces of requests, sent to an OpenTelemetry collector over HTTP. Loaded only where there is an endpoint.
+"""Traces of requests, sent to an OpenTelemetry collector over HTTP. Imported only if an endpoint is set.
 
-A request is one span, ``llm_request``, made when it has ended; ``queue``, ``prefill`` and ``decode`` are its children.
-Names of attributes are those of the conventions for generative AI, and vLLM's where these have none. Sampling, headers,
-certificates and the service's name are set by OpenTelemetry's environment variables.
+A request is one span, ``llm_request``, made when the request has ended, with the children ``queue``, ``prefill`` and
+``decode``. Attributes have the names of OpenTelemetry's conventions for generative AI, or else of vLLM. Sampling,
+headers, certificates and the service's name are set by OpenTelemetry's environment variables.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SEND_SECONDS = 3.0  # for a batch, with what is tried again; a shutdown waits for two at most
-QUEUED_SPANS = 16_384  # unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; what is beyond that is dropped, and logged
-QUIET_SECONDS = 60.0  # between two log lines about a collector that can't be reached
+SEND_SECONDS = 3.0  # to send a batch of spans, retries included; a shutdown waits for two batches at most
+QUEUED_SPANS = 16_384  # default of OTEL_BSP_MAX_QUEUE_SIZE; further spans are dropped, which is logged
+QUIET_SECONDS = 60.0  # least time between two log lines about a collector that can't be reached
 _PARAMETERS = ("max_tokens", "temperature", "top_p", "n")
 
 
 class Tracer:
-    """Makes spans of the requests that end. Nothing here waits for the collector but `close`.
+    """Makes spans of the requests that end. Only `close` waits for the collector.
 
     Args:
         endpoint: ``http://HOST:PORT``, to which ``/v1/traces`` is added, or a whole URL.
-        model: what it is called in spans.
+        model: the model's name in spans.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
@@ -56,15 +56,15 @@ class Tracer:
 
         Args:
             now: on the clock of `time.monotonic`, as all of the request's times.
-            error: why nothing more comes of it, if it has no end of its own.
+            error: why the request ended, if the core did not end it.
         """
         try:
             self._trace(request, now, error)
-        except Exception:  # requests go on without
+        except Exception:  # a request must not fail because of its trace
             logger.exception("request %s could not be traced", request.source.request_id)
 
     def close(self) -> None:
-        """Send what is left; spans that come later are dropped."""
+        """Send the queued spans. Later spans are dropped."""
         self._exporter.closing = True
         self._provider.shutdown()
 
@@ -90,7 +90,7 @@ class Tracer:
         metrics, inside = request.metrics, set_span_in_context(span)
         moments = (request.added, metrics.first_scheduled_time, metrics.first_token_time, now)
         for name, begin, end in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
-            if begin is None or end is None:  # it ended before the core told of it
+            if begin is None or end is None:  # the request ended before this phase
                 break
             phase = self._tracer.start_span(name, inside, start_time=nanoseconds(begin))
             phase.end(nanoseconds(end))
@@ -121,7 +121,7 @@ class Tracer:
 
 
 class _Exporter(SpanExporter):
-    """OpenTelemetry's own, but one that cannot hold up a shutdown."""
+    """OpenTelemetry's exporter, except that it gives up at a shutdown if the collector can't be reached."""
 
     def __init__(self, url: str) -> None:
         trace_exporter._logger.addFilter(_quiet)
@@ -140,7 +140,7 @@ class _Exporter(SpanExporter):
 
 
 class _Quiet(logging.Filter):
-    """A line now and then: the exporter has several for each batch that it cannot send."""
+    """Limits the exporter's log lines: it writes several for each batch that it cannot send."""
 
     _said = -QUIET_SECONDS
 

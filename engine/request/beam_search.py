@@ -1,9 +1,10 @@
-"""Beam search, in rounds: the core is asked for one token of each beam, and the likeliest tokens' log probabilities.
+"""Beam search in rounds. A round is one request for each beam, for one token and the likeliest log probabilities.
 
-Of each beam the ``2 * width`` likeliest next tokens are looked at. Those that end it (end of sequence, stop tokens)
-make it complete; of the others the `width` of the largest sum of log probabilities are the beams of the next round.
-When `max_tokens` are reached, no beam is left, or under `early_stopping` `width` are complete, the best of all have the
-largest ``sum / (tokens of prompt and output without the one that ended it) ** length_penalty``. That is vLLM's formula.
+The ``2 * width`` likeliest next tokens of each beam are its candidates. A candidate that is a stop token or end of
+sequence completes its beam. Of all other candidates, the `width` with the largest sum of log probabilities are the
+beams of the next round. The search ends at `max_tokens`, when no beam is left, or, with `early_stopping`, when `width`
+beams are complete. The best beams have the largest score ``sum / length ** length_penalty``, where the length counts
+prompt and output without the stop token. That is vLLM's formula.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .request_state import Completion, RequestState
 
 class _Beam(NamedTuple):
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]  # of each token, which stands first, and of those looked at beside it
+    logprobs: list[dict[int, Logprob]]  # for each token: itself first, then the candidates beside it
     total: float
-    stop_token: int | None = None  # that ended it
+    stop_token: int | None = None  # the token that completed the beam
 
     def longer(self, token: int, likeliest: dict[int, Logprob], stop: bool = False) -> _Beam:
         scored = likeliest[token]
@@ -37,19 +38,19 @@ class _Beam(NamedTuple):
 
 
 class BeamRequest(RequestState):
-    """A request whose completions are beams. It has one output, at the end."""
+    """A request that is a beam search. It has one output, at the end."""
 
     def __init__(
         self, source: EngineCoreRequest, handles: Sequence[int], tokenizer: Tokenizer | None, now: float
     ) -> None:
         super().__init__(source, handles, tokenizer, now)
-        self.kind, self.reads_at_end = RequestOutputKind.FINAL_ONLY, True
+        self.output_kind, self.makes_text_at_end = RequestOutputKind.FINAL_ONLY, True
         self._stops = source.eos_token_ids.union(source.params.stop_token_ids or ())
-        self._live = [_Beam([], [], 0.0)]  # of the round that runs, in the order of `completions`
+        self._live = [_Beam([], [], 0.0)]  # beams of the current round, in the order of `completions`
         self._complete: list[_Beam] = []
         self._ended = False
 
-    def go_on(self, handles: Iterator[int]) -> list[AddRequest]:
+    def next_round(self, handles: Iterator[int]) -> list[AddRequest]:
         if self._ended:
             return []
         params = self.source.params

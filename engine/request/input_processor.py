@@ -1,20 +1,19 @@
-"""A prompt and its parameters, checked and turned into the messages that the core takes: one for each completion."""
+"""Turns a prompt and its parameters into a checked request, and a request into one message for each completion."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
-from ...ipc.config import LoRAConfig
-from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
-from ...ipc.messages import AddRequest, ModelFacts, Pooling, Sampling, Tensor
+from ...ipc.errors import InvalidRequestError, shown, unknown_argument
+from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
-from .pooling import no_tokens, settled
+from ...ipc.request_check import RequestCheck
 from .prompts import Embeds, ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
@@ -30,38 +29,43 @@ class EngineCoreRequest:
     """A request that was checked and is ready to be sent. `add_request` takes it in place of a prompt."""
 
     request_id: str
-    prompt: str | None  # text, where known
+    prompt: str | None  # text, if known
     prompt_token_ids: list[int]  # zeros under embeddings
     params: SamplingParams  # a copy, with `max_tokens` and `seed` decided
-    eos_token_ids: frozenset[int]  # that end this request; empty if it ignores them
+    eos_token_ids: frozenset[int]  # tokens that end this request; empty with `ignore_eos`
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
     embeds: Embeds | None = None
-    bad_words: list[list[int]] = field(default_factory=list)  # as tokens
+    bad_words: list[list[int]] = field(default_factory=list)  # each as token ids
     grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
-    trace_headers: Mapping[str, str] | None = None  # of the trace that it belongs to
+    trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
-    pooling: PoolingParams | None = None  # in place of tokens, which `params` then ask none of
-    second: int = 0  # where the second of two texts begins
+    pooling: PoolingParams | None = None  # of a request to a pooling model; `params` are then without effect
+    second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
 
 
 class InputProcessor:
-    """Knows the tokenizer and the model's limits; holds no requests."""
+    """Makes requests of prompts.
+
+    Args:
+        tokenizer: None with `skip_tokenizer_init`: prompts must be token ids or embeddings.
+        check: the facts and limits of the core that gets the requests.
+        eos_token_ids: tokens that end every request that does not ignore them.
+        stream_interval: the default of requests that set none.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        model: ModelFacts,
+        check: RequestCheck,
         eos_token_ids: Iterable[int],
         stream_interval: int = 1,
-        max_logprobs: int = -1,
-        adapters: LoRAConfig = LoRAConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.tokenizer = tokenizer
-        self._stream_interval, self._max_logprobs = stream_interval, max_logprobs
-        self.model, self._adapters = model, adapters
+        self.request_check, self.model = check, check.model
+        self._stream_interval = stream_interval
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def process_inputs(
@@ -77,13 +81,14 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> EngineCoreRequest:
-        """Check everything that can be checked here. Arguments as `LLMEngine.add_request`, in their newest form.
+        """A checked request. Arguments as `LLMEngine.add_request`, in their newest form.
 
         Raises:
-            InvalidRequestError: it can't be served as it stands. The message names field, value and limit.
+            InvalidRequestError: the core can't serve it. The message names field, value and limit.
+            NotSupportedError: it needs a feature that the core does not have.
         """
-        pooling = settled(params, self.model.tasks)
-        params = params if pooling is None else no_tokens()
+        pooling = _pooling_params(params, self.model.tasks) if isinstance(params, PoolingParams) else None
+        params = params if pooling is None else _no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -92,34 +97,26 @@ class InputProcessor:
             raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization_kwargs)}; it must be a dict")
         params.validate()
         params = params.clone()
-        self.check_adapters(lora_request, prompt_adapter_request)
-        virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
-        limit = self.model.max_model_len - virtual
-        if virtual and limit < 1 + (pooling is None):
-            raise InvalidRequestError(
-                f"the prompt adapter has {virtual} virtual tokens; max_model_len is {self.model.max_model_len}, which "
-                "leaves none for a prompt"
-            )
+        check_adapter_types(lora_request, prompt_adapter_request)
         parsed = parse_prompt(prompt)
         if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
             raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
-        keep, pooled = (pooling or params).truncate_prompt_tokens, pooling is not None
-        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, limit, pooled)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_vocabulary(name, getattr(params, name) or ())
-        if parsed.embeds is not None and (params.prompt_logprobs is not None or params.use_beam_search):
-            name = "use_beam_search" if params.use_beam_search else "prompt_logprobs"
-            raise InvalidRequestError(f"{name} needs a prompt of token ids, but this one is embeddings")
+        if parsed.embeds is not None and params.use_beam_search:
+            raise InvalidRequestError("use_beam_search needs a prompt of token ids, but this one is embeddings")
         if self.tokenizer is None and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
-        self._check_choices(params)
+        virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
+        limit = max(1, self.model.max_model_len - virtual - (pooling is None))  # tokens of the longest prompt
+        keep = (pooling or params).truncate_prompt_tokens
+        keep = limit if keep == -1 else keep
+        token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, pooling is not None)
         form = params.structured_outputs or params.guided_decoding
-        room = max(1, limit - len(token_ids))
+        room = max(1, self.model.max_model_len - virtual - len(token_ids))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.stream_interval = params.stream_interval or self._stream_interval
         params.seed = int.from_bytes(os.urandom(8), "big", signed=True) if params.seed is None else params.seed
-        return EngineCoreRequest(
+        request = EngineCoreRequest(
             request_id=request_id,
             prompt=prompt_text if prompt_text is not None else parsed.text,
             prompt_token_ids=token_ids,
@@ -137,33 +134,11 @@ class InputProcessor:
             pooling=pooling,
             second=parsed.second,
         )
-
-    def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
-        """Raise what keeps a request from having these, as far as it is known here."""
-        for name, value, kind, option in (
-            ("lora_request", lora, LoRARequest, "enable_lora"),
-            ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest, "enable_prompt_adapter"),
-        ):
-            if value is not None and not getattr(self._adapters, option):
-                raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
-            if value is not None and not isinstance(value, kind):
-                raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
-
-    def _check_choices(self, params: SamplingParams) -> None:
-        most, beams = self._max_logprobs, 2 * params.width if params.use_beam_search else 0
-        asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs, "beams": beams}
-        for name, value in asked.items():
-            if value is not None and most >= 0 and not 0 <= value <= most:
-                given = "all log probabilities" if value < 0 else f"{value} log probabilities for each token"
-                raise InvalidRequestError(f"{name} takes {given}; max_logprobs of the engine is {most}; -1 allows all")
-        never = set(params.stop_token_ids or ()) | self.eos_token_ids if params.min_tokens else set()
-        if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
-            raise InvalidRequestError(
-                "allowed_token_ids are all stop tokens, and min_tokens forbids those: none is left"
-            )
+        self.request_check.check(core_message(request, 0))
+        return request
 
     def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
-        """Each as it stands, and as it is after a space where that takes as many tokens and begins with another one."""
+        """The tokens of each word, and those of the word after a space where they are as many but begin differently."""
         found = []
         for word in bad_words:
             if self.tokenizer is None:
@@ -173,61 +148,37 @@ class InputProcessor:
         return [tokens for tokens in found if tokens]
 
     def _prompt_token_ids(
-        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, limit: int, pooled: bool
+        self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, pooled: bool
     ) -> list[int]:
-        """Those that are kept: the last ones, or, of a prompt that is `pooled`, the first."""
-        most = None if keep is None else keep if keep > 0 else limit if pooled else limit - 1
-        for name in tokenization_kwargs:
+        """The prompt's token ids; of more than `keep` the last ones, or, of a prompt that is `pooled`, the first."""
+        for name, special in tokenization_kwargs.items():
             if name != "add_special_tokens":
                 raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
-            if not isinstance(special := tokenization_kwargs[name], bool):
+            if not isinstance(special, bool):
                 raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
         if parsed.embeds is not None:
-            tokens, hidden = parsed.embeds.array.shape
-            if hidden != self.model.hidden_size:
-                raise InvalidRequestError(
-                    f"prompt_embeds has shape [{tokens}, {hidden}]; the model's hidden size is {self.model.hidden_size}"
-                )
-            if most is not None:
+            if keep is not None:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
-            token_ids = [0] * tokens
-        elif parsed.token_ids is not None:
+            return [0] * len(parsed.embeds.array)
+        if parsed.token_ids is not None:
             token_ids = parsed.token_ids
-            self._check_vocabulary("prompt_token_ids", token_ids)
         elif self.tokenizer is None:
             raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
         elif not is_text(parsed.text):
             raise InvalidRequestError(f"the prompt is {shown(parsed.text)}, which holds half a surrogate pair")
         else:
             add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
-            cut = most if pooled else None
-            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, cut) if parsed.text else []
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        if most is not None:
-            token_ids = token_ids[:most] if pooled else token_ids[-most:]
-        virtual = self.model.max_model_len - limit
-        beside = f", of which the prompt adapter's virtual tokens take {virtual}" if virtual else ""
-        longest = f"the prompt has {len(token_ids)} tokens; max_model_len is {self.model.max_model_len}{beside}"
-        if pooled and len(token_ids) > limit:
-            raise InvalidRequestError(f"{longest}: raise that, or give truncate_prompt_tokens")
-        if len(token_ids) >= limit + pooled:
-            raise InvalidRequestError(
-                f"{longest}, so with at least one token of output it may have at most {max(0, limit - 1)}"
-            )
-        return token_ids
-
-    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
-        size = self.model.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
-            wrong = next(token for token in token_ids if not 0 <= token < size)
-            raise InvalidRequestError(f"{name} holds {shown(wrong)}; token ids of this model go from 0 to {size - 1}")
+            most = keep if pooled else None
+            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, most) if parsed.text else []
+        if keep is None:
+            return token_ids
+        return token_ids[:keep] if pooled else token_ids[-keep:]
 
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
-    """One message for each completion, each under a handle of its own; of beams the first."""
+    """One message for each completion, each with its own handle; of a beam search the first beam's."""
     width = 1 if request.params.use_beam_search else request.params.width
     numbered = zip(range(width), handles, strict=False)
     return [core_message(request, handle, index=index) for index, handle in numbered]
@@ -236,9 +187,9 @@ def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[Ad
 def core_message(
     request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0, age_s: float = 0.0
 ) -> AddRequest:
-    """What the core is to compute: completion `index`, or the token that follows a `beam`, of a request that it let in
-    `age_s` seconds ago."""
-    params, embeds = request.params, None  # their values may be of subclasses, which no message holds
+    """The message for completion `index` of a request, or for the next token of a `beam` of a request that was first
+    sent `age_s` seconds ago."""
+    params, embeds = request.params, None  # a value may be of a subclass of int, float or str, which msgpack refuses
     if request.embeds is not None:
         embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
     assert params.max_tokens is not None
@@ -248,7 +199,7 @@ def core_message(
     if params.use_beam_search:
         logprobs, max_tokens, stops = 2 * params.width, 1, []
     elif params.width > params.n and logprobs is None:
-        logprobs = 0  # the best are to be found
+        logprobs = 0  # needed to rank the completions
     return AddRequest(
         handle=handle,
         request_id=request.request_id,
@@ -259,7 +210,7 @@ def core_message(
             top_k=int(max(params.top_k, 0)),
             min_tokens=int(params.min_tokens),
             stop_token_ids=stops,
-            **{name: float(getattr(params, name)) for name in _FLOATS},  # an int may be one that no message holds
+            **{name: float(getattr(params, name)) for name in _FLOATS},  # msgpack refuses an int of more than 64 bits
             logprobs=_count(logprobs),
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
             logit_bias={int(token): float(bias) for token, bias in (params.logit_bias or {}).items()},
@@ -286,13 +237,36 @@ def _pooling(request: EngineCoreRequest) -> Pooling | None:
 
 
 def _count(logprobs: int | None) -> int:
-    """As the core takes it: -1 for none, more than any vocabulary has for all."""
+    """As on the wire: -1 for none, a number larger than any vocabulary for all."""
     return -1 if logprobs is None else ALL_TOKENS if logprobs < 0 else int(min(logprobs, ALL_TOKENS))
 
 
 def child_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of several: the first 8 bytes of BLAKE2b over both as signed 64-bit big-endian."""
-    from hashlib import blake2b  # not on top: it takes a while to import, and most need it never
+    from hashlib import blake2b  # imported here because it is slow to import and rarely needed
 
     digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
     return int.from_bytes(digest.digest(), "big", signed=True)
+
+
+def _no_tokens() -> SamplingParams:
+    """The sampling parameters of a pooling request."""
+    return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _pooling_params(params: PoolingParams, tasks: Sequence[str]) -> PoolingParams:
+    """A checked copy, with a task: by default the first of those that the model can do."""
+    pooling = params.clone()
+    pooling.validate()
+    pooling.task = pooling.task or cast(Any, next(iter(tasks), None))
+    return pooling
+
+
+def check_adapter_types(lora: object, prompt_adapter: object = None) -> None:
+    """Raise `InvalidRequestError` for what is not an adapter."""
+    for name, value, kind in (
+        ("lora_request", lora, LoRARequest),
+        ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")

@@ -1,4 +1,4 @@
-"""The core's outputs to requests with news. No I/O and no waiting: the synchronous and the async engine share it."""
+"""Applies the core's outputs to the requests in flight. It does no I/O and never waits: both engines share it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
 
 class Processed(NamedTuple):
-    """The requests that have an output to show, which is made when somebody takes it, the handles that the core is
-    to abort, and what it is to be asked next."""
+    """What follows from a message of the core."""
 
-    changed: list[RequestState]
-    aborts: list[int]
-    adds: list[AddRequest]
+    changed: list[RequestState]  # requests with an output to show, which is made when it is taken
+    aborts: list[int]  # handles for the core to abort
+    adds: list[AddRequest]  # the next round of beam searches
 
 
 class OutputProcessor:
-    """Every request in flight of one frontend. Not thread-safe; its engine sees to that."""
+    """Every request in flight of one frontend. Not thread-safe: the engine holds a lock."""
 
     def __init__(self, tokenizer: Tokenizer | None, handles: Iterator[int]) -> None:
         self._tokenizer, self._handles = tokenizer, handles
-        self._pieces: dict[int, str] = {}  # text of tokens, for log probabilities
+        self._pieces: dict[int, str] = {}  # token id → its text, for log probabilities
         self._requests: dict[str, RequestState] = {}
-        self._completions: dict[int, Completion] = {}  # by handle, the unfinished ones
-        self.told: StatLoggerManager | None = None  # who keeps statistics
+        self._completions: dict[int, Completion] = {}  # handle → unfinished completion
+        self.statistics: StatLoggerManager | None = None
         self.tracer: Tracer | None = None
 
     def __len__(self) -> int:
@@ -53,7 +52,7 @@ class OutputProcessor:
         return state
 
     def forget(self, error: Exception, now: float) -> list[RequestState]:
-        """Drop all requests, for nothing more will come of them; those that were in flight."""
+        """Drop all requests, because no more outputs will come. Returns those that were in flight."""
         dropped = list(self._requests.values())
         if self.tracer is not None:
             for state in dropped:
@@ -62,10 +61,10 @@ class OutputProcessor:
         return dropped
 
     def process(self, outputs: Outputs, now: float) -> Processed:
-        """Take in a step's outputs. Those of requests that are no longer known are dropped.
+        """Apply a message of the core. Outputs of requests that have ended here are dropped.
 
-        The work is one dict look-up and one append a token for requests that show nothing before their end; text costs
-        more and is made only for the others.
+        A request that shows nothing before its end costs one dict look-up and one append for each token. Text is made
+        at once only for the others.
         """
         completions = self._completions
         touched: dict[Completion, Finished | None] = {}
@@ -83,8 +82,8 @@ class OutputProcessor:
         for said in outputs.started:
             completion = completions.get(said.handle)
             if completion is not None:
-                if self.told is not None:
-                    self.told.begins(completion.request, now)
+                if self.statistics is not None:
+                    self.statistics.request_began(completion.request, now)
                 completion.request.started(said)
         for ended in outputs.finished:
             completion = completions.get(ended.handle)
@@ -92,12 +91,12 @@ class OutputProcessor:
                 completion.request.metrics.num_preemptions += ended.num_preemptions
                 touched[completion] = ended
         processed = self._advance(touched, now)
-        if self.told is not None:
-            self.told.took_in(outputs, now, idle=not self._completions)
+        if self.statistics is not None:
+            self.statistics.outputs_processed(outputs, now, idle=not self._completions)
         return processed
 
     def abort(self, request_ids: Iterable[str], now: float) -> Processed:
-        """End these requests at once; unknown ids are ignored."""
+        """End these requests at once. Unknown ids are ignored."""
         states = [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self]
         running = [one for state in states for one in state.completions if one.finish_reason is None]
         changed = self._advance({one: Finished(one.handle, "abort") for one in running}, now).changed
@@ -109,7 +108,7 @@ class OutputProcessor:
         changed: dict[RequestState, None] = {}
         for completion, ended in touched.items():
             request = completion.request
-            if ended is None and request.reads_at_end:
+            if ended is None and request.makes_text_at_end:
                 continue
             completion.advance(ended)
             if completion.finish_reason is not None:
@@ -118,7 +117,7 @@ class OutputProcessor:
                     aborts.append(completion.handle)
             changed[request] = None
         for state in changed:
-            if state.finished and (messages := state.go_on(self._handles)):
+            if state.finished and (messages := state.next_round(self._handles)):
                 self._completions.update((completion.handle, completion) for completion in state.completions)
                 adds += messages
         return Processed([state for state in changed if self._shows(state, now)], aborts, adds)
@@ -153,13 +152,13 @@ class OutputProcessor:
         return self._pieces[token]
 
     def _shows(self, state: RequestState, now: float) -> bool:
-        """Whether there is an output to make; one that has ended is not looked after any more."""
+        """Whether there is an output to make. A request that has ended is removed."""
         if not state.finished:
             return state.is_due
         state.metrics.finished_time = now
         del self._requests[state.source.request_id]
-        if self.told is not None:
-            self.told.ended(state, now)
+        if self.statistics is not None:
+            self.statistics.request_ended(state, now)
         if self.tracer is not None:
             self.tracer.ended(state, now)
         return True

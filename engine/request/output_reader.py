@@ -1,6 +1,6 @@
-"""What an async engine does on its event loop: sends requests, reads outputs, and wakes whoever waits for them.
+"""The part of the async engine that runs on its event loop: it sends requests, reads outputs and wakes their streams.
 
-Apart from the engine, so that importing that one does not bring asyncio, which takes a while.
+It is a module of its own because it imports asyncio, which is slow and which `import mainspring` must not do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class OutputReader:
-    """Reads from the first use on. Knows no engine, so that one that nobody holds can be collected."""
+    """Reads from its first use on. It holds no reference to the engine, so that an unused engine can be collected."""
 
     def __init__(self, client: AsyncClient, processor: OutputProcessor) -> None:
         self._client, self._processor = client, processor
@@ -35,7 +35,7 @@ class OutputReader:
         self._idle.set()
 
     def enter(self) -> None:
-        """Begin to read, if need be.
+        """Start the reading task, unless it runs.
 
         Raises:
             WrongEventLoopError: called from another loop than before.
@@ -51,7 +51,7 @@ class OutputReader:
         return self._task is None or self._task.done()
 
     async def send(self, state: RequestState, messages: Sequence[AddRequest], tensors: Sequence[np.ndarray]) -> None:
-        state.news = asyncio.Event()
+        state.output_ready = asyncio.Event()
         self._idle.clear()
         try:
             for message in messages:
@@ -61,48 +61,48 @@ class OutputReader:
             raise
 
     async def end(self, request_ids: Iterable[str]) -> None:
-        """Abort, here and in the core."""
+        """Abort requests, here and in the core."""
         await self._settle(self._processor.abort(request_ids, time.monotonic()))
 
     def end_from_anywhere(self, request_id: str) -> None:
-        """Nobody reads this request any more; from whichever thread collects garbage."""
+        """Abort a request whose stream was collected as garbage, in whatever thread that happened."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self.end([request_id])))
 
     async def drained(self, seconds: float) -> None:
-        """Wait until nothing is in flight, so long at most, else `TimeoutError`."""
+        """Wait until nothing is in flight. After so many seconds: `TimeoutError`."""
         await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def ended(self) -> None:
-        """Wait for the end of reading, which the client's brings."""
+        """Wait for the end of the reading task. It ends when the client is closed."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def _read(self) -> None:
-        """Take in all outputs, until the core is gone."""
+        """Process all outputs until the core is gone."""
         try:
             while True:
                 outputs = await self._client.get_outputs()
                 await self._settle(self._processor.process(outputs, time.monotonic()))
-                await asyncio.sleep(0)  # where outputs come faster than they are taken, others have their turn
+                await asyncio.sleep(0)  # let other tasks run even if the next outputs are there already
         except Exception as error:
             if not isinstance(error, EngineDeadError):
                 logger.exception("reading outputs failed")
-            for state in self._processor.forget(error, time.monotonic()):  # whatever it was, nobody is left waiting
-                assert state.news is not None
-                state.lost = error
-                state.news.set()
+            for state in self._processor.forget(error, time.monotonic()):  # no stream may wait for ever
+                assert state.output_ready is not None
+                state.connection_error = error
+                state.output_ready.set()
             self._idle.set()
 
     async def _settle(self, processed: Processed) -> None:
         for state in processed.changed:
-            assert state.news is not None
-            state.news.set()
+            assert state.output_ready is not None
+            state.output_ready.set()
         if not len(self._processor):
             self._idle.set()
         for message in processed.adds:
             await self._client.add_request(message)
         if processed.aborts:
-            with contextlib.suppress(EngineDeadError):  # these have ended anyway
+            with contextlib.suppress(EngineDeadError):  # these requests have ended here already
                 await self._client.abort(processed.aborts)

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""The outputs of a request."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Logprob:
-    """Of one token at one place, under the model's own distribution: before penalties, biases and temperature."""
+    """The log probability of a token at a position, of the model's logits before penalties, biases and temperature."""
 
     logprob: float
-    rank: int | None = None  # 1: none is likelier
+    rank: int | None = None  # 1: the likeliest
     decoded_token: str | None = None
 
 
@@ -33,7 +33,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # of each token: itself, and the likeliest ones
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the likeliest ones
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
     lora_request: Any = None
@@ -65,10 +65,10 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request: seconds on the clock of `time.monotonic`.
+    """Times of a request: seconds on the clock of `time.monotonic`.
 
-    `arrival_time` is as the caller gave it. `first_scheduled_time` and `first_token_time` follow from what the core
-    measured; the rest is when the frontend saw it. With `n` > 1 the first completion's firsts, the last one's lasts.
+    `arrival_time` is as the caller gave it. The core measures `first_scheduled_time` and `first_token_time`, the
+    frontend the others. With `n` > 1 first times are those of the first completion, last times those of the last one.
     """
 
     arrival_time: float
@@ -97,8 +97,8 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What a pooling model made of a prompt: float32, a numpy array, for frontends have no torch. ``[width]``, or
-    ``[tokens, width]`` of the tasks for each token; empty if it failed."""
+    """The result of a pooling model for a prompt, float32: ``[width]``, or ``[tokens, width]`` for the tasks that have
+    a result for each token; empty if the request failed. Always numpy, because frontends have no torch."""
 
     data: np.ndarray
 
@@ -116,7 +116,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """Of each label; logits, if no activation was asked for."""
+    """The probability of each label, or logits without an activation."""
 
     probs: list[float]
 
@@ -127,7 +127,7 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts go together."""
+    """The similarity of two texts."""
 
     score: float
 
@@ -149,7 +149,7 @@ class PoolingRequestOutput(Generic[O]):
     error: MainspringError | None = None  # behind finish reason "error"
 
     def with_outputs(self, kind: type[P], outputs: Any) -> P:
-        """The same request's, of another kind."""
+        """The same output, with other `outputs`."""
         return kind(**{**vars(self), "outputs": outputs})
 
 
@@ -166,12 +166,12 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def num_tokens_of(output: RequestOutput | PoolingRequestOutput[Any]) -> int:
-    """Tokens that it shows."""
+    """The number of tokens in an output."""
     return 0 if isinstance(output, PoolingRequestOutput) else sum(len(one.token_ids) for one in output.outputs)
 
 
 def errors_of(output: RequestOutput | PoolingRequestOutput[Any]) -> list[MainspringError]:
-    """Why it, or some of its completions, failed."""
+    """The errors of a request, or of its completions."""
     if isinstance(output, PoolingRequestOutput):
         return [] if output.error is None else [output.error]
     return [one.error for one in output.outputs if one.error is not None]

@@ -1,4 +1,4 @@
-"""A request in flight that brings vectors in place of tokens."""
+"""A request in flight whose output is vectors instead of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .request_state import RequestState
 
 
 class PoolingState(RequestState):
-    """A request whose outcome is `vectors`."""
+    """The state of a request to a pooling model."""
 
     vectors: Pooled | None = None
 

@@ -1,4 +1,4 @@
-"""The forms a prompt can take, and the one form they become."""
+"""The forms of a prompt, and the one form that the engine uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 
 
 class Embeds(NamedTuple):
-    """Prompt embeddings, or other numbers, as they travel. bfloat16 is held as uint16."""
+    """An array of floats as it is sent to the core. bfloat16 is kept as uint16."""
 
     array: np.ndarray  # [tokens, hidden size]
     dtype: str  # float32, float16 or bfloat16
@@ -62,7 +62,7 @@ class ParsedPrompt(NamedTuple):
     token_ids: list[int] | None = None
     embeds: Embeds | None = None
     cache_salt: str | None = None
-    second: int = 0  # where the second of two texts begins, in `token_ids`; 0: there is none
+    second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
 
 
 _KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids")
@@ -168,7 +168,7 @@ def _read_embeds(value: Any) -> Embeds:
 
 
 def read_array(name: str, value: Any) -> Embeds:
-    """Numbers in any form that says of itself that it is an array, as they travel.
+    """An array from numpy, torch, or anything with `__array__` or DLPack.
 
     Raises:
         InvalidRequestError: `name` is none, or not of a float dtype.

@@ -1,4 +1,4 @@
-"""A request in flight as the frontend sees it: its completions, the text so far, what was shown already."""
+"""The state of a request in flight in the frontend: its completions, their text so far, and how much was shown."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """One of a request's completions: its tokens as they come, its text as it is asked for."""
+    """One of a request's completions. Its tokens are kept as they come; text is made when it is needed."""
 
     request: RequestState
     index: int
     handle: int
     _stream: TextStream | None
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of each token, if the core was asked for them
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of each token, if the request asks for them
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -39,7 +39,7 @@ class Completion:
     _stops: StopStrings | None = field(init=False)
     _decoded: int = 0  # tokens whose text is in _texts
     _texts: list[str] = field(default_factory=list)
-    _shown_text: int = 0  # pieces of _texts and tokens that a DELTA output has had
+    _shown_text: int = 0  # entries of _texts, and tokens, that DELTA outputs have shown
     _shown_tokens: int = 0
     _shown_end: bool = False
 
@@ -48,12 +48,12 @@ class Completion:
         self._stops = StopStrings(list(params.stop), params.include_stop_str_in_output) if params.stop else None
 
     def add_logprobs(self, entry: dict[int, Logprob]) -> None:
-        """Those of the next token, which stands first."""
+        """Add the log probabilities of the next token, which is the first key."""
         self.logprobs.append(entry)
         self.cumulative_logprob += next(iter(entry.values())).logprob
 
     def advance(self, ended: Finished | None) -> None:
-        """Take in the new tokens and, if so, the end. A text that can't be made is this completion's error alone."""
+        """Process the new tokens, and the end if there is one. If text can't be made, only this completion fails."""
         try:
             if ended is None:
                 self._read()
@@ -64,8 +64,8 @@ class Completion:
             self._fail(RequestFailedError(text))
 
     def _read(self) -> bool:
-        """Turn the new tokens into text. True if that brought a stop string: the completion has then ended, and what
-        came after it is dropped.
+        """Turn the new tokens into text. True if a stop string was found: the completion has then ended, and later
+        tokens are dropped.
         """
         stream, stops = self._stream, self._stops
         if stream is None:
@@ -88,10 +88,10 @@ class Completion:
         return False
 
     def _finish(self, ended: Finished) -> None:
-        """Take the core's word for the end. A stop token stands in `token_ids` but not in the text."""
+        """End as the core says. A stop token is part of `token_ids` but not of the text."""
         by_stop_token = ended.reason == "stop" and not self.request.source.params.include_stop_str_in_output
         last = self.token_ids.pop() if by_stop_token and len(self.token_ids) > self._decoded else None
-        if not self._read():  # else a stop string stood before the end
+        if not self._read():  # else a stop string came before the end
             self._end(ended.reason)
             if last is not None:
                 self.token_ids.append(last)
@@ -103,7 +103,7 @@ class Completion:
     def _fail(self, error: MainspringError) -> None:
         self.finish_reason, self.error = "error", error
         self.stop_reason = f"{type(error).__name__}: {error}"
-        if not isinstance(error, OverloadedError):  # that is an answer, not a failure
+        if not isinstance(error, OverloadedError):  # an overloaded core is no failure of the request
             logger.warning("request %s failed: %s", self.request.source.request_id, self.stop_reason)
 
     def _end(self, reason: FinishReason) -> None:
@@ -116,7 +116,7 @@ class Completion:
                 self._texts.append(text)
 
     def is_due(self, interval: int = 1) -> bool:
-        """Whether it has its first token, `interval` new ones, or an end to be shown."""
+        """Whether there is an output to show: the first token, `interval` new ones, or the end."""
         new = len(self.token_ids) - self._shown_tokens
         return new >= (interval if self._shown_tokens else 1) or (
             self.finish_reason is not None and not self._shown_end
@@ -152,19 +152,23 @@ class RequestState:
     ) -> None:
         params = source.params
         self.source = source
-        self.kind = params.output_kind
-        self.interval = params.stream_interval or 1
+        self.output_kind = params.output_kind
+        self.stream_interval = params.stream_interval or 1
         self.is_scored = params.logprobs is not None or params.width > params.n or params.use_beam_search
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # as far as they have come
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # those received so far
         self._prompt_shown = False
         self.metrics = RequestMetrics(source.arrival_time)
         self.num_cached_tokens: int | None = None
-        self.news: asyncio.Event | None = None  # the async engine's: there is an output to be made, or `lost`
-        self.lost: Exception | None = None  # why nothing more will come, though it has not ended
+        self.output_ready: asyncio.Event | None = (
+            None  # for the async engine: an output can be made, or there is a `connection_error`
+        )
+        self.connection_error: Exception | None = (
+            None  # why no more outputs will come, though the request has not ended
+        )
         self.added = now
         self._tokenizer = tokenizer
-        # text can wait for the end if nobody sees it before, and no stop string is to be found in it
-        self.reads_at_end = self.kind == RequestOutputKind.FINAL_ONLY and not params.stop
+        # without stop strings and without outputs before the end, text can be made at the end
+        self.makes_text_at_end = self.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
         self.completions = [Completion(self, index, handle, self._text()) for index, handle in enumerate(handles)]
 
     def _text(self) -> TextStream | None:
@@ -175,8 +179,8 @@ class RequestState:
         skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
         return text_stream(self._tokenizer, prompt, skip, spaces)
 
-    def go_on(self, handles: Iterator[int]) -> list[AddRequest]:
-        """What the core is to be asked next, now that it has ended all `completions`; they are others then."""
+    def next_round(self, handles: Iterator[int]) -> list[AddRequest]:
+        """The messages of the next round, once all `completions` have ended. Only beam search has rounds."""
         return []
 
     def started(self, said: Started) -> None:
@@ -188,7 +192,7 @@ class RequestState:
             self.num_cached_tokens = said.num_cached_tokens
 
     def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob]]) -> None:
-        """Those of the prompt's tokens from `start` on. A core that took over from another may repeat them."""
+        """Add those of the prompt's tokens from `start` on. After a restart a core may send them again."""
         if start <= len(self._prompt_logprobs):
             self._prompt_logprobs[start : start + len(entries)] = entries
 
@@ -198,13 +202,15 @@ class RequestState:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is enough news for an output before the end."""
-        if self.kind == RequestOutputKind.FINAL_ONLY:
+        """Whether there is enough for an output before the end."""
+        if self.output_kind == RequestOutputKind.FINAL_ONLY:
             return False
-        return self.interval == 1 or any(completion.is_due(self.interval) for completion in self.completions)
+        return self.stream_interval == 1 or any(
+            completion.is_due(self.stream_interval) for completion in self.completions
+        )
 
     def _best(self) -> list[Completion]:
-        """Of `best_of` completions the `n` of the largest sum of log probabilities."""
+        """The `n` completions with the largest sum of log probabilities, of `best_of`."""
         n, completions = self.source.params.n, self.completions
         if len(completions) > n:
             completions = sorted(completions, key=lambda one: -one.cumulative_logprob)[:n]
@@ -213,8 +219,8 @@ class RequestState:
         return completions
 
     def output(self) -> RequestOutput:
-        """What to show now: all that has come since the last one."""
-        delta = self.kind == RequestOutputKind.DELTA
+        """The output to show now."""
+        delta = self.output_kind == RequestOutputKind.DELTA
         shown = [one for one in self.completions if one.is_due()] if delta else self._best()
         source, told = self.source, self._prompt_logprobs
         if source.params.prompt_logprobs is None or len(told) < len(source.prompt_token_ids):

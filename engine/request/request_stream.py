@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Self
 
-from ...compat.forms import AddCall
 from .outputs import RequestOutput, errors_of, num_tokens_of
 from .request_state import RequestState
 
 if TYPE_CHECKING:
-    from ..async_llm_engine import AsyncLLMEngine
+    from .output_reader import OutputReader  # brings asyncio
 
 
 class RequestStream:
-    """A request's outputs: an async iterator, begun when first asked. What has come since the last look is one output,
-    so a slow reader gets fewer and longer ones, and nothing piles up.
+    """The outputs of a request: an async iterator, which sends the request when the first output is asked for. All that
+    has come since the last output is one output, so a slow reader gets fewer and longer ones, and no queue grows.
 
-    A request that ends in an error raises it, after what it had brought. Whoever leaves before the end (out of the
-    loop, by a cancelled task, by `aclose`) aborts the request in the core.
+    A request that ends in an error raises it, after its outputs. To leave the loop before the end, to cancel the task
+    or to call `aclose` aborts the request in the core.
+
+    Args:
+        request_id: the request's, unless it was prepared under another.
+        send: sends the request. Called once, for the first output.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, call: AddCall) -> None:
-        self._engine = engine
-        self._call = call
+    def __init__(self, reader: OutputReader, request_id: str, send: Callable[[], Awaitable[RequestState]]) -> None:
+        self._reader = reader
+        self._request_id = request_id
+        self._send = send
         self._state: RequestState | None = None
-        self._ended: Exception | None = None  # what to raise when asked again
+        self._ended: Exception | None = None  # what the next call raises
 
     @property
     def request_id(self) -> str:
-        return self._call.request_id if self._state is None else self._state.source.request_id
+        return self._request_id if self._state is None else self._state.source.request_id
 
     def __aiter__(self) -> Self:
         return self
@@ -38,16 +43,16 @@ class RequestStream:
             ended, self._ended = self._ended, StopAsyncIteration()
             raise ended
         try:
-            state = self._state or await self._begin()
-            assert state.news is not None
-            await state.news.wait()
+            state = self._state or await self.begin()
+            assert state.output_ready is not None
+            await state.output_ready.wait()
         except BaseException:  # refused, or cancelled
             await self.aclose()
             raise
-        state.news.clear()
-        if state.lost is not None:
+        state.output_ready.clear()
+        if state.connection_error is not None:
             self._ended = StopAsyncIteration()
-            raise state.lost
+            raise state.connection_error
         output = state.output()
         error = next(iter(errors_of(output)), None)
         if error is not None:
@@ -60,20 +65,21 @@ class RequestStream:
         return output
 
     async def aclose(self) -> None:
-        """End here; the request is aborted if it has not ended. Twice is once."""
+        """End the stream. The request is aborted unless it has ended. A second call does nothing."""
         leaves, self._ended = self._is_open, self._ended or StopAsyncIteration()
         if leaves:
-            await self._engine._reader.end([self.request_id])
+            await self._reader.end([self.request_id])
 
-    async def _begin(self) -> RequestState:
-        self._state = await self._engine._add(self._call)
+    async def begin(self) -> RequestState:
+        """Send the request."""
+        self._state = await self._send()
         return self._state
 
     @property
     def _is_open(self) -> bool:
-        """Whether the core works for it. If not, the id may be another's by now."""
+        """Whether the request is in flight. If not, another request may have its id by now."""
         return self._ended is None and self._state is not None and not self._state.finished
 
     def __del__(self) -> None:
         if self._is_open:
-            self._engine._reader.end_from_anywhere(self.request_id)
+            self._reader.end_from_anywhere(self.request_id)

@@ -1,4 +1,4 @@
-"""What goes to the core by utility calls and is more than a few numbers: weights, and arguments of users' methods."""
+"""Arguments of the utility calls `update_weights` and `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ...ipc.errors import InvalidArgumentError, shown
 from .prompts import read_array
 
 if TYPE_CHECKING:
-    from ...ipc.codec import Array  # brings numpy, which importing the package is not to
+    from ...ipc.codec import Array  # imports numpy, which `import mainspring` must not
 
-MAX_BYTES = 16 << 20  # of the arrays in one message, but for a single row that is larger
-MAX_SECONDS = 1_000_000  # to wait for an answer
-MAX_ARRAYS = 14  # in one message: two of its 16 frames are others
+MAX_BYTES = 16 << 20  # of the arrays in one message; a single row may be larger
+MAX_SECONDS = 1_000_000  # longest timeout of a call
+MAX_ARRAYS = 14  # in one message: 16 frames without header and body
 
 
 def weight_messages(weights: Iterable[tuple[str, Any]], version: str) -> Iterator[tuple[list[Any], list[Array]]]:
@@ -40,7 +40,7 @@ def weight_messages(weights: Iterable[tuple[str, Any]], version: str) -> Iterato
     yield message(last=True)
 
 
-def plain(
+def plain_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments for a method of the core's worker.
@@ -66,7 +66,7 @@ def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array
         name, value = pair
         values, dtype = read_array(name, value)
         if not values.ndim or not len(values):
-            yield name, 0, Array(values.copy(), dtype)  # whoever gives it may fill it anew
+            yield name, 0, Array(values.copy(), dtype)  # a copy, because the caller may change the array
             continue
         rows = max(1, MAX_BYTES // max(1, values[:1].nbytes))
         for start in range(0, len(values), rows):

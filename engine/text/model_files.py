@@ -1,4 +1,4 @@
-"""The small files of a checkpoint that a frontend reads, and what generation_config.json says."""
+"""The small JSON files of a checkpoint that a frontend reads, above all generation_config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def generation_config(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """What the checkpoint, or the folder named instead, says of generation, with the user's overrides."""
+    """The generation config of the checkpoint, or of the folder named instead, with the user's overrides."""
     found: dict[str, Any] = {}
     if model.generation_config == "auto":
         found = read_json(folder / "generation_config.json")
@@ -40,13 +40,13 @@ def generation_config(folder: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def eos_token_ids(config: dict[str, Any]) -> list[int]:
-    """The end-of-sequence ids of a generation config: it may hold one, a list or none."""
+    """The end-of-sequence ids of a generation config, which holds one, a list or none."""
     eos = config.get("eos_token_id")
     return [eos] if isinstance(eos, int) else list(eos or [])
 
 
 def default_sampling_params(config: dict[str, Any]) -> SamplingParams:
-    """The sampling parameters that a generation config asks for; `do_sample: false` written out means greedy."""
+    """The sampling parameters of a generation config. An explicit `do_sample: false` means greedy."""
     said = {**config, "max_tokens": config.get("max_new_tokens")}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     chosen = {name: said[name] for name in names if said.get(name) is not None}

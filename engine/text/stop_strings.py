@@ -1,7 +1,7 @@
 """Stop strings, found in text as it grows, however tokens cut it.
 
-The match that ends first wins; of those that end together, the longest. So the result depends on the text alone, not on
-where tokens or chunks end. Text that may still become a stop string is held back.
+The match that ends first wins, and of matches with the same end the longest. So the result depends on the text alone,
+not on how it is cut into tokens or chunks. Text that may be the beginning of a stop string is held back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Filters one completion's text. `matched` is the stop string found; nothing is pushed after that."""
+    """Filters the text of one completion. `matched` is the stop string that was found; then no more text is pushed."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = stops
@@ -20,9 +20,9 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, new: str, accept: bool = True) -> str:
-        """Take new text; give what can be shown. Not `accept`: a stop string that ends in it does not count."""
+        """Add text. Returns the text that can be shown. Without `accept`, a stop string that ends in it is ignored."""
         if not self._held and not any(first in new for first in self._firsts):
-            return new  # nothing begins here
+            return new  # it holds the beginning of no stop string
         text = self._held + new
         best: tuple[int, int] | None = None
         for stop in self._stops if accept and new else ():
@@ -37,7 +37,7 @@ class StopStrings:
         return text[shown_before : len(text) if self._include else len(text) - len(self._held)]
 
     def flush(self) -> str:
-        """At the end, what was held back."""
+        """The text held back, at the end."""
         held, self._held = self._held, ""
         return "" if self._include else held
 

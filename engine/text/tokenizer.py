@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, by the Rust `tokenizers` library wherever there is a tokenizer.json."""
+"""The tokenizer: text to token ids and back, with the Rust library `tokenizers` if there is a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Tokenizer:
         self.chat_template = chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids, with those special tokens that the model expects around a plain prompt unless told otherwise; of a
-        text that has more than `most` with them, the first."""
+        """Token ids, by default with the special tokens that the model expects around a prompt; at most the first
+        `most`, special tokens included."""
         if most is None or not add_special_tokens:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids[:most]
         encoding = self.backend.encode(text, add_special_tokens=False)
@@ -51,7 +51,7 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids. Bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Text of token ids. Bytes that are no UTF-8 become U+FFFD. Ids outside the vocabulary are ignored."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -140,7 +140,7 @@ class Tokenizer:
 
 
 class SlowTokenizer(Tokenizer):
-    """One of transformers' tokenizers that has no Rust part."""
+    """A tokenizer of transformers without a Rust implementation."""
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -202,8 +202,8 @@ def load_tokenizer(folder: Path, mode: str = "auto", trust_remote_code: bool = F
 
 
 def _load_rust(folder: Path) -> Tokenizer:
-    """From tokenizer.json and the small files around it. The tables of the last one stay: who connects again need not
-    read them, and the library loses a kilobyte or two with each reading."""
+    """Read tokenizer.json and the small files around it. The last tokenizer stays in a cache: connecting again is
+    faster, and the library leaks one or two kilobytes each time it reads a file."""
     stats = [(path.stat() if path.exists() else None) for path in (folder / name for name in _RUST_FILES)]
     backend, named = _read_rust(folder, tuple(s and (s.st_ino, s.st_mtime_ns, s.st_size) for s in stats))
     return Tokenizer(backend, named, _chat_template(folder, read_json(folder / "tokenizer_config.json")))
@@ -211,8 +211,8 @@ def _load_rust(folder: Path) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def _read_rust(folder: Path, version: Any) -> tuple[RustTokenizer, dict[str, str]]:
-    """Completed the way transformers does. What is added around a prompt is tokenizer.json's to say; `add_bos_token` in
-    the config is not looked at, there or here."""
+    """The tokenizer of a folder with the special tokens that transformers adds. tokenizer.json decides which tokens are
+    put around a prompt; `add_bos_token` in the config is ignored, as by transformers."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as RustTokenizer
 

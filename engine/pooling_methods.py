@@ -1,14 +1,13 @@
-"""The methods of `LLM` for pooling models, and what a request to one has to be."""
+"""The methods of `LLM` for pooling models: encode, embed, classify, score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, RequestFailedError, shown
-from ...ipc.params import RequestOutputKind, SamplingParams
-from ...ipc.pooling_params import PoolingParams
-from .outputs import (
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, RequestFailedError, shown
+from ..ipc.pooling_params import PoolingParams
+from .request.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -19,43 +18,15 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import Prompt, TokensPrompt, listed_prompts
+from .request.prompts import Prompt, TokensPrompt, listed_prompts
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..llm_engine import LLMEngine
-    from ..text.tokenizer import Tokenizer
+    from .llm_engine import LLMEngine
+    from .text.tokenizer import Tokenizer
 
 Progress = bool | Callable[..., Any]  # False, True, or something like the class `tqdm`
-
-
-def no_tokens() -> SamplingParams:
-    """What the sampling parameters of a pooling request are."""
-    return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def settled(params: Any, tasks: Sequence[str]) -> PoolingParams | None:
-    """A checked copy of pooling parameters with their task, for a model that can do `tasks`; None: they are none.
-
-    Raises:
-        InvalidRequestError: the model can't do that. The message names both.
-    """
-    can = f"this model can {', '.join(tasks) or 'generate'}"
-    if not isinstance(params, PoolingParams):
-        if tasks and isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"the request is to generate tokens, and {can}: use embed, encode or classify")
-        return None
-    pooling: PoolingParams = params.clone()
-    pooling.validate()
-    if not tasks:
-        raise InvalidRequestError(
-            f"the request is to {pooling.task or 'pool'}, and {can}: load it with runner='pooling'"
-        )
-    pooling.task = pooling.task or cast(Any, tasks[0])
-    if pooling.task not in tasks:
-        raise InvalidRequestError(f"the task is {pooling.task}, and {can}")
-    return pooling
 
 
 class PoolingMethods:
@@ -81,7 +52,7 @@ class PoolingMethods:
         Args:
             prompts: as of `generate`.
             pooling_params: one for all prompts or one each.
-            truncate_prompt_tokens, pooling_task: for parameters that say nothing of them.
+            truncate_prompt_tokens, pooling_task: defaults for parameters that do not set them.
 
         Returns:
             One output for each prompt, in order. One that failed has no data and its `error`.

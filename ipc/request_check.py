@@ -1,0 +1,192 @@
+"""Whether a model and a configuration can serve a request.
+
+A frontend calls this before it sends a request, so that its caller gets the error as an exception. The core calls the
+same code for every request that arrives, because there are clients in other languages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, get_args
+
+from .adapters import PromptAdapterRequest
+from .config import LoRAConfig
+from .errors import InvalidRequestError, NotSupportedError, shown
+from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
+from .params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
+from .structured import MAX_SPEC_BYTES, Kind
+
+_RANGES: dict[str, tuple[float, float]] = {  # field of `Sampling` → smallest and largest value
+    "max_tokens": (1, 2**62),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "temperature": (0.0, 3e38),  # what fp32 holds
+    "top_k": (0, 2**62),
+    "min_p": (0.0, 1.0),
+    "min_tokens": (0, 2**62),
+    "presence_penalty": (-MAX_BIAS, MAX_BIAS),
+    "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
+    "repetition_penalty": (1 / MAX_BIAS, MAX_BIAS),
+    "logprobs": (-1, 2**62),
+    "prompt_logprobs": (-1, 2**62),
+}
+
+
+class RequestCheck(NamedTuple):
+    """The facts and limits that a request is checked against. Each method raises `MainspringError` for what is wrong.
+
+    The fields from `accepts_embeddings` on are known to the core only: frontends leave them at their defaults.
+    """
+
+    model: ModelFacts
+    adapters: LoRAConfig = LoRAConfig()
+    max_logprobs: int = -1  # log probabilities of one token that a request may ask for; -1: any number
+    accepts_embeddings: bool = True
+    max_carried: int = 2**31 - 1  # log probabilities of one token that fit in a step's outputs
+    max_num_seqs: int = 0  # for the message about `max_carried`
+
+    def check(self, message: AddRequest) -> None:
+        """Whatever can be checked without the state of the core."""
+        self._check_task(message.pooling)
+        if message.lora is not None:
+            self.check_lora()
+        self._check_prompt(message)
+        self._check_tokens(message)
+        self._check_sampling(message.sampling)
+        self._check_logprobs(message.sampling)
+        if message.prompt_embeds is not None:
+            self._check_embeds(message, message.prompt_embeds.shape)
+        done, most = len(message.output_token_ids), message.sampling.max_tokens
+        if done >= most:
+            raise InvalidRequestError(f"{done} output tokens are there already; max_tokens is {most}")
+
+    def check_lora(self) -> None:
+        """Whether requests may have LoRA adapters."""
+        if not self.adapters.enable_lora:
+            raise NotSupportedError("lora_request is given, but the core serves none: start it with enable_lora=True")
+
+    def _check_task(self, pooling: Pooling | None) -> None:
+        tasks = self.model.tasks
+        can = f"this model can {', '.join(tasks) or 'generate'}"
+        if pooling is None:
+            if tasks:
+                raise InvalidRequestError(
+                    f"the request is to generate tokens, and {can}: use embed, encode or classify"
+                )
+        elif not tasks:
+            task = f"{pooling.task:.80}" or "pool"
+            raise InvalidRequestError(f"the request is to {task}, and {can}: load it with runner='pooling'")
+        elif pooling.task not in tasks:
+            raise InvalidRequestError(f"the task is {pooling.task:.80}, and {can}")
+
+    def _check_prompt(self, message: AddRequest) -> None:
+        num_tokens, num_done = len(message.prompt_token_ids), len(message.output_token_ids)
+        pools, longest = message.pooling is not None, self.model.max_model_len
+        if not num_tokens:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+        if pools and num_done:
+            raise InvalidRequestError("a pooling request has no output tokens")
+        limit, beside = longest, ""
+        if message.prompt_adapter is not None:
+            self._check_prompt_adapter(message.prompt_adapter, message.prompt_embeds is not None)
+            num_virtual = message.prompt_adapter.num_virtual_tokens
+            limit, beside = longest - num_virtual, f", of which the prompt adapter's virtual tokens take {num_virtual}"
+            if limit < 1 + (not pools):
+                raise InvalidRequestError(
+                    f"the prompt adapter has {num_virtual} virtual tokens; max_model_len is {longest}, which leaves "
+                    "none for a prompt"
+                )
+        done = f" and {num_done} output tokens" if num_done else ""
+        has = f"the prompt has {num_tokens} tokens{done}; max_model_len is {longest}{beside}"
+        if pools and num_tokens > limit:
+            raise InvalidRequestError(f"{has}: raise that, or give truncate_prompt_tokens")
+        if not pools and num_tokens + num_done >= limit:
+            raise InvalidRequestError(f"{has}, so with at least one token of output it may have at most {limit - 1}")
+
+    def _check_prompt_adapter(self, adapter: Adapter, is_embeds: bool) -> None:
+        if not self.adapters.enable_prompt_adapter:
+            raise NotSupportedError(
+                "prompt_adapter_request is given, but the core serves none: start it with enable_prompt_adapter=True"
+            )
+        PromptAdapterRequest(adapter.name, adapter.number, adapter.path, adapter.num_virtual_tokens)
+        most = self.adapters.max_prompt_adapter_token
+        if most and adapter.num_virtual_tokens > most:
+            raise InvalidRequestError(
+                f"a prompt adapter has {adapter.num_virtual_tokens} virtual tokens; max_prompt_adapter_token is {most}"
+            )
+        if is_embeds or not self.accepts_embeddings:
+            whose = "a prompt that is embeddings" if is_embeds else "this model"
+            raise NotSupportedError(f"a prompt adapter can't be used with {whose}")
+
+    def _check_tokens(self, message: AddRequest) -> None:
+        sampling, size = message.sampling, self.model.vocab_size
+        entries: dict[str, tuple[Collection[object], int]] = {
+            "bad_words": (sampling.bad_words, MAX_BAD_WORDS),
+            "stop_token_ids": (sampling.stop_token_ids, size),
+            "allowed_token_ids": (sampling.allowed_token_ids, size),
+            "logit_bias": (sampling.logit_bias, size),
+        }
+        for name, (given, most) in entries.items():
+            if len(given) > most:
+                raise InvalidRequestError(f"{name} has {len(given)} entries; the limit is {most}")
+        self._check_vocabulary("prompt_token_ids", message.prompt_token_ids)
+        self._check_vocabulary("output_token_ids", message.output_token_ids)
+        self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
+        self._check_vocabulary("allowed_token_ids", sampling.allowed_token_ids)
+        self._check_vocabulary("logit_bias", sampling.logit_bias)
+        for tokens in sampling.bad_words:
+            self._check_vocabulary("bad_words", tokens)
+        never = {tokens[0] for tokens in sampling.bad_words if len(tokens) == 1}
+        if sampling.min_tokens:
+            never.update(sampling.stop_token_ids)
+        if sampling.allowed_token_ids and never.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids are all bad_words, or stop tokens that min_tokens forbids: no token is left"
+            )
+
+    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
+        size = self.model.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+            wrong = next(token for token in token_ids if not 0 <= token < size)
+            raise InvalidRequestError(f"{name} holds {shown(wrong)}; token ids of this model go from 0 to {size - 1}")
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        for name, (least, most) in _RANGES.items():
+            if not least <= (value := getattr(sampling, name)) <= most:  # NaN is in no range
+                raise InvalidRequestError(f"{name} is {shown(value)}; it must be from {least:g} to {most:g}")
+        if not 0 < sampling.top_p <= 1:
+            raise InvalidRequestError(f"top_p is {shown(sampling.top_p)}; it must be above 0 and at most 1")
+        if not all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values()):
+            raise InvalidRequestError(f"a value of logit_bias is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in get_args(Kind)):
+            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(get_args(Kind))}")
+        if sampling.grammar and (length := len(sampling.grammar[1])) > MAX_SPEC_BYTES:
+            raise InvalidRequestError(f"the grammar has {length} characters; the limit is {MAX_SPEC_BYTES}")
+
+    def _check_logprobs(self, sampling: Sampling) -> None:
+        most, size = self.max_logprobs, self.model.vocab_size
+        for name, wanted in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            if 0 <= most < wanted:
+                given = wanted if wanted < size else "all"
+                raise InvalidRequestError(
+                    f"{name} asks for {given} log probabilities of each token; the limit of the engine is "
+                    f"max_logprobs, {most}; -1 allows all"
+                )
+            if min(wanted, size) > self.max_carried:
+                raise InvalidRequestError(
+                    f"{name} asks for more than a step's outputs can carry for all of max_num_seqs, "
+                    f"{self.max_num_seqs}: lower that"
+                )
+
+    def _check_embeds(self, message: AddRequest, shape: Sequence[int]) -> None:
+        if message.sampling.prompt_logprobs >= 0:
+            raise InvalidRequestError("prompt_logprobs needs a prompt of token ids, but this one is embeddings")
+        if not self.accepts_embeddings:
+            raise NotSupportedError(
+                "this model needs more of a prompt than its embeddings: prompt_embeds can't be used"
+            )
+        hidden = self.model.hidden_size
+        if list(shape) != [len(message.prompt_token_ids), hidden]:
+            raise InvalidRequestError(
+                f"prompt_embeds has shape {list(shape)}; it must be [{len(message.prompt_token_ids)}, {hidden}], where "
+                f"the model's hidden size is {hidden}"
+            )
