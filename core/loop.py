@@ -34,7 +34,7 @@ from .core_meter import CoreMeter
 from .features.adapters import Adapters
 from .features.speculation import speculation_of
 from .lifecycle import Lifecycle, part_of
-from .memory.kv_cache import KVCacheManager
+from .memory.cache_manager import CacheManager
 from .plan import request_limits as limits
 from .plan.request import Request
 from .plan.request_check import RequestCheck
@@ -98,7 +98,7 @@ class EngineCore:
         self._pooling = self.executor if isinstance(self.executor, PoolingExecutor) else None
         config = self.config
         cache = config.cache_config
-        kv = KVCacheManager(
+        kv = CacheManager(
             self.executor.layout.groups,
             cache.block_size,
             self.executor.num_blocks,

@@ -19,12 +19,12 @@ import pytest
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
 from mainspring.core.loop import EngineCore
+from mainspring.core.memory.block_pool import NULL_BLOCK
+from mainspring.core.memory.cache_manager import CacheManager
+from mainspring.core.memory.layer_kinds import LayerGroup
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.scheduler import PauseMode, Scheduler
 from mainspring.core.plan.step import IN_FLIGHT, Step
-from mainspring.core.memory.block_pool import NULL_BLOCK
-from mainspring.core.memory.kv_cache import KVCacheManager
-from mainspring.core.work.kv_layout import KVGroup
 from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
 from mainspring.ipc.errors import OutOfMemoryError
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
@@ -32,6 +32,10 @@ from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, S
 VOCAB = 50
 Windows = Sequence[int | None]
 Key = tuple[int, int]  # frontend, handle
+
+
+def group_of(window: int | None) -> LayerGroup:
+    return LayerGroup("full" if window is None else "windowed", window=window)
 
 
 def next_token(seen: Sequence[Sequence[int]], banned: Collection[int] = ()) -> int:
@@ -224,8 +228,8 @@ class Engine:
         self.windows, self.max_model_len, self.depth = windows, max_model_len, depth
         if num_blocks is None:
             num_blocks = 2 * blocks_for(windows, block_size, max_model_len, self.budget)
-        groups = [KVGroup(window, ()) for window in windows]
-        self.kv = KVCacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
+        groups = [group_of(window) for window in windows]
+        self.kv = CacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
         self.now = 0.0
         self.suspects = set(range(suspects))  # keys; those of all others are larger
         self.told_suspects = set(self.suspects)  # left, as the scheduler says
@@ -495,7 +499,7 @@ class StandInExecutor:
         self.slept: list[Any] = []
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
         self.num_blocks = cache.num_gpu_blocks_override or 200
-        self.layout = SimpleNamespace(groups=[KVGroup(None, ())])
+        self.layout = SimpleNamespace(groups=[group_of(None)])
         self._model = StandInModel((None,), cache.block_size, self.num_blocks, slots, self.max_model_len)
         self._launched = launched
 

@@ -30,9 +30,9 @@ class Request:
     # many may wait: a fifth of the memory
     __slots__ = tuple(
         (
-            "admitted_at arrival complete digests embeds failure finished first_token_at follower frontend handle hold "
-            "keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_virtual pending pooling priority processors prompt_len queued room root sampling seq "
+            "admitted_at arrival branch complete digests embeds failure finished first_token_at follower frontend handle "
+            "hold keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks "
+            "num_cached_tokens num_preemptions num_virtual pending pooling priority processors prompt_len queued room root sampling seq "
             "slot started stop_tokens tables tokens told"
         ).split()
     )
@@ -89,6 +89,7 @@ class Request:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.num_cached_blocks = 0  # when it was looked up last
+        self.branch = 0  # then: tokens whose keys and values are cached, whether or not recurrent state is, too
         # What else than tokens the keys and values depend on is hashed into the root of the chain. Each hash has a
         # domain of its own: no salt can be made that leads into another one's chain.
         self.root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16, key=salt, person=b"root").digest()

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..memory.block_tables import TableUpdate
 from ..memory.host_cache import NO_COPIES, Copies
-from ..memory.kv_cache import TableUpdate
+from ..memory.recurrent_state import NO_STATE_COPIES, StateCopies
 from .request import Request
 
 PROMPT_LOGITS = 64  # rows of a step, beside those that sample, that have logits, where prompts may be cut; or one each
@@ -41,6 +42,7 @@ class Step(NamedTuple):
     scored: list[PromptPart]
     guessed: np.ndarray  # int64 [rows]: so many of the row's last tokens are guesses; each brings a token more
     copies: Copies = NO_COPIES  # between pool and host, before anything is computed
+    states: StateCopies = NO_STATE_COPIES  # between slots of recurrent state
 
     @property
     def num_tokens(self) -> int:

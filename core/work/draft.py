@@ -16,7 +16,7 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, NotSupportedError
 from ...kernels.contract import Backend
 from ..features.speculation import may_speculate
-from ..memory.kv_cache import TableUpdate
+from ..memory.block_tables import TableUpdate
 from ..model.load.loader import load_model
 from ..model.run.paged_model import PagedModel
 from ..model.run.whole_model import make_whole
@@ -70,7 +70,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
             "they must have the same tokenizer"
         )
     layout = model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
-    group = next((i for i, one in enumerate(target_layout.groups) if one.window is None), None)
+    group = next((i for i, one in enumerate(target_layout.groups) if one.kind == "full"), None)
     if group is None or len(layout.groups) > 1:
         raise NotSupportedError(
             "a draft model needs layers of one kind, and a model that has layers without a window: here are "

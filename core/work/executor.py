@@ -19,7 +19,6 @@ from ...ipc.errors import InvalidRequestError, NotSupportedError, OutOfMemoryErr
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend
-from ..memory.host_cache import count_slots, offloading_bytes
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.load.loader import load_model
 from ..model.load.quantized import BITS
@@ -33,6 +32,7 @@ from .backends import choose_backend, free_bytes, graph_sizes, pick_device, prep
 from .block_count import count_blocks, free_host_bytes
 from .device import device_for
 from .draft import Drafter, load_draft
+from .host_blocks import count_slots, offloading_bytes
 from .kv_layout import KVLayout, cache_dtype
 from .logprobs import Scores
 from .runner import Launched, ModelRunner, Sampled

@@ -13,7 +13,6 @@ import torch
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..features.speculation import MOST_ROWS
-from ..memory.host_cache import HostBlocks
 from ..model.run.attention import StepAttention
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
@@ -21,6 +20,7 @@ from ..plan.request import Request
 from ..plan.step import IN_FLIGHT, PromptPart, Step
 from .backends import backends_for
 from .device import TURNS, Mark, Tokens, device_for
+from .host_blocks import HostBlocks
 from .kv_layout import KVLayout
 from .logit_rules import Before
 from .logprobs import Scoring, score
