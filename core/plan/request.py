@@ -30,10 +30,10 @@ class Request:
     # many may wait: a fifth of the memory
     __slots__ = tuple(
         (
-            "admitted_at arrival branch complete digests embeds failure finished first_token_at follower frontend handle "
-            "hold keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks "
-            "num_cached_tokens num_preemptions num_virtual pending pooling priority processors prompt_len queued room root sampling seq "
-            "slot started stop_tokens tables tokens told"
+            "admitted_at arrival branch complete digests embeds failure finished first_token_at follower frontend "
+            "handle hold keeps_rows key lora lora_name lora_place lora_weights max_len num_cached_blocks "
+            "num_cached_tokens num_preemptions num_virtual pending pooling priority processors prompt_len queued room "
+            "root sampling seq slot started stop_tokens tables tokens told"
         ).split()
     )
 
