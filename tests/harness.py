@@ -34,11 +34,11 @@ from mainspring.ipc.errors import OutOfMemoryError
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
-Windows = Sequence[int | None | LayerGroup]  # a window, None for full attention, or a recurrent group
+Windows = Sequence[int | LayerGroup | None]  # a window, None for full attention, or a recurrent group
 Key = tuple[int, int]  # frontend, handle
 
 
-def group_of(window: int | None | LayerGroup) -> LayerGroup:
+def group_of(window: int | LayerGroup | None) -> LayerGroup:
     if isinstance(window, LayerGroup):
         return window
     return LayerGroup("full" if window is None else "windowed", window=window)
@@ -49,7 +49,7 @@ def advance(state: int, token: int) -> int:
     return ((state ^ token) * 6364136223846793005 + 1442695040888963407) % 2**64
 
 
-def seen_by(window: int | None | LayerGroup, tokens: Sequence[int]) -> Sequence[int]:
+def seen_by(window: int | LayerGroup | None, tokens: Sequence[int]) -> Sequence[int]:
     """What the layers of a group see where all of `tokens` are computed."""
     if isinstance(window, LayerGroup):
         return split(reduce(advance, tokens, 0))
