@@ -238,6 +238,17 @@ def test_a_hit_is_the_longest_prefix_that_every_kind_can_use() -> None:
     assert run(cache, 28, slot=1)[1] == 16, "full attention alone could use 24"
 
 
+def test_where_one_kind_shortens_a_hit_the_others_are_asked_again() -> None:
+    cache = manager(FULL, windowed(6))
+    first, _ = run(cache, 25)
+    cache.free(first)
+    for group, block in ((0, 4), (1, 3)):  # 4 blocks of the first group; 6 of the second, or up to 3
+        found = cache.pool.find((group, first.digests[block]))
+        assert found is not None
+        cache.pool._forget(found)
+    assert run(cache, 25)[1] == 3 * SIZE
+
+
 def test_a_request_without_a_snapshot_notes_where_the_keys_and_values_are_cached() -> None:
     cache = manager(FULL, recurrent(snapshot_every=1000))
     first, _ = run(cache, 31)
