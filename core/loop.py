@@ -27,7 +27,7 @@ from .core_meter import CoreMeter
 from .features.adapters import Adapters
 from .features.speculation import speculation_of
 from .lifecycle import Lifecycle
-from .memory.kv_cache import KVCacheManager
+from .memory.cache_manager import CacheManager
 from .plan import request_limits
 from .plan.control import (
     DropFunctions,
@@ -98,7 +98,7 @@ class EngineCore:
                 f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
                 "prompt must fit in one step"
             )
-        kv = KVCacheManager(
+        kv = CacheManager(
             facts.groups, cache.block_size, facts.num_blocks, cache.enable_prefix_caching, facts.num_host_blocks
         )
         self._most_tokens = longest + (facts.pooling is not None)  # after a prompt that is pooled nothing comes

@@ -1,7 +1,9 @@
 """A scheduler over a stand-in model, for tests of what must hold for any schedule.
 
 The stand-in's next token is a hash of all tokens that the model would see, *read back through the block tables*: where
-a block is freed too early, shared wrongly or listed in the wrong place, the output is another one.
+a block is freed too early, shared wrongly or listed in the wrong place, the output is another one. Its recurrent layers
+keep a running hash in state slots, which each token changes, in order: where a state is restored too late, or is of
+another prefix, the output is another one, too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import reduce
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +24,8 @@ from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
 from mainspring.core.loop import EngineCore
 from mainspring.core.memory.block_pool import NULL_BLOCK
-from mainspring.core.memory.kv_cache import KVCacheManager
-from mainspring.core.memory.updates import KVGroup
+from mainspring.core.memory.cache_manager import CacheManager
+from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.control import WorkerFacts
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.scheduler import PauseMode, Scheduler
@@ -30,8 +34,31 @@ from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
-Windows = Sequence[int | None]
+Windows = Sequence[int | LayerGroup | None]  # a window, None for full attention, or a recurrent group
 Key = tuple[int, int]  # frontend, handle
+
+
+def group_of(window: int | LayerGroup | None) -> LayerGroup:
+    if isinstance(window, LayerGroup):
+        return window
+    return LayerGroup("full" if window is None else "windowed", window=window)
+
+
+def advance(state: int, token: int) -> int:
+    """The state of the stand-in's recurrent layers after one token more."""
+    return ((state ^ token) * 6364136223846793005 + 1442695040888963407) % 2**64
+
+
+def seen_by(window: int | LayerGroup | None, tokens: Sequence[int]) -> Sequence[int]:
+    """What the layers of a group see where all of `tokens` are computed."""
+    if isinstance(window, LayerGroup):
+        return split(reduce(advance, tokens, 0))
+    return tokens if window is None else tokens[max(0, len(tokens) - window) :]
+
+
+def split(state: int) -> list[int]:
+    """A state as numbers that `next_token` takes."""
+    return [state >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
 
 
 def next_token(seen: Sequence[Sequence[int]], banned: Collection[int] = ()) -> int:
@@ -51,7 +78,7 @@ def expected_output(message: AddRequest, windows: Windows, max_model_len: int) -
     stops, sampling, prompt = message.sampling.stop_token_ids, message.sampling, len(message.prompt_token_ids)
     output: list[int] = []
     while True:
-        seen = [tokens if w is None else tokens[max(0, len(tokens) - w) :] for w in windows]
+        seen = [seen_by(window, tokens) for window in windows]
         token = next_token(seen, stops if len(tokens) < prompt + sampling.min_tokens else ())
         output.append(token)
         tokens = [*tokens, token]
@@ -82,6 +109,8 @@ class StandInModel:
         self._host_tokens = np.full((len(windows), host_blocks, block_size), -9)
         self._host_positions = np.full((len(windows), host_blocks, block_size), -9)
         self._copied = -1  # the last step whose copies were made
+        self._states: dict[int, tuple[int, int]] = {0: (0, 0)}  # by state slot: tokens computed, and their hash
+        self._row_states: dict[int, list[int]] = {}  # by slot: behind each token of its row in this step
         self._last = np.zeros(slots, np.int64)
         self._sequences: dict[int, NewSequence] = {}
         self._in_flight: deque[tuple[int, dict[int, tuple[NewSequence, frozenset[int]]]]] = deque()
@@ -105,6 +134,15 @@ class StandInModel:
             assert block not in named, "a block is loaded while a step that names it is in flight"
             self._tokens[:, block] = self._host_tokens[:, slot]
             self._positions[:, block] = self._host_positions[:, slot]
+        self._copy_states(step.states.restores)
+        self._copy_states(step.states.backups)
+
+    def _copy_states(self, copies: np.ndarray) -> None:
+        assert copies.dtype == np.int32
+        assert copies.shape == (2, copies.shape[1])
+        for source, target in copies.T.tolist():
+            assert target > 0, "the initial state is written"
+            self._states[target] = self._states[source]
 
     def execute(self, step: StepPlan) -> np.ndarray:
         """The tokens that `step` samples."""
@@ -117,6 +155,7 @@ class StandInModel:
         self._check_reuse(step.id, rows)
         for slot, start, tokens in rows:
             self._write(slot, start, tokens)
+        self._copy_states(step.states.snapshots)
         which, back = step.choices()
         return np.array(
             [
@@ -136,16 +175,28 @@ class StandInModel:
     def _write(self, slot: int, start: int, tokens: np.ndarray) -> None:
         tokens[tokens == IN_FLIGHT] = self._last[slot]
         positions = np.arange(start, start + len(tokens))
-        for group in range(len(self._windows)):
+        for group, window in enumerate(self._windows):
+            if isinstance(window, LayerGroup):
+                self._advance_state(slot, start, tokens)
+                continue
             blocks = self._tables[group, slot, positions // self._size]
             assert (blocks != NULL_BLOCK).all(), "a token is written to the null block"
             self._tokens[group, blocks, positions % self._size] = tokens
             self._positions[group, blocks, positions % self._size] = positions
 
+    def _advance_state(self, slot: int, start: int, tokens: np.ndarray) -> None:
+        position, state = self._states[1 + slot]
+        assert position == start, f"the state has seen {position} tokens where the row begins at {start}"
+        self._row_states[slot] = list(accumulate(tokens.tolist(), advance, initial=state))[1:]
+        self._states[1 + slot] = start + len(tokens), self._row_states[slot][-1]
+
     def _sample(self, slot: int, start: int, count: int) -> int:
         end = start + count
-        seen = []
+        seen: list[Sequence[int]] = []
         for group, window in enumerate(self._windows):
+            if isinstance(window, LayerGroup):
+                seen.append(split(self._row_states[slot][count - 1]))
+                continue
             positions = np.arange(self._first_seen(window, start), end)  # all that the queries up to this one see
             blocks = self._tables[group, slot, positions // self._size]
             read = self._positions[group, blocks, positions % self._size]
@@ -163,6 +214,8 @@ class StandInModel:
         for slot, start, tokens in rows:
             named, written = set(), set()
             for group, window in enumerate(self._windows):
+                if isinstance(window, LayerGroup):
+                    continue  # states are copied in the order of steps, so one may be named by several
                 columns = np.arange(
                     self._first_seen(window, start) // self._size, (start + len(tokens) - 1) // self._size + 1
                 )
@@ -224,8 +277,8 @@ class Engine:
         self.windows, self.max_model_len, self.depth = windows, max_model_len, depth
         if num_blocks is None:
             num_blocks = 2 * blocks_for(windows, block_size, max_model_len, self.budget)
-        groups = [KVGroup(window, ()) for window in windows]
-        self.kv = KVCacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
+        groups = [group_of(window) for window in windows]
+        self.kv = CacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
         self.now = 0.0
         self.suspects = set(range(suspects))  # keys; those of all others are larger
         self.told_suspects = set(self.suspects)  # left, as the scheduler says
@@ -262,7 +315,7 @@ class Engine:
         known = tokens.tolist()
         assert -1 not in known, "it is asked for a guess where not all tokens are known"
         for _ in range(self._luck.choice([count, count, self._luck.randint(0, count)])):
-            right = next_token([known if w is None else known[max(0, len(known) - w) :] for w in self.windows])
+            right = next_token([seen_by(window, known) for window in self.windows])
             known.append(right if self._luck.random() < self._guessed_right else self._luck.randrange(VOCAB))
         return np.array(known[len(tokens) :], np.int32)
 
@@ -355,6 +408,10 @@ class Engine:
         if self.scheduler.paused == "wait":
             began = ran | {key for key, message in self.messages.items() if message.output_token_ids}
             assert all((r.frontend, r.handle) in began for r in requests), "a request begins during a pause"
+        if self.scheduler._cuts:  # else no piece of the smallest size fits in a step
+            chunk = max(w.chunk for w in self.windows if isinstance(w, LayerGroup))
+            for request, end in zip(requests, (step.plan.starts + step.plan.counts).tolist(), strict=True):
+                assert end >= request.prompt_len or end % chunk == 0, "a prompt is cut inside of a chunk"
         if not self.in_flight:
             for request, position in zip(requests, step.output_index.tolist(), strict=True):
                 key = request.frontend, request.handle
@@ -425,6 +482,11 @@ class Engine:
         check_pool(self.kv.pool, listed)
         if self.kv.host is not None:
             check_host(self.kv.host)
+        if (state := self.kv.state) is not None:
+            running = set(self.scheduler._running.values())
+            assert state._taken.keys() | state._newest.keys() <= running, "a snapshot is kept for a request that left"
+            snapshots = [*chain.from_iterable(state._taken.values()), *state._newest.values()]
+            check_pool(state.snapshots, Counter(snapshot for _, snapshot in snapshots))
         frontends = list(self.scheduler.fair)
         assert self.stats.num_waiting == sum(len(f.requests) - f.num_running for f in frontends), "miscounted"
         for frontend in frontends:
@@ -447,6 +509,7 @@ class Engine:
             else:
                 assert (self.outputs[key], self.finished[key].reason) == (output, reason)
         assert self.kv.pool.num_in_use == 0, "blocks are left behind"
+        assert self.kv.state is None or self.kv.state.snapshots.num_in_use == 0, "snapshots are left behind"
         assert self.stats.num_running == self.stats.num_waiting == 0
 
 
@@ -454,6 +517,8 @@ def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) 
     """Blocks that one request holds at most; written again here, not to trust the one under test."""
     most = 0
     for window in windows:
+        if isinstance(window, LayerGroup):
+            continue
         full = -(-num_tokens // block_size)
         most += full if window is None else min(full, -(-(window - 1 + budget) // block_size) + 1)
     return most
@@ -503,7 +568,7 @@ class StandInWorker:
         self.controls: list[Any] = []
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
         num_blocks, longest = cache.num_gpu_blocks_override or 200, 64
-        self.facts = WorkerFacts(ModelFacts(VOCAB, 8, longest, "float32"), [KVGroup(None, ())], num_blocks, longest)
+        self.facts = WorkerFacts(ModelFacts(VOCAB, 8, longest, "float32"), [group_of(None)], num_blocks, longest)
         self._model = StandInModel((None,), cache.block_size, num_blocks, slots, longest)
         self._launched = launched
 

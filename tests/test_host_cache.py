@@ -14,7 +14,7 @@ from harness import VOCAB, Engine, Windows, blocks_for
 from invariants import check_host
 from mainspring.core.memory.block_pool import BlockPool, Key
 from mainspring.core.memory.host_cache import HostCache
-from mainspring.core.memory.updates import NO_COPIES, Copies, KVGroup
+from mainspring.core.memory.updates import NO_COPIES, Copies, LayerGroup
 from mainspring.core.work.device import Device
 from mainspring.core.work.host_blocks import HostBlocks, count_slots, offloading_bytes
 from mainspring.core.work.kv_layout import KVLayout
@@ -143,7 +143,7 @@ def test_a_block_evicted_before_it_was_loaded_is_neither_loaded_nor_saved() -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_blocks_keep_their_bits(dtype: torch.dtype) -> None:
     elements = 24
-    layout = KVLayout(4, dtype, elements, (KVGroup(None, (0,)),), (), (), (), (0,))
+    layout = KVLayout(4, dtype, elements, (LayerGroup("full", (0,)),), (), (), (), (0,))
     blocks = HostBlocks(Device(torch.device("cpu")), layout, 8)
     pool = torch.randint(0, 255, (9, layout.block_bytes), dtype=torch.uint8).view(dtype)
     before = pool.clone()

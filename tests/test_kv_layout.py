@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.work.kv_layout import KVLayout, plan_layout
 from mainspring.kernels.contract import AttentionSpec
 
@@ -39,7 +41,8 @@ def assert_every_element_has_one_owner(layout: KVLayout) -> None:
 
 def test_layers_of_one_kind_are_one_group_with_one_block_for_all() -> None:
     layout = plan([spec()] * 12)
-    assert [group.layers for group in layout.groups] == [tuple(range(12))]
+    assert [(group.kind, group.layers) for group in layout.groups] == [("full", tuple(range(12)))]
+    assert layout.groups[0].token_bytes * BLOCK == layout.block_bytes
     assert layout.block_elements == 12 * BLOCK * 2 * (4 + 4)
     assert layout.block_bytes == layout.block_elements * 4
     assert_every_element_has_one_owner(layout)
@@ -47,7 +50,7 @@ def test_layers_of_one_kind_are_one_group_with_one_block_for_all() -> None:
 
 def test_layers_of_different_windows_are_groups_of_their_own() -> None:
     layout = plan([spec(16), spec(), spec(16), spec()])
-    assert [(g.window, g.layers) for g in layout.groups] == [(16, (0, 2)), (None, (1, 3))]
+    assert [(g.kind, g.window, g.layers) for g in layout.groups] == [("windowed", 16, (0, 2)), ("full", None, (1, 3))]
     assert_every_element_has_one_owner(layout)
 
 
@@ -56,8 +59,9 @@ def test_22_windowed_and_4_full_layers_are_split_so_that_little_of_a_block_is_wa
     kinds = [{(group.window) for _ in group.layers} for group in layout.groups]
     assert all(len(kind) == 1 for kind in kinds)
     assert sorted(itertools.chain.from_iterable(g.layers for g in layout.groups)) == list(range(26))
-    used = sum(len(g.layers) for g in layout.groups) * BLOCK * 2 * 8
-    assert used / (len(layout.groups) * layout.block_elements) > 0.9
+    used = sum(g.token_bytes for g in layout.groups) * BLOCK
+    assert used == 26 * BLOCK * 2 * 8 * 4
+    assert used / (len(layout.groups) * layout.block_bytes) > 0.9
     assert len(layout.groups) <= 8
     assert_every_element_has_one_owner(layout)
 
@@ -68,6 +72,17 @@ def test_layers_of_different_sizes_share_a_pool_whose_blocks_are_as_large_as_the
     assert layout.block_elements >= BLOCK * 4 * 10
     assert all(layout.block_elements % dim == 0 for dim in (6, 4, 10, 3)), "the pool must read as rows of one head"
     assert_every_element_has_one_owner(layout)
+
+
+def test_latents_are_a_full_kind_of_fewer_bytes_per_token() -> None:
+    layout = plan([spec(), spec(kv_heads=1, key_dim=6, value_dim=2)])
+    assert {(g.kind, g.token_bytes) for g in layout.groups} == {("full", 2 * 8 * 4), ("full", 8 * 4)}
+    assert_every_element_has_one_owner(layout)
+
+
+def test_a_group_can_be_written_to_a_pipe() -> None:
+    groups = plan([spec(16), spec()]).groups
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=tuple[LayerGroup, ...]) == groups
 
 
 def test_a_call_that_reads_anothers_keys_has_no_cache_of_its_own() -> None:

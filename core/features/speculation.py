@@ -21,6 +21,9 @@ from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, with_guesses
 REST = 16  # tokens without a guess, after several that were wrong
 
 
+RollBack = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
 class Speculation(NamedTuple):
     """How guesses are made. `guess(tokens, count)` gives at most `count` (int32) that may follow `tokens` (int32)."""
 
@@ -124,13 +127,19 @@ class Guesses:
                 rows.granted[slot] += count
                 room -= count
 
-    def settle(self, plan: StepPlan, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> tuple[int, int]:
+    def settle(
+        self, plan: StepPlan, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray, roll_back: RollBack
+    ) -> tuple[int, int]:
         """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
-        guesses wrong guesses less. Returns how many guesses there were, and how many were right."""
+        guesses wrong guesses less. `roll_back` (see `CacheManager`) says how far the layers' memory goes back. Returns
+        how many guesses there were, and how many were right."""
         rows, guessing = self._rows, np.flatnonzero((plan.guessed > 0) & (brought > 0))
         slots, right = slots[guessing], brought[guessing] - 1
         ends[guessing] += right - plan.guessed[guessing]
-        rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
+        rows.num_tokens[slots], rows.guessed[slots] = ends[guessing] + 1, 0
+        rejected = guessing[right < plan.guessed[guessing]]
+        ends[rejected] = roll_back(plan.slots[rejected], plan.starts[rejected], ends[rejected])
+        rows.num_computed[slots] = ends[guessing]
         trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
         rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
         rows.trust[slots] = np.maximum(trust, 1)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 
-class KVGroup(NamedTuple):
-    """Layers that share a block table."""
+class LayerGroup(msgspec.Struct, frozen=True):
+    """Layers of one kind that share a block table or a state slot: what the worker tells the planner about them."""
 
-    window: int | None  # tokens a query sees, itself included; None: all
-    layers: tuple[int, ...]  # indices into the model's attention calls
+    kind: Literal["full", "windowed", "fixed", "recurrent"]
+    layers: tuple[int, ...] = ()  # indices into the worker's list of layers that own memory
+    token_bytes: int = 0  # memory of one token in all these layers; recurrent: memory of one state
+    window: int | None = None  # windowed: tokens that a query sees, itself included
+    length: int = 0  # fixed: tokens of this memory that each request has
+    slots: int = 0  # recurrent: states of running requests, one for each slot of the scheduler
+    snapshots: int = 0  # recurrent: further states, for the prefix cache
+    chunk: int = 1  # recurrent: tokens; a prompt is cut at multiples of it
+    snapshot_every: int = 1024  # recurrent: tokens of a prompt from one snapshot to the next
 
 
 class TableUpdate(NamedTuple):
@@ -31,3 +39,14 @@ class Copies(NamedTuple):
 
 
 NO_COPIES = Copies([], [])
+
+
+class StateCopies(NamedTuple):
+    """Copies between state slots that belong to a step. Each is int32 ``[2, copies]``: from, to."""
+
+    restores: np.ndarray  # made first
+    backups: np.ndarray  # made next, before anything is computed
+    snapshots: np.ndarray  # made when the step has been computed
+
+
+NO_STATE_COPIES = StateCopies(*np.empty((3, 2, 0), np.int32))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...ipc.messages import Adapter, ModelFacts
-from ..memory.updates import KVGroup
+from ..memory.updates import LayerGroup
 from .pooling_facts import PoolingFacts
 from .step import StepPlan, StepResult
 
@@ -120,7 +120,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, array_like=True):
     """What a planner must know of a worker and its model."""
 
     model: ModelFacts
-    groups: list[KVGroup]  # of layers that share a block table; none: prompts are computed whole
+    groups: list[LayerGroup]  # of layers that share a block table; none: prompts are computed whole
     num_blocks: int  # in the pool, the null block included
     max_model_len: int  # tokens
     num_host_blocks: int = 0  # in host memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..memory.kv_cache import KVCacheManager
+from ..memory.cache_manager import CacheManager
 from .fair_share import FairShare, Frontend
 from .request import Request
 from .suspects import Suspects
@@ -13,7 +13,7 @@ from .suspects import Suspects
 class Preemption:
     """Chooses among running requests. It is always the latest of a frontend, and never the suspect on trial."""
 
-    def __init__(self, fair: FairShare, kv: KVCacheManager, suspects: Suspects) -> None:
+    def __init__(self, fair: FairShare, kv: CacheManager, suspects: Suspects) -> None:
         self._fair, self._kv, self._suspects = fair, kv, suspects
 
     def victim(self) -> Request:

@@ -31,7 +31,7 @@ class Request:
     # many may wait: a fifth of the memory
     __slots__ = tuple(
         (
-            "admitted_at arrival digests embeds finished first_token_at frontend functions grammar handle hold "
+            "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
             "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
             "num_preemptions num_virtual pending pooling priority prompt_len queued room root sampling seq slot "
             "started stop_tokens tables tokens told"
@@ -87,6 +87,7 @@ class Request:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.num_cached_blocks = 0  # when it was looked up last
+        self.branch = 0  # then: tokens whose keys and values are cached, whether or not recurrent state is, too
         # What else than tokens the keys and values depend on is hashed into the root of the chain. Each hash has a
         # domain of its own: no salt can be made that leads into another one's chain.
         self.root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16, key=salt, person=b"root").digest()

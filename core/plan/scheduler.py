@@ -23,7 +23,7 @@ from ...ipc.messages import Finished, FinishReason, Logprobs, Outputs, Pooled, S
 from ..core_meter import CoreMeter, Latest
 from ..features.adapter_slots import LoRAs
 from ..features.speculation import Guesses, Speculation, standing
-from ..memory.kv_cache import KVCacheManager
+from ..memory.cache_manager import CacheManager
 from .columns import MANY_STOPS, Columns
 from .fair_share import FairShare, Frontend
 from .outbox import NO_TOKENS, Outbox
@@ -50,7 +50,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        kv: KVCacheManager,
+        kv: CacheManager,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
         log_stats: bool = True,
@@ -241,7 +241,7 @@ class Scheduler:
         quotas: dict[int, int] | None = None
         if need.sum() > self._budget or (self.num_waiting and self.fair.num_competing > 1):
             quotas, need = self._within_quotas(slots, need)
-        granted[slots] = need
+        granted[slots] = need = self._cut(slots, need)
         lacking = self._allocate(slots[need > 0])
         self._admit(self._budget - int(granted.sum()), quotas, lacking)
         if quotas is not None:
@@ -265,7 +265,7 @@ class Scheduler:
             self._seat(suspect, cached)
         slot = np.array([suspect.slot])
         self._rows.held_up[slot] = False
-        need = self._need(slot)
+        need = self._cut(slot, self._need(slot))
         self._rows.held_up[slot] = True
         while not self._extend(suspect.slot, int((self._rows.num_computed[slot] + need)[0])):
             self._preempt(self._preemption.victim())
@@ -284,8 +284,17 @@ class Scheduler:
         if waits.any():
             need[waits & (self._rows.tokens[slots, known - 1] == IN_FLIGHT)] = 0
         if self._chunked and (scored := self._rows.scored[slots] & (need > 0)).any():
-            need[scored] = np.minimum(need[scored], max(1, PROMPT_LOGITS // int(scored.sum())))
+            need[scored] = np.minimum(need[scored], max(self.kv.least_cut, PROMPT_LOGITS // int(scored.sum())))
         return need
+
+    def _cut(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """How many of the next `counts` tokens the requests at `slots` compute, so that their prompts are cut where
+        the layers' memory allows it."""
+        starts = self._rows.num_computed[slots]
+        if self._cuts:
+            for i in np.flatnonzero((counts > 0) & (starts < self._rows.prompt_len[slots])).tolist():
+                counts[i] = self.kv.cut(self._running[int(slots[i])], int(starts[i]), int(counts[i]))
+        return counts
 
     def _within_quotas(self, slots: np.ndarray, need: np.ndarray) -> tuple[dict[int, int], np.ndarray]:
         """Divide the budget among the frontends that want some of it, and cut `need` down to that; also what each has
@@ -315,13 +324,16 @@ class Scheduler:
         able = sorted(wants, key=lambda slot: self.fair.rank(self._running[slot]))
         for slot in able:
             count = min(wants[slot], budget, self._prompt_logits_left if self._rows.scored[slot] else budget)
-            end = int(self._rows.num_computed[slot] + self._rows.granted[slot]) + count
+            granted = int(self._rows.granted[slot])
+            count = int(self._cut(np.array([slot]), np.array([granted + count]))[0]) - granted
+            end = int(self._rows.num_computed[slot]) + granted + count
             if count and (end <= self._rows.reach[slot] or self._extend(slot, end)):
                 self._rows.granted[slot] += count
                 budget -= count
         if able and not (self._in_flight or self._rows.granted.any()):
-            self._rows.granted[able[0]] = min(wants[able[0]], budget)
-            self._allocate(np.array(able[:1]))
+            first = np.array(able[:1])
+            self._rows.granted[first] = self._cut(first, np.array([min(wants[able[0]], budget)]))
+            self._allocate(first)
 
     @property
     def _prompt_logits_left(self) -> int:
@@ -378,13 +390,15 @@ class Scheduler:
                     closed.add(frontend.id)
                 continue
             # What can't be cut takes the whole budget if it must; fairness is then the order alone.
-            left = budget if quotas is None or not self._chunked else min(budget, quotas.get(frontend.id, 0))
+            left = budget
+            if quotas is not None and self._chunked and not self._cuts:
+                left = min(budget, quotas.get(frontend.id, 0))
             if left <= 0:
                 closed.add(frontend.id)
                 continue
             count = min(left, self._chunk)
             if request.told < request.prompt_len:
-                count = min(count, max(1, self._prompt_logits_left))  # the next step divides them anew
+                count = min(count, max(self.kv.least_cut, self._prompt_logits_left))  # the next step divides them anew
             if not self._chunked and (needed := len(request.tokens) - self.kv.find_prefix(request)) > count:
                 if self._budget == self._full_budget or self._rows.granted.any():
                     break  # nobody passes it, or smaller ones could for ever
@@ -400,6 +414,9 @@ class Scheduler:
                 deferring.append(frontend)
                 continue
             count = min(count, len(request.tokens) - cached)
+            if self._cuts and not (count := self.kv.cut(request, cached, count)):
+                closed.add(frontend.id)  # the next step may have more of its budget left
+                continue
             frontend.pop()
             ahead = len(request.tokens) if self._running else 0  # nobody is to take what it was admitted for
             self._seat(request, cached)
@@ -528,6 +545,7 @@ class Scheduler:
             self.kv.take_updates(),
             self._prompt_parts(slots, starts, counts) if rows.scored[slots].any() else [],
             self.kv.take_copies(),
+            self.kv.take_state_copies(self._running, slots, ends, guessed),
         )
         step = Step(plan, rows.key[slots], output_index, solo)
         self._admitted, self._released = [], []
@@ -568,7 +586,8 @@ class Scheduler:
         keep, at = alive[row], ends[row] - back
         if self._guesses is not None and plan.guessed.any():
             keep &= standing(plan, result.guesses, row, back, sampled, self._stops(slots[row], sampled))
-            made, right = self._guesses.settle(plan, slots, ends, np.bincount(row[keep], minlength=len(slots)))
+            brought = np.bincount(row[keep], minlength=len(slots))
+            made, right = self._guesses.settle(plan, slots, ends, brought, self.kv.roll_back)
             self._count["draft_tokens"] += made
             self._count["accepted_tokens"] += right
         rows, at, tokens = slots[row][keep], at[keep], sampled[keep]
@@ -701,6 +720,8 @@ class Scheduler:
     def _set_budget(self, tokens: int) -> None:
         self._budget = min(tokens, self._full_budget)
         self._chunk = min(self._full_chunk, self._budget) if self._chunked else self._full_budget
+        # Lack of memory comes before equal bits: a budget below the smallest piece cuts prompts anywhere.
+        self._cuts = self._chunked and self.kv.state is not None and self._chunk >= self.kv.least_cut
         self._steps_until_grown = GROW_AFTER_STEPS
 
     # ------------------------------------------------------------------ leaving a slot

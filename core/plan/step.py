@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...ipc.messages import Logprobs, Pooling, Sampling
-from ..memory.updates import NO_COPIES, Copies, TableUpdate
+from ..memory.updates import NO_COPIES, NO_STATE_COPIES, Copies, StateCopies, TableUpdate
 
 PROMPT_LOGITS = 64  # rows of a step with logits beside the sampling rows, if prompts may be cut; at least one a request
 IN_FLIGHT = -1  # a token id: the token that the slot sampled last, which only the worker knows yet
@@ -66,6 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     tables: TableUpdate
     scored: list[PromptPart]
     copies: Copies = NO_COPIES  # between pool and host memory, before anything is computed
+    states: StateCopies = NO_STATE_COPIES  # between slots of recurrent state, before and after
     num_steps: int = 1
 
     @property

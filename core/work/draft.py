@@ -69,7 +69,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
             "they must have the same tokenizer"
         )
     layout = model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
-    group = next((i for i, one in enumerate(target_layout.groups) if one.window is None), None)
+    group = next((i for i, one in enumerate(target_layout.groups) if one.kind == "full"), None)
     if group is None or len(layout.groups) > 1:
         raise NotSupportedError(
             "a draft model needs layers of one kind, and a model that has layers without a window: here are "

@@ -1,4 +1,4 @@
-"""Blocks in host memory: what the host cache keeps there, and how many blocks there are."""
+"""Host memory for blocks that the pool evicts: its size, and the copies to and from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .kv_layout import KVLayout
 
 
 class HostBlocks:
-    """The memory of the slots, ``[slots, block_elements]``, page-locked for a GPU. The host itself reads and writes
-    none of it: copies are work of the device, in order with its other work."""
+    """The memory of a `HostCache`, ``[slots, block_elements]``, page-locked for a GPU. The host itself does not read or
+    write it: copies are work of the device, in order with its other work."""
 
     def __init__(self, device: Device, layout: KVLayout, num_slots: int) -> None:
         self._slots = device.host_blocks((num_slots, layout.block_elements), layout.dtype)

@@ -2,19 +2,21 @@
 
 Layers with equal KV heads, dimensions and window form a group, and a request has one block table per group. Blocks of
 all groups have one byte size, so that one pool serves them all: a block holds `block_size` tokens of
-`layers_per_block` layers, and a kind of layer with more layers than that is split into several groups.
+`layers_per_block` layers, and layers of equal shape that are more than that are split into several groups. The planner
+gets the groups as plain data (core/memory/layer_kinds.py) and does not see where in a block a layer lies.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from ...kernels.contract import AttentionSpec, LayerCache
-from ..memory.updates import KVGroup
+from ..memory.block_tables import kind_of
+from ..memory.updates import LayerGroup
 
 
 class KVLayout(NamedTuple):
@@ -23,7 +25,7 @@ class KVLayout(NamedTuple):
     block_size: int  # tokens
     dtype: torch.dtype
     block_elements: int  # elements of `dtype` a block takes
-    groups: tuple[KVGroup, ...]
+    groups: tuple[LayerGroup, ...]
     specs: tuple[AttentionSpec, ...]  # one a layer: an attention call with keys and values of its own
     dims: tuple[tuple[int, int], ...]  # how long each layer's key and value heads lie in the cache
     offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
@@ -36,11 +38,8 @@ class KVLayout(NamedTuple):
 
     def blocks_for(self, num_tokens: int, budget: int) -> int:
         """Blocks that one request of `num_tokens` holds at most, computed at most `budget` tokens a step."""
-        full = -(-num_tokens // self.block_size)
-        return sum(
-            full if g.window is None else min(full, -(-(g.window - 1 + budget) // self.block_size) + 1)
-            for g in self.groups
-        )
+        kinds = [kind_of(group, self.block_size) for group in self.groups]
+        return sum(kind.new_blocks(0, num_tokens, budget) for kind in kinds)
 
     def caches(self, pool: torch.Tensor) -> list[LayerCache]:
         """Views into `pool` ``[blocks, block_elements]``, one pair a layer."""
@@ -104,7 +103,9 @@ def plan_layout(
     for kind, layers in kinds.items():
         for i in range(0, len(layers), layers_per_block):
             part = layers[i : i + layers_per_block]
-            groups.append(KVGroup(kind[3], tuple(part)))
+            token_bytes = len(part) * elements(kind) // block_size * dtype.itemsize
+            name: Literal["full", "windowed"] = "full" if kind[3] is None else "windowed"
+            groups.append(LayerGroup(name, tuple(part), token_bytes, kind[3]))
             at = 0
             for layer in part:
                 offsets[layer] = (at, at + block_size * kind[1] * (1 if heads_first else kind[0]))
