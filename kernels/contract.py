@@ -9,8 +9,12 @@ The KV cache is paged. A layer's share is two strided views, keys ``[blocks, blo
 at row ``p % block_size``. Block 0 is the null block: padding rows write there, windowed requests list it in place of
 blocks they gave back, and nothing ever reads it unmasked.
 
-Clockwork: for each query row the result depends only on that row's query and on keys and values at positions up to its
-own, bit for bit. Not on the other rows, nor on how a prompt was cut into chunks.
+Two numbers belong to a token. Its *index* in its sequence addresses the cache: its block, its row there, which keys it
+sees. Its *positions*, one for each axis, go into rotary embedding alone; most models have one axis, and there the
+position is the index.
+
+Clockwork: for each query row the result depends only on that row's query and on the keys and values that it sees, bit
+for bit. Not on the other rows, nor on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -29,6 +33,18 @@ ROW_MULTIPLE = 8
 however many rows there are (checked by the clockwork tests, not assumed)."""
 
 
+class SlopeBias(NamedTuple):
+    """ALiBi (Press et al. 2022): ``-slope * |query index - key index|`` is added to a score."""
+
+    slopes: tuple[float, ...]  # [q_heads]
+
+
+class TableBias(NamedTuple):
+    """``table[head][min(|query index - key index|, last)]`` is added to a score."""
+
+    table: tuple[tuple[float, ...], ...]  # [q_heads][distances]
+
+
 class AttentionSpec(NamedTuple):
     """What one attention layer asks for. Learned from the model's own calls, not from its config."""
 
@@ -37,8 +53,9 @@ class AttentionSpec(NamedTuple):
     key_dim: int
     value_dim: int
     scale: float
-    window: int | None = None  # a query at p sees keys p - window + 1 .. p; None: all keys up to p
+    window: int | None = None  # a query at index p sees keys from p - window + 1 on; None: from 0 on
     softcap: float | None = None  # scores become cap * tanh(score / cap)
+    bias: SlopeBias | TableBias | None = None  # is added to the scaled and capped scores
 
 
 class LayerCache(NamedTuple):
@@ -60,13 +77,27 @@ class DeviceBatch(NamedTuple):
     last_page_len: torch.Tensor
 
 
+class SequenceOffsets(NamedTuple):
+    """Where the sequences of a step begin and end in its flattened rows. Both int32, on the CPU.
+
+    Each forward pass has one, also of a model without a KV cache: layers that mix the tokens of a sequence by other
+    means than paged attention read it. Rows from ``cu_seqlens[-1]`` on are padding.
+    """
+
+    cu_seqlens: torch.Tensor  # [sequences + 1]: rows cu_seqlens[s]:cu_seqlens[s + 1] are those of sequence s
+    slots: torch.Tensor  # [sequences]: the slot of each sequence's request; -1: a sequence of padding
+
+
 class PagedBatch(NamedTuple):
     """One step's rows for one KV group, in FlashInfer's CSR form. All int32, on the CPU.
 
     Request ``r`` owns query rows ``qo_indptr[r]:qo_indptr[r+1]``: the last of its tokens, ending at its KV length
     ``(kv_indptr[r+1] - kv_indptr[r] - 1) * block_size + last_page_len[r]``. Its keys (those of the query rows included,
-    appended before ``run``) lie in blocks ``kv_indices[kv_indptr[r]:kv_indptr[r+1]]``, in order of position. Requests
+    appended before ``run``) lie in blocks ``kv_indices[kv_indptr[r]:kv_indptr[r+1]]``, in order of index. Requests
     with a single query row come first.
+
+    Attention is causal: a query row sees keys up to its own index. With `reach` it sees keys up to ``reach[row]``, which
+    is its own index or a later one of its request's keys (a span of tokens that see each other both ways).
     """
 
     qo_indptr: torch.Tensor  # [requests + 1]
@@ -77,6 +108,7 @@ class PagedBatch(NamedTuple):
     num_single: int = 0  # how many requests have a single query row
     group: int = 0  # which KV group; a step has one batch for each, and plans of all are in use at once
     on_device: DeviceBatch | None = None  # where the device is a GPU
+    reach: torch.Tensor | None = None  # [qo_indptr[-1]]
 
 
 class Backend(Protocol):
@@ -91,6 +123,16 @@ class Backend(Protocol):
         """Why this attention, with queries of `dtype` and a cache of `kv_dtype`, is not for this backend, in words that
         complete "attention with … "; None: it is."""
         return None
+
+    def takes(self, batch: PagedBatch) -> bool:
+        """Whether `plan` and `run` serve this step. The reference kernels run a step that is not taken, over the cache
+        as this backend lays it out; `append` is still this backend's."""
+        return batch.reach is None
+
+    def prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        """Compile what attention with these specs will need and nobody has built, before the first request waits for
+        it. Raises `BackendUnavailableError` where that fails."""
+        return
 
     def cache_dim(self, dim: int) -> int:
         """How many elements a head of `dim` takes in the cache; those beyond `dim` are zero."""
@@ -113,7 +155,7 @@ class Backend(Protocol):
         """
 
     def run(self, plan: Any, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Causal attention of ``query`` ``[rows, q_heads, key_dim]`` over the cache → ``[rows, q_heads, value_dim]``.
+        """Attention of ``query`` ``[rows, q_heads, key_dim]`` over the cache → ``[rows, q_heads, value_dim]``.
 
         ``rows`` may exceed ``qo_indptr[-1]`` (padding); the rows beyond it come back as zeros. ``sinks`` ``[q_heads]``
         are logits that take part in the softmax and carry no value.

@@ -93,6 +93,10 @@ class Decoder(Protocol):
     def give_back(self) -> None:
         """Let the system have the memory of the weights. Nothing can be run any more."""
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Backend.linear`, for a weight (and a bias) that was given: a step that `run` can't serve goes through
+        the layers one by one."""
+
     def run(
         self,
         hidden: torch.Tensor,

@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
 
 
 class FlashInferBackend(Backend):
-    """See `interface.Backend` for what the methods promise.
+    """See `contract.Backend` for what the methods promise.
 
     `plan` is for the dtypes that `refuses` was last asked about for that spec.
     """
@@ -95,6 +95,8 @@ class FlashInferBackend(Backend):
             )
         if dim is None:
             return f"heads of {spec.key_dim} elements: FlashInfer's kernels take {prebuilt.HEAD_DIMS[-1]} at most"
+        if spec.bias is not None:
+            return "a bias on its scores: FlashInfer's kernels are used without one"
         if rest:
             return f"{spec.num_q_heads} query heads over {spec.num_kv_heads} KV heads: they don't divide"
         if self.deterministic and group > QUERY_TILE:

@@ -105,7 +105,7 @@ class Planner:
         self._graph_plans: dict[tuple[Kind, int, int], AttentionPlan] = {}
 
     def plan(self, kind: Kind, batch: PagedBatch, turn: int, graph: bool) -> AttentionPlan:
-        """Share the rows out and plan each wrapper; see `interface.Backend.plan`."""
+        """Share the rows out and plan each wrapper; see `contract.Backend.plan`."""
         requests = len(batch.last_page_len)
         on_device = batch.on_device or DeviceBatch(batch.kv_indptr, batch.kv_indices, batch.last_page_len)
         if graph:

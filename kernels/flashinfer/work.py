@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ..contract import AttentionSpec, PagedBatch
-from ..reference.worklist import KV_TILE
+from ..reference.attention_plan import KV_TILE
 
 DETERMINISTIC_SPLIT = 8192
 """Keys of one program where bits must not depend on the batch: counted from a request's first, so that how they are

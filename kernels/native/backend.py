@@ -47,7 +47,7 @@ class NativePlan:
 
 
 class NativeBackend(Backend):
-    """C++ on a CPU. See `interface.Backend` for what the methods promise.
+    """C++ on a CPU. See `contract.Backend` for what the methods promise.
 
     Raises:
         BackendUnavailableError: it can't be built here, or the processor is not one it is written for.
@@ -69,9 +69,11 @@ class NativeBackend(Backend):
         self._reference = ReferenceBackend()  # for what is of no dtype or layout of ours
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-        """Nothing a model of ours has."""
+        """Dtypes and score biases that no native kernel knows."""
         if dtype not in DTYPES or kv_dtype not in DTYPES:
             return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
+        if spec.bias is not None:
+            return "a bias on its scores, which no native kernel adds"
         return None
 
     def append(
