@@ -87,6 +87,12 @@ class SequenceOffsets(NamedTuple):
     cu_seqlens: torch.Tensor  # [sequences + 1]: rows cu_seqlens[s]:cu_seqlens[s + 1] are those of sequence s
     slots: torch.Tensor  # [sequences]: the slot of each sequence's request; -1: a sequence of padding
 
+    @classmethod
+    def of(cls, lengths: Sequence[int], slots: Sequence[int]) -> SequenceOffsets:
+        """Of sequences of so many rows, one after another."""
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return cls(ends.int(), torch.tensor(slots, dtype=torch.int32))
+
 
 class PagedBatch(NamedTuple):
     """One step's rows for one KV group, in FlashInfer's CSR form. All int32, on the CPU.

@@ -14,6 +14,7 @@ from torch import nn
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from ...ipc.messages import Pooling
+from ...kernels.contract import SequenceOffsets
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.encoder import EncoderModel
 from ..model.run.paged_model import PagedModel
@@ -124,7 +125,8 @@ class PoolingExecutor(LocalExecutor):
                 hidden = self._runner.forward(slots, starts, counts, step.token_ids, wanted)
             else:
                 encoder: Any = self.model.trunk
-                hidden = encoder.forward(step.token_ids, counts.tolist(), [self._second(s) for s in slots.tolist()])
+                offsets = SequenceOffsets.of(counts.tolist(), slots.tolist())
+                hidden = encoder.forward(step.token_ids, offsets, [self._second(s) for s in slots.tolist()])
                 hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
         return Launched(step, self._copies.download(hidden.float()), kept)
 

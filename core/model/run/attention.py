@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ....kernels.contract import Backend, LayerCache
+from ....kernels.contract import Backend, LayerCache, SequenceOffsets
 
 IMPLEMENTATION = "mainspring"
 
@@ -31,7 +31,8 @@ class StepAttention(NamedTuple):
 
 
 class AttentionCalls:
-    """The attention calls of a forward pass, in order: call ``i`` uses cache ``i`` and step entry ``i``.
+    """The attention calls of a forward pass, in order: call ``i`` uses cache ``i`` and step entry ``i``. `sequences`
+    tells layers of other kinds which rows belong together.
 
     One object, owned by the `PagedModel` and set on every attention module of it. Counting calls instead of modules is
     what lets one module be called twice in a pass (layers with shared weights).
@@ -40,11 +41,13 @@ class AttentionCalls:
     def __init__(self, sources: Sequence[int]) -> None:
         self.sources = list(sources)  # the call whose keys and values call i reads; itself for most
         self.caches: list[LayerCache] = []
+        self.sequences = SequenceOffsets.of((), ())
         self._step: Sequence[StepAttention] = ()
         self._next = 0
 
-    def begin(self, step: Sequence[StepAttention]) -> None:
+    def begin(self, step: Sequence[StepAttention], sequences: SequenceOffsets) -> None:
         self._step = step
+        self.sequences = sequences
         self._next = 0
 
     def run(

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache
+from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, SequenceOffsets
+from ....kernels.decoder_contract import Decoder
 from ...work.kv_layout import KVLayout, plan_layout
 from ..learn.probe import AttentionCall
 from ..load.parameters import ParameterMap
 from ..load.quantized import AwqWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
-from .stack import StackedDecoder
+from .stack import Attend, StackedDecoder
 from .streamed_layers import StreamedLayers
 
-if TYPE_CHECKING:
-    from .whole_model import WholeModel
+
+class WholeForward(Protocol):
+    """A forward that takes the place of the model's own; see whole_model.py."""
+
+    embedding: Callable[[torch.Tensor], torch.Tensor]
+    decoder: Decoder
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Sequence[StepAttention],
+        attend: Attend,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor: ...
 
 
 class PagedModel:
@@ -53,7 +67,8 @@ class PagedModel:
         self.verified: tuple[Backend, torch.Tensor] | None = None  # on what, and the logits that `verify` saw there
         self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # those whose weights are in host memory
-        self.whole: WholeModel | None = None  # where a backend runs all of it
+        self.whole: WholeForward | None = None  # where a backend runs all of it
+        self.position_axes = 1
         self.row_multiple = ROW_MULTIPLE  # of which the rows of a forward pass are to be one
         self._calls = AttentionCalls(self.sources)
         for call in calls:
@@ -85,20 +100,21 @@ class PagedModel:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: Sequence[StepAttention],
+        sequences: SequenceOffsets,
         logit_rows: torch.Tensor,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over the flattened tokens of all its requests.
 
-        input_ids and positions are int64 ``[tokens]``; attention has one entry per attention call; logit_rows is int64
-        ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids. tokens and n are multiples of
-        `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
+        input_ids are int64 ``[tokens]``, and positions ``[position_axes, tokens]``; attention has one entry per
+        attention call; logit_rows is int64 ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids.
+        tokens and n are multiples of `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
         """
+        self._calls.begin(attention, sequences)
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-            return self.whole.forward(embeddings, positions, attention, logit_rows)
-        self._calls.begin(attention)
-        inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "use_cache": False}
+            return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
+        inputs: dict[str, Any] = {"position_ids": position_ids(positions), "use_cache": False}
         if inputs_embeds is None:
             inputs["input_ids"] = input_ids.unsqueeze(0)
         else:
@@ -144,6 +160,12 @@ class PagedModel:
         return lines + self.notes
 
 
+def position_ids(positions: torch.Tensor) -> torch.Tensor:
+    """Positions ``[axes, tokens]`` as transformers takes them: ``[1, tokens]``, or with several axes ``[axes, 1,
+    tokens]``."""
+    return positions if len(positions) == 1 else positions.unsqueeze(1)
+
+
 def _describe(spec: AttentionSpec) -> str:
     text = f"{spec.num_q_heads} query heads of {spec.key_dim}, {spec.num_kv_heads} KV heads, scale {spec.scale:.6g}"
     if spec.value_dim != spec.key_dim:
@@ -152,6 +174,8 @@ def _describe(spec: AttentionSpec) -> str:
         text += f", window {spec.window}"
     if spec.softcap is not None:
         text += f", soft cap {spec.softcap:g}"
+    if spec.bias is not None:
+        text += f", {type(spec.bias).__name__}"
     return text
 
 
