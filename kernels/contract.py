@@ -102,8 +102,8 @@ class PagedBatch(NamedTuple):
     appended before ``run``) lie in blocks ``kv_indices[kv_indptr[r]:kv_indptr[r+1]]``, in order of index. Requests
     with a single query row come first.
 
-    Attention is causal: a query row sees keys up to its own index. With `reach` it sees keys up to ``reach[row]``, which
-    is its own index or a later one of its request's keys (a span of tokens that see each other both ways).
+    Attention is causal: a query row sees keys up to its own index. With `reach` it sees keys up to ``reach[row]``: its
+    own index, or that of a later key of its request (a span of tokens that see each other both ways).
     """
 
     qo_indptr: torch.Tensor  # [requests + 1]

@@ -14,8 +14,7 @@ from ...ipc.config import DeviceConfig
 from ...ipc.errors import InvalidArgumentError
 from ...kernels import BackendUnavailableError
 from ...kernels.contract import AttentionSpec, Backend
-from ...kernels.flashinfer import prebuilt
-from ...kernels.reference.backend import ReferenceBackend
+from ...kernels.registry import BACKENDS, automatic, reference_on
 
 logger = logging.getLogger(__name__)
 
@@ -65,36 +64,32 @@ def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
     Raises:
         InvalidArgumentError: those asked for can't run here.
     """
-    name, on_gpu = options.attention_backend, device.type == "cuda"
-    if name == "reference":
-        if options.deterministic and on_gpu:
-            raise InvalidArgumentError("deterministic on a GPU needs attention_backend='flashinfer'")
-        return ReferenceBackend(deterministic=not on_gpu)
+    asked, on_gpu = options.attention_backend, device.type == "cuda"
+    name = automatic(device.type) if asked == "auto" else asked
     try:
-        if name == "native" or (name == "auto" and not on_gpu):
-            from ...kernels.native.backend import NativeBackend
-
-            if on_gpu:
-                raise BackendUnavailableError(f"attention_backend='native' is for CPUs, and the device is {device}")
-            return NativeBackend()
-        from ...kernels.flashinfer.backend import FlashInferBackend
-
-        return FlashInferBackend(device, options.deterministic, options.kernels_dir)
+        backend = BACKENDS[name].make(device, options.deterministic, options.kernels_dir)
     except BackendUnavailableError as error:
-        if name != "auto" or (options.deterministic and on_gpu):
+        if asked != "auto" or (options.deterministic and on_gpu):
             raise InvalidArgumentError(str(error)) from error
         logger.warning("%s; until then the reference kernels run, many times slower", error)
-        return ReferenceBackend(deterministic=not on_gpu)
+        backend = reference_on(device)
+    if options.deterministic and not backend.deterministic:
+        raise InvalidArgumentError(f"deterministic on a GPU needs attention_backend={automatic(device.type)!r}")
+    return backend
 
 
 def backends_for(
-    specs: Sequence[AttentionSpec], backend: Backend, dtype: torch.dtype, kv_dtype: torch.dtype
+    specs: Sequence[AttentionSpec],
+    backend: Backend,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Backend]:
     """The kernels of each attention call: `backend`, or the reference for what that refuses."""
-    fallback = ReferenceBackend()
+    fallback = reference_on(device)
     reasons = {spec: backend.refuses(spec, dtype, kv_dtype) for spec in specs}
     for reason in dict.fromkeys(filter(None, reasons.values())):
-        if backend.deterministic:
+        if backend.deterministic and not fallback.deterministic:
             raise InvalidArgumentError(f"deterministic is set, and attention with {reason}")
         _warn_once(reason)
     return [fallback if reasons[spec] else backend for spec in specs]
@@ -113,12 +108,10 @@ def prepare_kernels(
     Raises:
         InvalidArgumentError: that fails.
     """
-    if backend.name == "flashinfer":
-        kinds = (prebuilt.attention_of(spec, dtype, kv_dtype) for spec in dict.fromkeys(specs))
-        try:
-            prebuilt.compile_missing(prebuilt.modules_needed(kind for kind in kinds if kind))
-        except prebuilt.KernelsError as error:
-            raise InvalidArgumentError(str(error)) from error
+    try:
+        backend.prepare(specs, dtype, kv_dtype)
+    except BackendUnavailableError as error:
+        raise InvalidArgumentError(str(error)) from error
 
 
 def graph_sizes(options: DeviceConfig, device: torch.device, max_num_seqs: int) -> list[int]:

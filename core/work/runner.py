@@ -83,7 +83,7 @@ class ModelRunner:
         # zeroed, for rows that are masked are still multiplied by 0
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
         self._host = HostBlocks(device, layout, host_blocks)
-        self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
+        self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype, model.device)
         self._fallbacks: dict[int, ReferenceFallback] = {}  # by the id of a backend
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
@@ -226,7 +226,7 @@ class ModelRunner:
     def _fallback_for(self, backend: Backend) -> ReferenceFallback:
         """What runs the steps that `backend` does not take."""
         if id(backend) not in self._fallbacks:
-            self._fallbacks[id(backend)] = ReferenceFallback(backend)
+            self._fallbacks[id(backend)] = ReferenceFallback(backend, self.model.device)
         return self._fallbacks[id(backend)]
 
     # ------------------------------------------------------------------ graphs

@@ -11,6 +11,7 @@ query tile high, with keys shared out by position; matrix products are our own, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,11 @@ class FlashInferBackend(Backend):
             return f"compute capability {_dotted(self._gpu)}: deterministic takes 8.0"
         self._kinds[spec] = Kind(spec, dim, dtype, kv_dtype)
         return None
+
+    def prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        """Compile the modules that nobody has compiled ahead. Raises `prebuilt.KernelsError` where that fails."""
+        kinds = (prebuilt.attention_of(spec, dtype, kv_dtype) for spec in dict.fromkeys(specs))
+        prebuilt.compile_missing(prebuilt.modules_needed(kind for kind in kinds if kind))
 
     def cache_dim(self, dim: int) -> int:
         """The next of 64, 128 and 256; `dim` itself where there is none."""

@@ -15,8 +15,8 @@ class ReferenceFallback(ReferenceBackend):
     The reference reads any strides; elements that the usual backend adds to a head (`Backend.cache_dim`) are left out.
     """
 
-    def __init__(self, usual: Backend) -> None:
-        super().__init__(usual.deterministic)
+    def __init__(self, usual: Backend, device: torch.device) -> None:
+        super().__init__(deterministic=device.type != "cuda")
         self.append = usual.append  # type: ignore[method-assign]
 
     def run(
