@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend
 from ..memory.host_cache import count_slots, offloading_bytes
+from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.load.loader import load_model
 from ..model.load.quantized import BITS
@@ -31,6 +33,7 @@ from ..plan.step import Step
 from .adapter_files import LoRALimits
 from .backends import choose_backend, free_bytes, graph_sizes, pick_device, prepare_kernels, wait_for_memory
 from .block_count import count_blocks, free_host_bytes
+from .decisions import Decisions
 from .device import device_for
 from .draft import Drafter, load_draft
 from .kv_layout import KVLayout, cache_dtype
@@ -50,7 +53,7 @@ class Executor(Protocol):
     max_model_len: int
     accepts_embeddings: bool  # whether prompts may be embeddings
     lora_limits: LoRALimits | None  # where requests may have LoRA adapters
-    decisions: dict[str, Any]  # what a restart need not find out again
+    decisions: Decisions
     asynchronous: bool  # whether the host has time to spare while a step runs
 
     def warm_up(self) -> None:
@@ -97,15 +100,18 @@ class Executor(Protocol):
 
 
 def executor_for(
-    config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+    config: EngineConfig,
+    decisions: Decisions | Mapping[str, Any] | None = None,
+    kept: KeptDecisions | None = None,
 ) -> Executor:
     """The executor of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools. `decisions`
-    are those of the core before; for a first core, `kept` may have some of fusing."""
+    are those of the core before, as they are or decoded from a message; for a first core, `kept` may have some of
+    fusing."""
     from ..model.run.pooling import wants_pooling
     from .pooling_executor import PoolingExecutor  # which is made of parts of this file
 
     kind = PoolingExecutor if wants_pooling(config.model_config, config.load_config) else UniprocExecutor
-    return kind(config, decisions, kept)
+    return kind(config, None if decisions is None else msgspec.convert(decisions, Decisions), kept)
 
 
 class LocalExecutor(Executor):
@@ -116,17 +122,27 @@ class LocalExecutor(Executor):
     _facts: ModelFacts
     _explained: list[str]
 
-    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: EngineConfig, decisions: Decisions | None) -> None:
         self._config = config
         self._device = pick_device(config.device_config.device)
         if decisions is not None:
-            wait_for_memory(self._device, decisions["device_bytes"])
+            wait_for_memory(self._device, decisions.device_bytes)
         self._free_at_first = free_bytes(self._device)
         self._backend = choose_backend(config.device_config, self._device)
         self._copies = device_for(self._device)  # that are no runner's
         self._dropped = False  # its weights
         self._runner: ModelRunner | None = None
-        self.decisions: dict[str, Any] = {"device_bytes": 0}
+        self._given = decisions or Decisions()
+        self.decisions = Decisions()
+
+    def _count_blocks(
+        self, config: EngineConfig, model: PagedModel, graph_sizes: Sequence[int] = (), beside: int = 0
+    ) -> None:
+        """Settle the size of the pool and the longest request: as given, or by `count_blocks`."""
+        count = self._given.num_blocks, self._given.max_model_len
+        if not count[0]:
+            count = count_blocks(config, self.layout, model, self._backend, graph_sizes, beside)
+        self.num_blocks, self.max_model_len = self.decisions.num_blocks, self.decisions.max_model_len = count
 
     def _prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
         prepare_kernels(self._backend, specs, dtype, self._cache_dtype(dtype))
@@ -155,7 +171,7 @@ class LocalExecutor(Executor):
         )
 
     def warm_up(self) -> None:
-        self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device))
+        self.decisions.device_bytes = max(0, self._free_at_first - free_bytes(self._device))
 
     def _collect(self) -> None:
         """Let the system have what was let go."""
@@ -175,7 +191,7 @@ class UniprocExecutor(LocalExecutor):
     """One that chooses tokens."""
 
     def __init__(
-        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+        self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
     ) -> None:
         scheduler, host_bytes = config.scheduler_config, offloading_bytes(config.cache_config)
         super().__init__(config, decisions)
@@ -184,27 +200,25 @@ class UniprocExecutor(LocalExecutor):
         if config.lora_config.enable_lora:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
-        model = self._load(kept if decisions is None else decisions["fusing"])
+        model = self._load(kept if decisions is None else decisions.fusing)
         self.lora_limits = None if self._loras is None else _lora_limits(config, model, self._loras)
         self._explained = model.explain()
         self.layout = self._lay_out(model)
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
         self._draft = load_draft(config, model, self.layout)
         beside = self._draft.layout.block_bytes if self._draft else 0
-        self.num_blocks, self.max_model_len = count_blocks(
-            config, self.layout, model, self._backend, self._graph_sizes, beside
-        )
+        self._count_blocks(config, model, self._graph_sizes, beside)
         self.num_host_blocks = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes())
         self.accepts_embeddings = model.accepts_embeddings
         self._facts = self._facts_of(model, eos_token_ids=list(model.eos_token_ids), fingerprint=self._fingerprint)
-        self.decisions["fusing"] = model.decisions
+        self.decisions.fusing = model.decisions
         self._model = model
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and what they are
         self._drafter: Drafter | None = None
         self._make_runners()
         self.asynchronous = self.runner.device.asynchronous
 
-    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PagedModel:
+    def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PagedModel:
         config, backend = self._config, self._backend
         model = load_model(
             config.model_config,
@@ -268,7 +282,7 @@ class UniprocExecutor(LocalExecutor):
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            model = self._load(self.decisions["fusing"])
+            model = self._load(self.decisions.fusing)
             if model.whole is not None:
                 self._model = model
             else:  # others know its tensors by their identity

@@ -15,13 +15,14 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from ...ipc.messages import Pooling
 from ...kernels.contract import SequenceOffsets
+from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.encoder import EncoderModel
 from ..model.run.paged_model import PagedModel
 from ..model.run.pooling import PoolingModel, load_pooling_model
 from ..plan.request import Request
 from ..plan.step import Step
-from .block_count import count_blocks
+from .decisions import Decisions
 from .device import Tokens
 from .executor import LocalExecutor, empty, fingerprint, lack_of_memory, tensors_of
 from .kv_layout import KVLayout
@@ -42,11 +43,11 @@ class PoolingExecutor(LocalExecutor):
     one on a CPU too, for a whole model's native call ends in logits."""
 
     def __init__(
-        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+        self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
     ) -> None:
         _refuse(config)
         super().__init__(config, decisions)
-        self.model = self._load(kept if decisions is None else decisions["fusing"])
+        self.model = self._load(kept if decisions is None else decisions.fusing)
         trunk, replace = self.model.trunk, msgspec.structs.replace
         if isinstance(trunk, EncoderModel):
             self.layout = KVLayout(config.cache_config.block_size, trunk.dtype, 0, (), (), (), (), ())
@@ -56,11 +57,11 @@ class PoolingExecutor(LocalExecutor):
             if config.model_config.max_model_len is None and (most := self.model.recipe.max_length) is not None:
                 most = min(most, trunk.max_position or most)
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
-            self.num_blocks, self.max_model_len = count_blocks(config, self.layout, trunk, self._backend)
+            self._count_blocks(config, trunk)
             self._runner = self._make_runner(trunk)
         self.asynchronous = self._copies.asynchronous
         self.accepts_embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
-        self.decisions["fusing"] = getattr(trunk, "decisions", {})
+        self.decisions.fusing = getattr(trunk, "decisions", {})
         self._facts = self._facts_of(
             trunk, fingerprint=fingerprint(self.model.model.state_dict()), tasks=self.model.tasks
         )
@@ -68,7 +69,7 @@ class PoolingExecutor(LocalExecutor):
         self._requests: dict[int, Request] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # of them, as far as they have come
 
-    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PoolingModel:
+    def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PoolingModel:
         config = self._config
         return load_pooling_model(
             config.model_config, config.load_config, self._device, self._backend, decisions, self._prepare
@@ -86,7 +87,7 @@ class PoolingExecutor(LocalExecutor):
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            self.model, self._dropped = self._load(self.decisions["fusing"]), False
+            self.model, self._dropped = self._load(self.decisions.fusing), False
         trunk = self.model.trunk
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
             self._runner = self._make_runner(trunk)

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import Backend
 from ....kernels.native.build import cache_folder, cpu_features
+from ..learn.fuse import Decision
 from .light_imports import keep
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class KeptDecisions:
         self._folder = folder
         self._path: Path | None = None
 
-    def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Any] | None:
+    def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Decision] | None:
         """Those of an earlier start, if there are any. None are kept for a GPU, and for code of a checkpoint's own,
         which may import what no digest knows."""
         if model.device.type != "cpu" or not type(model).__module__.startswith("transformers."):
@@ -46,11 +46,11 @@ class KeptDecisions:
             self._path = folder / f"{_digest(model, backend)}.json"
             data = self._path.read_bytes()
             self._path.unlink()
-            return msgspec.json.decode(data, type=dict[str, tuple[str, bool, str, list[Any]]])
+            return msgspec.json.decode(data, type=dict[str, Decision])
         except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
             return None
 
-    def keep(self, decisions: Mapping[str, Any]) -> None:
+    def keep(self, decisions: Mapping[str, Decision]) -> None:
         """Call it after `find`, when the model is right."""
         if self._path is None:
             return

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, SequenceOffsets
 from ....kernels.decoder_contract import Decoder
 from ...work.kv_layout import KVLayout, plan_layout
+from ..learn.fuse import Decision
 from ..learn.probe import AttentionCall
 from ..load.parameters import ParameterMap
 from ..load.quantized import AwqWeights
@@ -61,7 +62,7 @@ class PagedModel:
         self.eos_token_ids = _eos_token_ids(model)
         self.parameters = parameters  # where each parameter of the checkpoint lives now
         self.notes = notes  # what loading learned and decided, for --explain-model
-        self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
+        self.decisions: dict[str, Decision] = {}  # of fusing, for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
         self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
         self.verified: tuple[Backend, torch.Tensor] | None = None  # on what, and the logits that `verify` saw there
