@@ -19,7 +19,7 @@ from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.contract import ROW_MULTIPLE, Backend
+from mainspring.kernels.contract import ROW_MULTIPLE, Backend, SlopeBias
 from mainspring.kernels.native.backend import NativeBackend
 from mainspring.kernels.native.decoder import PHASES, NativeDecoder
 from mainspring.kernels.reference.backend import ReferenceBackend
@@ -167,6 +167,16 @@ def test_a_cache_of_8_bits(native: NativeBackend) -> None:
     make_whole(model, native)
     got = logits_of(model, native, torch.float8_e4m3fn)
     assert error_of(got, before) < error_of(wide, before)
+
+
+def test_attention_that_the_backend_refuses_is_not_run_as_a_whole(native: NativeBackend) -> None:
+    model = page(build_one("llama"), backend=native)
+    model.layers[1] = model.layers[1]._replace(bias=SlopeBias((0.5, 0.25, 0.125, 0.0625)))
+    make_whole(model, native)
+    assert model.whole is None
+    assert model.notes[-1].startswith("layer by layer: attention with a bias on its scores")
+    with pytest.raises(UnsupportedModelError, match="can't be quantized: attention with a bias"):
+        make_whole(model, native, 8)
 
 
 # ------------------------------------------------------------------ steps

@@ -1,8 +1,7 @@
 """FlashInfer's kernels on an NVIDIA GPU (0.6.15; Ye et al., "FlashInfer", MLSys 2025).
 
-How a step's rows are shared out, and in which memory, is in flashinfer_work.py and flashinfer_plan.py; here are the
-kernels. What FlashInfer has none for (fp32, odd sizes) falls back to plain torch, on the same device. Nothing here
-waits for the device.
+partition.py says which kernel gets which rows of a step, and plan.py has the memory that the kernels' plans need. Where
+FlashInfer has no kernel (fp32, odd sizes), plain torch computes on the same device. Nothing here waits for the device.
 
 With `deterministic`, a row's bits depend on its request alone: attention is FA2's prefill kernel for every row, one
 query tile high, with keys shared out by position; matrix products are our own, which treat each row alike.
@@ -21,8 +20,8 @@ from .. import BackendUnavailableError
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..reference.backend import FP8_LARGEST, ReferenceBackend
 from . import prebuilt
+from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import AttentionPlan, Planner
-from .work import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..contract import AttentionSpec, DeviceBatch, PagedBatch
-from .work import (
+from .partition import (
     DETERMINISTIC_SPLIT,
     QUERY_TILE,
     Ints,

@@ -1,4 +1,4 @@
-"""Which query rows meet which keys, and in what order: the attention plan of the reference backend.
+"""The attention plan of the reference backend: which query rows meet which keys, and in what order.
 
 The rows of a step are cut into *items*: up to ``query_tile`` neighbouring rows of one request (one row for a request
 that decodes). The keys are cut into tiles of `KV_TILE` positions, counted from position 0 of the request, so a tile

@@ -123,6 +123,8 @@ def make_whole(
     """
     try:
         with RoutedProducts(backend.linear):
+            if reason := next(filter(None, (backend.refuses(s, model.dtype, model.dtype) for s in model.layers)), None):
+                raise NotRecognisedError(f"attention with {reason}")
             stack, head, embed_scale = _recognise(model)
             on, logits = model.verified or (None, None)
             # nothing has changed since then

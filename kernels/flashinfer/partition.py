@@ -1,5 +1,7 @@
-"""How FlashInfer's backend shares a step's rows out: which kernel they go to, and, where bits must not depend on the
-batch, in which pieces. Index arithmetic on whole arrays, on the host."""
+"""Which rows of a step each FlashInfer kernel gets, and, where bits must not depend on the batch, in which pieces.
+
+All of it is index arithmetic on whole arrays, on the host.
+"""
 
 from __future__ import annotations
 
