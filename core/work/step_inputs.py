@@ -16,14 +16,14 @@ from .kv_layout import KVLayout
 
 
 class Rows(NamedTuple):
-    """The requests of a step. One entry is one request, but for `token_ids`, which has those of all, one request's
-    after another's, and `wanted`: the rows that are to have logits."""
+    """The requests of a step. In the first three arrays one entry is one request; `token_ids` has the tokens of all
+    requests, one request after the other."""
 
     slots: np.ndarray  # int64 [requests]
     starts: np.ndarray  # int64 [requests]: tokens computed before
     counts: np.ndarray  # int64 [requests]: tokens to compute
     token_ids: np.ndarray  # [sum of counts]
-    wanted: np.ndarray  # int64 [n], each below the sum of counts
+    wanted: np.ndarray  # int64 [n]: the rows that need logits, each below the sum of counts
     positions: np.ndarray | None = None  # int64 [axes, sum of counts]; None: on each axis the index of the token
     reach: np.ndarray | None = None  # int32 [sum of counts]: the last index that a row sees; None: its own
 
@@ -60,7 +60,7 @@ class Filled(NamedTuple):
 
 
 class StepInputs:
-    """The arrays, and the block tables they are made from."""
+    """The arrays of a step, and the block tables that they are made from."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StepInputs:
         multiple: int = ROW_MULTIPLE,
         axes: int = 1,
     ) -> None:
-        """multiple: of which the rows of a forward pass are to be one. axes: of positions."""
+        """multiple: the number of rows of a forward pass is a multiple of this. axes: of positions."""
         self._multiple = multiple
         groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
         rows = self.padded(max(max_tokens, max_num_seqs))
@@ -93,8 +93,8 @@ class StepInputs:
         self.kv_indices = [staged(max_num_seqs * columns + seqs, torch.int32) for _ in range(groups)]
         self._block_size = layout.block_size
         self._asynchronous = device.asynchronous
-        # Padding stands at the last position there is. It changes nothing in a model that passed verification, which
-        # runs the same way: frequencies that depend on a neighbour's position would show there.
+        # Padding rows have the last position there is. A model whose frequencies depend on the positions of other rows
+        # would fail verification, which pads rows in the same way.
         self._last_position = max_model_len - 1
 
     def padded(self, n: int) -> int:
@@ -108,8 +108,8 @@ class StepInputs:
     def fill(self, rows: Rows, turn: int, requests: int | None = None) -> Filled:
         """Write a step's arrays and send them.
 
-        requests: at least as many as there are, each of a single row; those too many are padding that attends to the
-        null block. None: rows are padded to a multiple, and belong to no request.
+        requests: fill up to this number of requests, all of a single row; those of padding attend to the null block.
+        None: rows are padded to a multiple, and the padding belongs to no request.
         """
         slots, starts, counts, token_ids, wanted, given_positions, given_reach = rows
         total, num, size = len(token_ids), len(slots), self._block_size
@@ -131,7 +131,7 @@ class StepInputs:
             positions[total:count] = self._last_position
             for places in self.places:
                 places.host[turn][total:count] = 0  # the null block
-        if requests is None:  # a graph wants every row
+        if requests is None:  # a graph computes the logits of every row
             self.wanted.host[turn][: len(wanted)] = wanted
             self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
         if on_device := self._asynchronous:
@@ -166,7 +166,7 @@ class StepInputs:
             indices.host[turn][used:all_blocks] = 0
             twins = None
             if on_device:
-                # In a graph the whole array, for its address and length must not change.
+                # A graph gets the whole array, because its address and length must not change.
                 sent = indices.send(turn, all_blocks)
                 twins = DeviceBatch(
                     self.kv_indptr.device[: last + 1],

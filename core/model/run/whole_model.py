@@ -1,8 +1,8 @@
 """A model as one call of its backend: ids in, logits out, and no module's forward in between.
 
-Where a backend runs a stack of layers as a whole (`Backend.decoder`) and the model around it is no more than an
-embedding before and a product after, both are left out with it. The weights then are the backend's, packed in its own
-way and perhaps quantized, and the model's own forward can't be run any more: this is the last step of loading.
+This needs a backend that runs a stack of layers in one call (`Backend.decoder`), and a model that has nothing around
+its layers but an embedding before and a product after. The backend then holds the weights, packed and perhaps
+quantized, and the model's own forward can't run any more. So this is the last step of loading.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .attention import StepAttention
 from .paged_model import PagedModel, position_ids
 from .stack import Attend, StackedDecoder, Step, cos_sin, run_layers
 
-FIRST_POSITIONS = 2048  # of a table of angles; it doubles when a later one is met
+FIRST_POSITIONS = 2048  # positions in a table of angles at first; the table doubles when a step has a later one
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -115,11 +115,11 @@ def make_whole(
     bits: int | None = None,
     quantized: Mapping[str, QuantizedWeight] | None = None,
 ) -> None:
-    """Let `backend` run `model` as a whole, if it can. bits and quantized: see `Backend.decoder`; the latter by
-    the checkpoint's names.
+    """Let `backend` run `model` in one call, if it can. bits and quantized: see `Backend.decoder`; `quantized` has the
+    checkpoint's names.
 
     Raises:
-        UnsupportedModelError: it can't, and weights are to be quantized; or it computes something else.
+        UnsupportedModelError: the backend can't, and weights are to be quantized; or its logits differ.
     """
     try:
         with RoutedProducts(backend.linear):
@@ -127,7 +127,7 @@ def make_whole(
                 raise NotRecognisedError(f"attention with {reason}")
             stack, head, embed_scale = _recognise(model)
             on, logits = model.verified or (None, None)
-            # nothing has changed since then
+            # the model is as `verify` left it
             before = logits.float() if logits is not None and on is backend else _logits(model, backend)
         tensors = None if quantized is None else JoinedWeights(quantized, model.parameters)
         decoder = backend.decoder(stack.layers, stack.norm, head.linear, bits, tensors)
@@ -142,7 +142,7 @@ def make_whole(
     output = decoder.weights[id(head.linear.weight)]
     embedding = stack.embedding if embed_scale is None else _rows_of(output, embed_scale)
     model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend), 1
-    model.parameters.packed = decoder.weights  # which are the backend's from now on
+    model.parameters.packed = decoder.weights
     after = _logits(model, backend)
     error = float(((after - before).abs().amax(-1) / before.std().clamp_min(1e-12)).median())
     if bits is None and quantized is None and not error <= TOLERANCE[model.dtype]:
@@ -154,7 +154,7 @@ def make_whole(
 
 
 def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
-    """The parts of the model. Where its embeddings are rows of the output layer's weight: times what; else None."""
+    """The stack, the output layer, and, where the embeddings are rows of the output layer's weight, their factor."""
     stack = model.stack
     if stack is None:
         raise NotRecognisedError("its layers are of no form that is known")
