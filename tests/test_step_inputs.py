@@ -122,7 +122,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None
 @pytest.mark.parametrize("name", ["llama", "llama_biases", "ungated", "tied", "mistral", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by layer"])
 def test_a_step_with_a_reach_runs_on_the_reference_and_the_next_ones_natively(
-    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     native, calls = NativeBackend(), []
     model = page(build_one(name), backend=native)
@@ -139,6 +139,7 @@ def test_a_step_with_a_reach_runs_on_the_reference_and_the_next_ones_natively(
 
         monkeypatch.setattr(kind, method, noted)
 
+    assert not caplog.records
     note(NativeDecoder if whole else NativeBackend, "run")
     note(ReferenceBackend, "run")
     steps = Steps(model, native)
@@ -146,6 +147,8 @@ def test_a_step_with_a_reach_runs_on_the_reference_and_the_next_ones_natively(
     layers = SIZES["num_hidden_layers"]
     ordinary = ["NativeDecoder"] if whole else ["NativeBackend"] * layers
     assert calls == ["ReferenceBackend"] * layers + 2 * ordinary
+    (said,) = caplog.messages
+    assert said.endswith("not for the native kernels: the reference kernels run such steps, many times slower")
     want = dense_logits(name)
     assert_near(got, want, 1e-4)
     assert torch.equal(got.argmax(1), want.argmax(1))
@@ -235,6 +238,17 @@ def test_a_step_says_where_its_sequences_end_and_whose_they_are(requests: int | 
         assert sequences.slots.tolist() == order
         assert [x.dtype for x in sequences] == [torch.int32] * 2
         assert len(batches) == len(layout.groups)
+
+
+def test_a_step_with_a_reach_is_not_replayed_from_a_graph() -> None:
+    runner = Steps(page(build_one("llama")), ReferenceBackend()).runner
+    graph: Any = object()
+    runner._graphs[2] = graph
+    one = np.ones(2, np.int64)
+    step = Rows(np.arange(2), 4 * one, one, one, np.arange(2), positions=one[None])
+    runner._graph_max_len = 64
+    assert runner._graph_size(step) == 2
+    assert runner._graph_size(step._replace(reach=4 * one)) is None
 
 
 def test_sequence_offsets_reach_the_layers_of_a_model() -> None:

@@ -226,6 +226,11 @@ class ModelRunner:
     def _fallback_for(self, backend: Backend) -> ReferenceFallback:
         """What runs the steps that `backend` does not take."""
         if id(backend) not in self._fallbacks:
+            logger.warning(
+                "a step in which tokens see later ones is not for the %s kernels: the reference kernels run such "
+                "steps, many times slower",
+                backend.name,
+            )
             self._fallbacks[id(backend)] = ReferenceFallback(backend, self.model.device)
         return self._fallbacks[id(backend)]
 
