@@ -41,7 +41,7 @@ from mainspring.core.model.run.attention import StepAttention
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.contract import ROW_MULTIPLE, LayerCache, PagedBatch
+from mainspring.kernels.contract import ROW_MULTIPLE, LayerCache, PagedBatch, SequenceOffsets
 from mainspring.kernels.reference.backend import ReferenceBackend
 
 ENOUGH = 100
@@ -138,7 +138,8 @@ def _step(model: PagedModel, backend: ReferenceBackend, running: list[_Request])
     plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
     where = _padded(blocks), _padded(rows)
     attention = [StepAttention(plans[spec], *where, backend) for spec in model.layers]
-    logits = model.forward(_padded(ids), _padded(positions), attention, _padded(last_rows))
+    sequences = SequenceOffsets.of(counts, range(len(counts)))
+    logits = model.forward(_padded(ids), _padded(positions)[None], attention, sequences, _padded(last_rows))
     for row, request in enumerate(chosen):
         if request.computed == len(request.tokens):
             request.tokens.append(int(logits[row].argmax()))

@@ -19,7 +19,7 @@ import msgspec
 
 from ..demo import MODEL_PATH
 from ..ipc import config
-from ..ipc.config import EngineConfig, FieldInfo, Section, SpeculativeConfig, StructuredOutputsConfig
+from ..ipc.config import AttentionBackend, EngineConfig, FieldInfo, Section, SpeculativeConfig, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, shown, suggests_names
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class EngineArgs:
     max_prompt_adapters: int = _default("max_prompt_adapters")
     max_prompt_adapter_token: int = _default("max_prompt_adapter_token")
     device: Literal["auto", "cpu", "cuda"] = _default("device")
-    attention_backend: Literal["auto", "flashinfer", "native", "reference"] = _default("attention_backend")
+    attention_backend: AttentionBackend = _default("attention_backend")  # noqa: RUF009
     deterministic: bool = _default("deterministic")
     enforce_eager: bool = _default("enforce_eager")
     cudagraph_capture_sizes: list[int] | None = field(default=_default("cudagraph_capture_sizes"))

@@ -172,12 +172,15 @@ class LoRAConfig(Section, frozen=True, kw_only=True):
     max_prompt_adapter_token: Annotated[int, "Most virtual tokens of a prompt adapter; 0: any number."] = 0
 
 
+AttentionBackend = Literal["auto", "flashinfer", "native", "reference"]  # those of kernels/registry.py
+
+
 class DeviceConfig(Section, frozen=True, kw_only=True):
     """Where and with which kernels the model runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], "`auto`: CUDA where there is a GPU."] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "flashinfer", "native", "reference"],
+        AttentionBackend,
         "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on an x86 CPU, and where those can't run the "
         "reference.",
     ] = "auto"

@@ -1,16 +1,20 @@
 """What every kernel backend offers, and the shapes it is called with.
 
-The idea is FlashInfer's: everything that is the same for all layers of a step is worked out once, in ``plan``; each
-layer then calls ``run`` with its own query and its own part of the cache. A plan belongs to one `AttentionSpec`,
-because window, soft cap, scale and head counts shape it.
+The idea is FlashInfer's: ``plan`` computes once a step what is the same for all layers, and each layer then calls
+``run`` with its own query and its own part of the cache. A plan belongs to one `AttentionSpec`, because window, soft
+cap, scale and head counts shape it.
 
 The KV cache is paged. A layer's share is two strided views, keys ``[blocks, block_size, kv_heads, key_dim]`` and values
 ``[blocks, block_size, kv_heads, value_dim]`` ("NHD"). Token ``p`` of a request lies in block ``table[p // block_size]``
-at row ``p % block_size``. Block 0 is the null block: padding rows write there, windowed requests list it in place of
-blocks they gave back, and nothing ever reads it unmasked.
+at row ``p % block_size``. Block 0 is the null block: padding rows write there, and the table of a windowed request
+names it in place of blocks that the request gave back. A kernel must mask whatever it reads there.
 
-Clockwork: for each query row the result depends only on that row's query and on keys and values at positions up to its
-own, bit for bit. Not on the other rows, nor on how a prompt was cut into chunks.
+Two numbers belong to a token. Its *index* in its sequence addresses the cache: its block, its row there, which keys it
+sees. Its *positions*, one for each axis, go into rotary embedding alone; most models have one axis, and there the
+position is the index.
+
+Determinism: the bits of a query row's result depend on that row's query and on the keys and values that it sees, and
+on nothing else: not on the other rows, and not on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -25,27 +29,40 @@ if TYPE_CHECKING:
     from .decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 
 ROW_MULTIPLE = 8
-"""Rows of a forward pass are padded to a multiple of this: matrix products on a CPU then give each row the same bits
-however many rows there are (checked by the clockwork tests, not assumed)."""
+"""Rows of a forward pass are padded to a multiple of this: torch's matrix products on a CPU then give a row the same
+bits whatever the number of rows is (tests/test_clockwork.py checks it)."""
+
+
+class SlopeBias(NamedTuple):
+    """ALiBi (Press et al. 2022): ``-slope * |query index - key index|`` is added to a score."""
+
+    slopes: tuple[float, ...]  # [q_heads]
+
+
+class TableBias(NamedTuple):
+    """``table[head][min(|query index - key index|, last)]`` is added to a score."""
+
+    table: tuple[tuple[float, ...], ...]  # [q_heads][distances]
 
 
 class AttentionSpec(NamedTuple):
-    """What one attention layer asks for. Learned from the model's own calls, not from its config."""
+    """The parameters of one attention layer, as the model's own calls give them."""
 
     num_q_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     scale: float
-    window: int | None = None  # a query at p sees keys p - window + 1 .. p; None: all keys up to p
+    window: int | None = None  # a query at index p sees keys from p - window + 1 on; None: from 0 on
     softcap: float | None = None  # scores become cap * tanh(score / cap)
+    bias: SlopeBias | TableBias | None = None  # is added to the scaled and capped scores
 
 
 class LayerCache(NamedTuple):
     """One layer's views into the block pool.
 
-    The last dimension is contiguous, the other strides are the pool's own. A backend may ask for blocks that hold
-    one head after the other (`Backend.heads_first`), which it reads faster than token after token.
+    The last dimension is contiguous, and the other strides are the pool's. `Backend.heads_first` chooses between blocks
+    that hold one head after the other and blocks that hold one token after the other.
     """
 
     keys: torch.Tensor  # [blocks, block_size, kv_heads, key_dim], strided over blocks
@@ -53,20 +70,40 @@ class LayerCache(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """Twins of a `PagedBatch`'s arrays on the GPU, int32."""
+    """Copies of a `PagedBatch`'s arrays on the GPU, int32."""
 
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     last_page_len: torch.Tensor
 
 
+class SequenceOffsets(NamedTuple):
+    """Where the sequences of a step begin and end in its flattened rows. Both int32, on the CPU.
+
+    Each forward pass has one, also of a model without a KV cache: layers that mix the tokens of a sequence by other
+    means than paged attention read it. Rows from ``cu_seqlens[-1]`` on are padding.
+    """
+
+    cu_seqlens: torch.Tensor  # [sequences + 1]: rows cu_seqlens[s]:cu_seqlens[s + 1] are those of sequence s
+    slots: torch.Tensor  # [sequences]: the slot of each sequence's request; -1: a sequence of padding
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], slots: Sequence[int]) -> SequenceOffsets:
+        """Of sequences of so many rows, one after another."""
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return cls(ends.int(), torch.tensor(slots, dtype=torch.int32))
+
+
 class PagedBatch(NamedTuple):
     """One step's rows for one KV group, in FlashInfer's CSR form. All int32, on the CPU.
 
-    Request ``r`` owns query rows ``qo_indptr[r]:qo_indptr[r+1]``: the last of its tokens, ending at its KV length
-    ``(kv_indptr[r+1] - kv_indptr[r] - 1) * block_size + last_page_len[r]``. Its keys (those of the query rows included,
-    appended before ``run``) lie in blocks ``kv_indices[kv_indptr[r]:kv_indptr[r+1]]``, in order of position. Requests
-    with a single query row come first.
+    Request ``r`` has query rows ``qo_indptr[r]:qo_indptr[r+1]``. They are its last tokens: the last row is the last of
+    its ``(kv_indptr[r+1] - kv_indptr[r] - 1) * block_size + last_page_len[r]`` keys. The keys lie in blocks
+    ``kv_indices[kv_indptr[r]:kv_indptr[r+1]]``, in order of index; those of the query rows are among them, because
+    ``append`` comes before ``run``. Requests with a single query row come first.
+
+    Attention is causal: a query row sees keys up to its own index. With `reach` it sees keys up to ``reach[row]``: its
+    own index, or that of a later key of its request (a span of tokens that see each other both ways).
     """
 
     qo_indptr: torch.Tensor  # [requests + 1]
@@ -74,26 +111,39 @@ class PagedBatch(NamedTuple):
     kv_indices: torch.Tensor  # [kv_indptr[-1]]
     last_page_len: torch.Tensor  # [requests], 1..block_size
     block_size: int
-    num_single: int = 0  # how many requests have a single query row
-    group: int = 0  # which KV group; a step has one batch for each, and plans of all are in use at once
-    on_device: DeviceBatch | None = None  # where the device is a GPU
+    num_single: int = 0  # requests with a single query row
+    group: int = 0  # the KV group; a step has one batch for each group, and all their plans are in use at once
+    on_device: DeviceBatch | None = None  # on a GPU
+    reach: torch.Tensor | None = None  # [qo_indptr[-1]]
 
 
 class Backend(Protocol):
-    """A kernel backend. Stateless between steps but for workspaces it owns. What it does not say is plain torch's."""
+    """A kernel backend. Between steps it keeps nothing but workspaces. A method with a body here is optional."""
 
     name: str
     deterministic: bool  # a row's bits depend on its request alone
-    graph_max_kv_len: int | None  # longest request a step planned with `graph` may have; None: any; 0: no graphs
-    heads_first: bool  # whether a block is to hold one head after the other, its keys and then its values
+    graph_max_kv_len: (
+        int | None
+    )  # tokens of the longest request in a step planned with `graph`; None: any; 0: no graphs
+    heads_first: bool  # a block holds one head after the other, of each the keys and then the values
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-        """Why this attention, with queries of `dtype` and a cache of `kv_dtype`, is not for this backend, in words that
-        complete "attention with … "; None: it is."""
+        """The reason why this backend does not serve such attention with queries of `dtype` and a cache of `kv_dtype`,
+        in words that complete "attention with … "; None: it serves it. The reference kernels run what is refused."""
         return None
 
+    def takes(self, batch: PagedBatch) -> bool:
+        """Whether `plan` and `run` serve this step. The reference kernels run a step that is not taken, over the cache
+        as this backend lays it out; `append` is still this backend's."""
+        return batch.reach is None
+
+    def prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        """Compile what attention with these specs will need and nobody has built, before the first request waits for
+        it. Raises `BackendUnavailableError` where that fails."""
+        return
+
     def cache_dim(self, dim: int) -> int:
-        """How many elements a head of `dim` takes in the cache; those beyond `dim` are zero."""
+        """The number of elements that a head of `dim` takes in the cache; those beyond `dim` are zero."""
         return dim
 
     def append(
@@ -105,27 +155,27 @@ class Backend(Protocol):
     def plan(
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
     ) -> Any:
-        """Everything about this step's attention that does not depend on the layer. Opaque to the caller.
+        """What this step's attention needs and what does not depend on the layer. Only the backend looks inside.
 
-        `turn` is 0 or 1: two steps may be in flight, each with page-locked memory of its own; the caller waits until
-        the copies out of a turn's are done before it takes that turn again. `graph`: all requests have one row, and
-        what a captured `run` reads lies where it lay in the last plan with this spec, group and number of requests.
+        turn: 0 or 1. Two steps may be in flight, and each has page-locked memory of its own; the caller takes a turn
+        again when the copies out of its memory are done. graph: all requests have one row, and the memory that a
+        captured `run` reads has the addresses of the last plan with this spec, group and number of requests.
         """
 
     def run(self, plan: Any, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Causal attention of ``query`` ``[rows, q_heads, key_dim]`` over the cache → ``[rows, q_heads, value_dim]``.
+        """Attention of ``query`` ``[rows, q_heads, key_dim]`` over the cache → ``[rows, q_heads, value_dim]``.
 
-        ``rows`` may exceed ``qo_indptr[-1]`` (padding); the rows beyond it come back as zeros. ``sinks`` ``[q_heads]``
-        are logits that take part in the softmax and carry no value.
+        ``rows`` may exceed ``qo_indptr[-1]``: the rows from there on are padding, and their results are zeros.
+        ``sinks`` ``[q_heads]`` are logits that take part in the softmax and have no value.
         """
 
     def forget_graphs(self) -> None:
-        """None that was captured so far will be replayed: what the next ones read may lie elsewhere."""
+        """No graph that was captured so far will be replayed; the next ones may read other addresses."""
         return
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-        """``x / rms(x) * (offset + weight)`` over the last dimension, computed in fp32, returned in x's dtype. Gemma's
-        norm has offset 1."""
+        """``x / rms(x) * (offset + weight)`` over the last dimension, computed in fp32, in the dtype of `x`. The
+        offset is 0, and 1 in Gemma's norm."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
@@ -136,12 +186,12 @@ class Backend(Protocol):
     def rotate(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> None:
         """Rotary position embedding, in place, of query ``[rows, q_heads, key_dim]`` and key ``[rows, kv_heads,
         key_dim]``, strided views. ``cos_sin`` is fp32 ``[rows, rotary_dim]``: the cosines of each row's position, then
-        the sines. Of a head the first ``rotary_dim`` elements are rotated, element i with i + rotary_dim / 2, or, where
-        interleaved, 2i with 2i + 1."""
+        the sines. The first ``rotary_dim`` elements of a head are rotated: element i with i + rotary_dim / 2, or, if
+        `interleaved`, 2i with 2i + 1."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x @ weight.T + bias``: ``[..., in]``, ``[out, in]``, ``[out]`` → ``[..., out]``. torch's own gives a row
-        the same bits as long as their number is a multiple of `ROW_MULTIPLE`."""
+        """``x @ weight.T + bias``: ``[..., in]``, ``[out, in]``, ``[out]`` → ``[..., out]``. torch's product gives a
+        row the same bits if the number of rows is a multiple of `ROW_MULTIPLE`."""
         return F.linear(x, weight, bias)
 
     def decoder(
@@ -152,11 +202,11 @@ class Backend(Protocol):
         bits: int | None = None,
         quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> Decoder | None:
-        """Layers with gated MLPs, the final norm and the output layer as a whole; None: this backend has no such thing.
-        The memory of the linear layers' weights is taken over: the tensors are empty afterwards.
+        """Layers with gated MLPs, the final norm and the output layer as one object; None: this backend runs a model
+        layer by layer. The decoder takes the memory of the linear layers' weights: the tensors are empty afterwards.
 
-        bits: 8 or 4, of weights that are to be quantized. quantized: weights that are already, by the ``id`` of the
-        tensor that holds their values.
+        bits: 8 or 4: quantize the weights. quantized: weights that are quantized already, by the ``id`` of the tensor
+        that holds their values.
         """
         return None
 
@@ -168,18 +218,19 @@ class Backend(Protocol):
         min_p: torch.Tensor | None,
     ) -> torch.Tensor:
         """fp32 scores ``[rows, vocab]`` with -inf where a row's top-k, top-p or min-p drops a token. The limits are
-        ``[rows]``, int64, fp32 and fp32, on the scores' device; off are 0, 1 and 0, and None where no row has one."""
+        ``[rows]``, int64, fp32 and fp32, on the scores' device; 0, 1 and 0 drop nothing, and None stands for a limit
+        that no row has."""
 
     def largest(self, scores: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab]`` → the first of the largest in each row, int64 ``[rows]``."""
+        """``[rows, vocab]`` → the index of each row's largest score, the first of equal ones, int64 ``[rows]``."""
         return scores.argmax(dim=-1)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
-        """The keyed Gumbel choice (see gumbel.py) of rows ``sampled`` (bool ``[rows]``), the largest score of the
-        others → int64 ``[rows]``. scores ``[rows, vocab]``, fp32 where any row is sampled; seeds and positions int64
-        ``[rows]``."""
+        """The keyed Gumbel choice (see gumbel.py) in rows where ``sampled`` (bool ``[rows]``) is set, and the largest
+        score in the others → int64 ``[rows]``. scores ``[rows, vocab]``, fp32 if any row is sampled; seeds and
+        positions int64 ``[rows]``, where a position is the index of the new token in its sequence."""
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is

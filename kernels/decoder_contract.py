@@ -1,4 +1,7 @@
-"""A decoder layer as plain data. core/model/run/stack.py recognizes it; a backend may run all layers at once."""
+"""A decoder layer as plain data, and an object that runs all layers of a model in one call.
+
+core/model/learn/stack_match.py recognises such layers, and core/model/run/stack.py runs them one by one.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,24 @@ MLPT = TypeVar("MLPT")
 
 
 class DecoderLayer(NamedTuple, Generic[NormT, LinearT, TensorT, MLPT]):
-    """One layer. None stands for a norm that it does not have."""
+    """One layer. A norm that the layer does not have is None."""
 
     input_norm: NormT | None
     qkv: LinearT  # rows of all query heads, all key heads, all value heads
-    sizes: Sequence[int]  # how many rows each of the three have
+    sizes: Sequence[int]  # rows of each of the three
     key_dim: int
     value_dim: int
     query_norm: NormT | None  # over key_dim elements, or over all heads at once
     key_norm: NormT | None
-    rotary: int | None  # which of the stack's rotary embeddings; None: this layer has none
+    rotary: int | None  # index of one of the stack's rotary embeddings; None: this layer has none
     interleaved: bool
     sinks: TensorT | None  # [query heads]
     output: LinearT
-    attention_norm: NormT | None  # of what attention adds
+    attention_norm: NormT | None  # of the attention's output, before it is added
     mlp_norm: NormT | None
     mlp: MLPT
-    output_norm: NormT | None  # of what the MLP adds
-    multiplier: float  # of what either adds
+    output_norm: NormT | None  # of the MLP's output, before it is added
+    multiplier: float  # of both outputs
 
 
 class Norm(NamedTuple):
@@ -60,7 +63,8 @@ LayerNames = DecoderLayer[str, str, str, str]  # paths in the layer's module
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight ``[out, in]`` of whole numbers, groups of neighbours along ``in``: ``scale * (number - zero)``."""
+    """A weight ``[out, in]`` as small integers. Neighbours along ``in`` form groups, and a value is ``scale * (number -
+    zero)`` with the scale and the zero of its group."""
 
     numbers: torch.Tensor  # uint8 [out, in], each below 16
     scales: torch.Tensor  # fp32 [out, groups]
@@ -71,27 +75,31 @@ class PackedWeight(Protocol):
     """A weight in the form in which a backend reads it."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``[n, in]`` of ids int64 ``[n]``: an embedding."""
+        """An embedding: ids int64 ``[n]`` → rows ``[n, in]``."""
 
     def unpack(self) -> torch.Tensor:
-        """``[out, in]``; what the numbers of a quantized one stand for."""
+        """``[out, in]``; of a quantized weight, the values that its integers stand for."""
 
     def replace(self, weight: torch.Tensor) -> None:
-        """By another one, ``[out, in]``."""
+        """Take the values of another weight, ``[out, in]``."""
 
 
 class Decoder(Protocol):
-    """All layers, the final norm and the output layer, run as a whole."""
+    """All layers, the final norm and the output layer."""
 
     @property
     def weights(self) -> Mapping[int, PackedWeight]:
-        """By the ``id`` of the tensor that was given."""
+        """By the ``id`` of the tensor that `Backend.decoder` was given."""
 
     def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
-        """Each layer's cache, and the layer that writes it: itself, for most."""
+        """Set each layer's cache, and the layer that writes it: the layer itself, in most models."""
 
     def give_back(self) -> None:
-        """Let the system have the memory of the weights. Nothing can be run any more."""
+        """Return the memory of the weights to the system. The decoder can't run any more."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Backend.linear`. weight and bias are tensors that `Backend.decoder` was given. A step that `run` does
+        not serve is computed layer by layer with it."""
 
     def run(
         self,
@@ -102,9 +110,9 @@ class Decoder(Protocol):
         angles: Sequence[torch.Tensor],
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Embeddings ``[rows, hidden]``, which are overwritten, at int64 positions ``[rows]`` → logits
-        ``[len(wanted), vocab]`` of the rows `wanted`, int64.
+        """Embeddings ``[rows, hidden]`` at int64 positions ``[rows]`` → logits ``[len(wanted), vocab]`` of the rows
+        `wanted`, int64. Overwrites the embeddings.
 
-        A kind is a plan, and where each row's keys and values go: blocks and rows of blocks, int32 ``[rows]``. angles
-        are tables fp32 ``[positions, rotary_dim]``, cosines and then sines, one for each rotary embedding.
+        A kind is a plan, and the block and the row of that block for each row's keys and values, both int32 ``[rows]``.
+        angles has a table fp32 ``[positions, rotary_dim]`` for each rotary embedding: cosines, then sines.
         """

@@ -11,8 +11,8 @@ HUGE_PAGE = 2 << 20
 
 
 def zeros(num_bytes: int) -> torch.Tensor:
-    """uint8 ``[num_bytes]``, aligned to huge pages, in which it lies where the system has them. It takes memory only
-    where it is written to, and torch's own zeros take all of it at once."""
+    """uint8 ``[num_bytes]``, aligned to huge pages, and made of them if the system has any. A page takes memory when it
+    is first written to; torch's own zeros take all of it at once."""
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -20,13 +20,14 @@ def zeros(num_bytes: int) -> torch.Tensor:
     start = -whole.data_ptr() % HUGE_PAGE
     if not num_bytes:
         return whole[:0]
-    # one whose storage begins there: torch asks whether that is page-locked
+    # a tensor whose storage begins at this address: torch checks whether a storage is page-locked
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 def give_back(tensor: torch.Tensor) -> None:
-    """Let the system have the memory of a contiguous tensor, whose numbers are undefined from then on. Unlike what is
-    freed, it is free at once and for everybody; the pages of a mapped file are read again where they are needed."""
+    """Return the memory of a contiguous tensor to the system; its numbers are undefined from then on. Other processes
+    can use the memory at once, which a deleted tensor does not ensure. Pages of a mapped file are read again when they
+    are needed."""
     page = mmap.PAGESIZE
     begin, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
     if begin < end and tensor.device.type == "cpu" and tensor.is_contiguous() and hasattr(mmap, "MADV_DONTNEED"):
@@ -34,6 +35,6 @@ def give_back(tensor: torch.Tensor) -> None:
 
 
 def trim() -> None:
-    """Let the system have what was freed and lies between what is in use, where the C library can."""
+    """Return freed memory between allocations in use to the system, if the C library can."""
     if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)

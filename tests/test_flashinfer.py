@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from flashinfer_double import FlashInferDouble
 from mainspring.kernels import BackendUnavailableError
 from mainspring.kernels.contract import AttentionSpec, DeviceBatch, LayerCache, PagedBatch
+from mainspring.kernels.flashinfer import partition as flashinfer_partition
 from mainspring.kernels.flashinfer import plan as flashinfer_plan
 from mainspring.kernels.flashinfer import prebuilt
-from mainspring.kernels.flashinfer import work as flashinfer_work
 from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
-from mainspring.kernels.flashinfer.work import Kind, cut_into_pieces, kv_lengths, two_launches
+from mainspring.kernels.flashinfer.partition import Kind, cut_into_pieces, kv_lengths, two_launches
 from mainspring.kernels.reference.backend import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -438,7 +438,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
     ratio: int, window: int | None, length: int, cuts: list[int], split: int, small: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flashinfer_plan, flashinfer_work):
+        for module in (flashinfer_plan, flashinfer_partition):
             patch.setattr(module, "DETERMINISTIC_SPLIT", split)
         if small:  # room for some pieces' partial results at a time
             patch.setattr(flashinfer_plan, "FLOAT_WORKSPACE", 2 << 20)

@@ -4,18 +4,27 @@ given for it."""
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import pytest
 import torch
 
 from mainspring.core.work import backends as gpu
-from mainspring.core.work.backends import backends_for, choose_backend, graph_sizes, pick_device, wait_for_memory
-from mainspring.ipc.config import DeviceConfig
+from mainspring.core.work.backends import (
+    backends_for,
+    choose_backend,
+    graph_sizes,
+    pick_device,
+    prepare_kernels,
+    wait_for_memory,
+)
+from mainspring.ipc.config import AttentionBackend, DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.kernels import BackendUnavailableError
 from mainspring.kernels.contract import AttentionSpec
 from mainspring.kernels.flashinfer import backend as flashinfer
 from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.registry import BACKENDS, Registration, automatic
 from native_here import why_not
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -101,13 +110,50 @@ def test_what_a_backend_refuses_goes_to_the_reference_and_is_said_once(caplog: p
     large = SPEC._replace(key_dim=512, value_dim=512)
     backend = Choosy(deterministic=False)
     with caplog.at_level(logging.WARNING):
-        chosen = backends_for([SPEC, large, large, SPEC], backend, torch.bfloat16, torch.bfloat16)
+        chosen = backends_for([SPEC, large, large, SPEC], backend, torch.bfloat16, torch.bfloat16, CUDA)
     assert [b is backend for b in chosen] == [True, False, False, True]
     assert len(caplog.records) == 1
     assert "attention with heads of 512 has no kernel: the reference kernels run it" in caplog.text
     backend.deterministic = True
     with pytest.raises(InvalidArgumentError, match="deterministic is set, and attention with heads of 512"):
-        backends_for([large], backend, torch.bfloat16, torch.bfloat16)
+        backends_for([large], backend, torch.bfloat16, torch.bfloat16, CUDA)
+    on_cpu = backends_for([large, SPEC], backend, torch.bfloat16, torch.bfloat16, CPU)  # there both are
+    assert [b is backend for b in on_cpu] == [False, True]
+    assert on_cpu[0].deterministic
+
+
+def test_the_names_of_the_configuration_are_those_of_the_registry() -> None:
+    assert set(get_args(AttentionBackend)) == {"auto", *BACKENDS}
+    assert (automatic("cpu"), automatic("cuda"), automatic("tpu")) == ("native", "flashinfer", "reference")
+
+
+def test_a_new_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def make(device: torch.device, deterministic: bool, kernels_dir: str | None) -> Choosy:
+        if kernels_dir is None:
+            raise BackendUnavailableError("set kernels_dir")
+        return Choosy(deterministic)
+
+    monkeypatch.setitem(BACKENDS, "flashinfer", Registration(make))
+    monkeypatch.setitem(BACKENDS, "choosy", Registration(make, frozenset({"cuda"})))
+    assert choose_backend(DeviceConfig(kernels_dir="here", deterministic=True), CUDA).deterministic
+    assert type(choose_backend(DeviceConfig(kernels_dir="here"), CUDA)) is Choosy
+    assert type(choose_backend(DeviceConfig(), CUDA)) is ReferenceBackend
+    with pytest.raises(InvalidArgumentError, match="deterministic on a GPU needs attention_backend='choosy'"):
+        choose_backend(DeviceConfig(attention_backend="reference", deterministic=True), CUDA)
+
+
+def test_kernels_that_can_not_be_prepared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, prepared = Choosy(), []
+    prepare_kernels(backend, [SPEC], torch.bfloat16, torch.bfloat16)
+
+    def prepare(*given: object) -> None:
+        prepared.append(given)
+        raise BackendUnavailableError("nvcc is missing")
+
+    monkeypatch.setattr(backend, "prepare", prepare)
+    with pytest.raises(InvalidArgumentError, match="nvcc is missing"):
+        prepare_kernels(backend, [SPEC], torch.bfloat16, torch.float16)
+    assert prepared == [([SPEC], torch.bfloat16, torch.float16)]
 
 
 def test_graphs_are_for_gpus_and_sizes_end_at_the_number_of_seats() -> None:

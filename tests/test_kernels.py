@@ -13,7 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
+from mainspring.kernels.contract import (
+    ROW_MULTIPLE,
+    AttentionSpec,
+    Backend,
+    LayerCache,
+    PagedBatch,
+    SlopeBias,
+    TableBias,
+)
 from mainspring.kernels.native.backend import NativeBackend
 from mainspring.kernels.reference.backend import ReferenceBackend
 from mainspring.kernels.reference.gumbel import keyed_choice
@@ -66,6 +74,7 @@ class Setup(NamedTuple):
     block_size: int = 16
     heads_first: bool = False  # a block holds [kv_heads, block_size, dim] and is seen transposed
     sinks: torch.Tensor | None = None
+    reach: Sequence[torch.Tensor] | None = None  # of each request: the last index that each of its rows sees
 
 
 Step = Sequence[tuple[int, int]]  # (request, rows), in the order of the rows
@@ -78,8 +87,11 @@ def spec_of(
     value_dim: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    bias: SlopeBias | TableBias | None = None,
 ) -> AttentionSpec:
-    return AttentionSpec(kv_heads * ratio, kv_heads, key_dim, value_dim or key_dim, key_dim**-0.5, window, softcap)
+    return AttentionSpec(
+        kv_heads * ratio, kv_heads, key_dim, value_dim or key_dim, key_dim**-0.5, window, softcap, bias
+    )
 
 
 def sequences(setup: Setup, lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
@@ -152,6 +164,10 @@ def attend(
             torch.tensor(last, dtype=torch.int32),
             size,
         )
+        if setup.reach is not None:
+            parts = [setup.reach[r][done[r] : done[r] + rows] for r, rows in step]
+            batch = batch._replace(reach=torch.cat(parts).int())
+            assert backend.takes(batch)
         total = sum(row_counts)
         query = torch.full((total + -total % ROW_MULTIPLE + ROW_MULTIPLE, *spec[:1], spec.key_dim), torch.nan)
         query = query.to(setup.dtype)
@@ -167,7 +183,7 @@ def attend(
     return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
 
 
-def oracle(setup: Setup, request: Tokens) -> torch.Tensor:
+def oracle(setup: Setup, request: Tokens, reach: torch.Tensor | None = None) -> torch.Tensor:
     """Dense attention in fp64, one formula a line."""
     spec, n = setup.spec, len(request)
     group = spec.num_q_heads // spec.num_kv_heads
@@ -176,7 +192,14 @@ def oracle(setup: Setup, request: Tokens) -> torch.Tensor:
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     distance = torch.arange(n)[:, None] - torch.arange(n)
-    hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
+    if isinstance(spec.bias, SlopeBias):
+        scores = scores - torch.tensor(spec.bias.slopes).double()[:, None, None] * distance.abs()
+    elif spec.bias is not None:
+        table = torch.tensor(spec.bias.table).double()
+        scores = scores + table[:, distance.abs().clamp(max=table.shape[1] - 1)]
+    hidden = distance < 0 if reach is None else torch.arange(n) > reach[:, None]
+    if spec.window is not None:
+        hidden |= distance >= spec.window
     scores = scores.masked_fill(hidden, -math.inf)
     if setup.sinks is not None:
         sink = setup.sinks.double()[:, None, None].expand(-1, n, 1)
@@ -190,8 +213,9 @@ def whole(lengths: Sequence[int]) -> list[Step]:
 
 def check(backend: Backend, setup: Setup, lengths: Sequence[int], steps: Sequence[Step], seed: int = 0) -> None:
     requests = sequences(setup, lengths, seed)
-    for request, got in zip(requests, attend(backend, setup, requests, steps, seed), strict=True):
-        want = oracle(setup, request)[: len(got)]
+    reaches = setup.reach or [None] * len(requests)
+    for request, reach, got in zip(requests, reaches, attend(backend, setup, requests, steps, seed), strict=True):
+        want = oracle(setup, request, reach)[: len(got)]
         torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[setup.dtype], atol=TOLERANCE[setup.dtype])
 
 
@@ -246,6 +270,71 @@ def test_window_soft_cap_and_sinks(
         lengths,
         mixed(lengths),
     )
+
+
+SLOPES = SlopeBias((0.5, 0.25, 0.125, 0.0625))
+TABLE = TableBias(tuple(tuple(math.sin(head + 2 * distance) for distance in range(70)) for head in range(4)))
+
+
+def spans(length: int, *both_ways: tuple[int, int]) -> torch.Tensor:
+    """The reach of each row where the tokens of each span ``first:end`` see each other."""
+    reach = torch.arange(length)
+    for first, end in both_ways:
+        reach[first:end] = end - 1
+    return reach
+
+
+@by_dtype
+@pytest.mark.parametrize("bias", [SLOPES, TABLE], ids=["slopes", "table"])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("reach", [False, True])
+def test_the_reference_adds_a_bias_by_distance(
+    dtype: torch.dtype, bias: SlopeBias | TableBias, window: int | None, softcap: float | None, reach: bool
+) -> None:
+    lengths = (1, 64, 201)
+    setup = Setup(spec_of(ratio=2, window=window, softcap=softcap, bias=bias), dtype, heads_first=True)
+    if reach:
+        setup = setup._replace(reach=[spans(1), spans(64, (3, 50)), spans(201, (90, 181))])
+    check(ReferenceBackend(), setup, lengths, mixed(lengths))
+
+
+@by_dtype
+@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_reference_lets_a_row_see_as_far_as_its_reach(
+    dtype: torch.dtype, window: int | None, heads_first: bool
+) -> None:
+    reach = [spans(70), spans(150, (10, 40), (40, 41), (60, 149)), spans(66, (0, 66)), spans(9, (1, 9))]
+    setup = Setup(spec_of(ratio=2, window=window), dtype, heads_first=heads_first, reach=reach)
+    steps = [[(0, 1), (1, 45)], [(0, 69), (1, 104), (2, 66)], [(3, 9), (1, 1)]]
+    check(ReferenceBackend(), setup, (70, 150, 66, 9), steps)
+
+
+def test_a_row_with_a_reach_has_the_same_bits_in_any_step() -> None:
+    setup = Setup(spec_of(ratio=2), torch.bfloat16, reach=[spans(150, (10, 40), (100, 130)), spans(80, (0, 64))])
+    requests = sequences(setup, (150, 80))
+    alone = [[(0, 150)], [(1, 80)]]
+    together = [[(1, 64), (0, 41)], [(1, 16), (0, 59)], [(0, 50)]]
+    first, other = (attend(ReferenceBackend(), setup, requests, steps) for steps in (alone, together))
+    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("reach", [[0, 0, 2], [0, 1, 3], [0, 1]])
+def test_a_reach_before_the_row_or_behind_the_last_key_is_refused(reach: list[int]) -> None:
+    batch = PagedBatch(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 3], [0, 1], [1], [3])), 16)
+    with pytest.raises(ValueError, match="reach must be the index of a key of its request"):
+        ReferenceBackend().plan(spec_of(), batch._replace(reach=torch.tensor(reach, dtype=torch.int32)), CPU)
+
+
+@by_backend
+def test_a_backend_says_what_it_does_not_serve(backend: Backend) -> None:
+    batch = PagedBatch(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 1], [1], [1])), 16)
+    assert backend.takes(batch)
+    assert backend.refuses(spec_of(), torch.float32, torch.float32) is None
+    if backend.name != "reference":
+        assert not backend.takes(batch._replace(reach=torch.zeros(1, dtype=torch.int32)))
+        assert "bias on its scores" in (backend.refuses(spec_of(bias=SLOPES), torch.float32, torch.float32) or "")
 
 
 @by_backend

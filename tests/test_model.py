@@ -127,10 +127,11 @@ def test_chosen_rows_and_embeddings_give_the_logits_of_the_whole(llama: Path) ->
     forward = model.forward
 
     def with_embeddings(
-        input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, rows: torch.Tensor, embeds: None
+        input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, sequences: Any, rows: torch.Tensor, embeds: None
     ) -> Any:
-        calls.append(forward(input_ids, positions, steps, torch.tensor([15] * 8), inputs_embeds=model.embed(input_ids)))
-        return forward(input_ids, positions, steps, rows)
+        some = positions, steps, sequences, torch.tensor([15] * 8)
+        calls.append(forward(input_ids, *some, inputs_embeds=model.embed(input_ids)))
+        return forward(input_ids, positions, steps, sequences, rows)
 
     model.forward = with_embeddings  # type: ignore[method-assign]
     paged_logits(model, [ids], [[Chunk(0, 0, 16)]], ReferenceBackend())

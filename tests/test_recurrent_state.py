@@ -273,7 +273,7 @@ def run_any(seed: int) -> Engine:
 
 
 def run_many(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MOST_ROWS", 8)
+    monkeypatch.setattr(speculation, "MOST_GUESS_ROWS", 8)
     hits = preemptions = rejected = accepted = lacking = 0
     for seed in seeds:
         engine = run_any(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.contract import ROW_MULTIPLE, Backend
+from mainspring.kernels.contract import ROW_MULTIPLE, Backend, SlopeBias
 from mainspring.kernels.native.backend import NativeBackend
 from mainspring.kernels.native.decoder import PHASES, NativeDecoder
 from mainspring.kernels.reference.backend import ReferenceBackend
@@ -168,6 +169,16 @@ def test_a_cache_of_8_bits(native: NativeBackend) -> None:
     assert error_of(got, before) < error_of(wide, before)
 
 
+def test_attention_that_the_backend_refuses_is_not_run_as_a_whole(native: NativeBackend) -> None:
+    model = page(build_one("llama"), backend=native)
+    model.layers[1] = model.layers[1]._replace(bias=SlopeBias((0.5, 0.25, 0.125, 0.0625)))
+    make_whole(model, native)
+    assert model.whole is None
+    assert model.notes[-1].startswith("layer by layer: attention with a bias on its scores")
+    with pytest.raises(UnsupportedModelError, match="can't be quantized: attention with a bias"):
+        make_whole(model, native, 8)
+
+
 # ------------------------------------------------------------------ steps
 
 
@@ -197,8 +208,9 @@ def test_a_row_has_the_same_bits_in_any_step(
             assert torch.equal(paged_logits(model, [ids], steps, native)[0], want), (size, threads)
 
 
-def first_call(model: PagedModel, backend: Backend) -> tuple[Any, Any, Any, Any]:
-    """What a forward of all of `SEQUENCES` is given, to be given again: ids, positions, attention, wanted rows."""
+def first_call(model: PagedModel, backend: Backend) -> tuple[Any, Any, Any, Any, Any]:
+    """What a forward of all of `SEQUENCES` is given, to be given again: ids, positions, attention, sequences, wanted
+    rows."""
     calls = []
     forward = model.forward
 
@@ -209,15 +221,16 @@ def first_call(model: PagedModel, backend: Backend) -> tuple[Any, Any, Any, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "forward", noted)
         paged_logits(model, SEQUENCES, [[Chunk(i, 0, length) for i, length in enumerate(LENGTHS)]], backend)
-    ids, positions, attention, wanted, _ = calls[0]
-    return ids, positions, attention, wanted
+    ids, positions, attention, sequences, wanted, _ = calls[0]
+    return ids, positions, attention, sequences, wanted
 
 
 def test_rows_are_not_padded(native: NativeBackend) -> None:
     counts = []
     for model in (page(build_one("llama"), backend=native), made(native, "llama")):
-        ids, positions, attention, wanted = first_call(model, native)
-        counts.append([len(ids), len(positions), len(attention[0].blocks), len(wanted)])
+        ids, positions, attention, sequences, wanted = first_call(model, native)
+        counts.append([len(ids), positions.shape[1], len(attention[0].blocks), len(wanted)])
+        assert sequences.cu_seqlens.tolist() == [0, *accumulate(LENGTHS)]
     assert counts == [[64] * 4, [63] * 4]
 
 
@@ -227,21 +240,21 @@ def test_any_rows_have_logits_in_any_order(native: NativeBackend, name: str, thr
     """Where few rows have any, the last layer leaves the others out."""
     torch.set_num_threads(threads)
     model = made(native, name, bits=bits)
-    ids, positions, attention, every_row = first_call(model, native)
-    want = model.forward(ids, positions, attention, every_row)
+    *inputs, every_row = first_call(model, native)
+    want = model.forward(*inputs, every_row)
     for wanted in ([], [0], [62], [5, 4, 40], [*range(62, -1, -1)], [7] * 70):
         rows = torch.tensor(wanted, dtype=torch.int64)
-        assert torch.equal(model.forward(ids, positions, attention, rows), want[rows]), wanted
+        assert torch.equal(model.forward(*inputs, rows), want[rows]), wanted
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "scaled", "gemma2", "scaled_rows"])
 def test_embeddings_take_the_place_of_ids(native: NativeBackend, name: str) -> None:
     before = page(build_one(name), backend=native)
     model = made(native, name)
-    ids, positions, attention, wanted = first_call(model, native)
+    ids, *inputs = first_call(model, native)
     assert torch.equal(model.embed(ids), before.embed(ids))
-    got = model.forward(torch.zeros_like(ids), positions, attention, wanted, model.embed(ids))
-    assert torch.equal(got, model.forward(ids, positions, attention, wanted))
+    got = model.forward(torch.zeros_like(ids), *inputs, model.embed(ids))
+    assert torch.equal(got, model.forward(ids, *inputs))
 
 
 def test_angles_are_made_as_far_as_positions_go(native: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:

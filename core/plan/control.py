@@ -145,7 +145,7 @@ class Worker(Protocol):
     """One model on one or several devices. Steps are computed in the order they are launched."""
 
     facts: WorkerFacts
-    decisions: dict[str, Any]  # what a restart need not find out again
+    decisions: Any  # what a restart need not find out again: plain values
 
     def warm_up(self) -> None:
         """Do once what would make the first steps slow."""

@@ -1,4 +1,4 @@
-"""Which device, which kernels, how much of its memory: what has to be settled before a model is loaded."""
+"""Choose the device and the kernels, and wait for the device's memory, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ...ipc.config import DeviceConfig
 from ...ipc.errors import InvalidArgumentError
 from ...kernels import BackendUnavailableError
 from ...kernels.contract import AttentionSpec, Backend
-from ...kernels.flashinfer import prebuilt
-from ...kernels.reference.backend import ReferenceBackend
+from ...kernels.registry import BACKENDS, automatic, reference_on
 
 logger = logging.getLogger(__name__)
 
-MEMORY_WAIT_SECONDS = 30.0  # for what a dead core had
+MEMORY_WAIT_SECONDS = 30.0  # to wait at most until the memory of a core that died is free again
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
@@ -27,7 +26,7 @@ def pick_device(name: str) -> torch.device:
     """The device of this name; ``auto``: a GPU if there is one.
 
     Raises:
-        InvalidArgumentError: a GPU was asked for, and there is none that can be used.
+        InvalidArgumentError: the name asks for a GPU, and no GPU can be used.
     """
     if name == "cpu" or (name == "auto" and not _has_gpu()):
         return torch.device("cpu")
@@ -63,38 +62,34 @@ def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
     """The kernels for `device`.
 
     Raises:
-        InvalidArgumentError: those asked for can't run here.
+        InvalidArgumentError: the backend that is asked for can't run here.
     """
-    name, on_gpu = options.attention_backend, device.type == "cuda"
-    if name == "reference":
-        if options.deterministic and on_gpu:
-            raise InvalidArgumentError("deterministic on a GPU needs attention_backend='flashinfer'")
-        return ReferenceBackend(deterministic=not on_gpu)
+    asked, on_gpu = options.attention_backend, device.type == "cuda"
+    name = automatic(device.type) if asked == "auto" else asked
     try:
-        if name == "native" or (name == "auto" and not on_gpu):
-            from ...kernels.native.backend import NativeBackend
-
-            if on_gpu:
-                raise BackendUnavailableError(f"attention_backend='native' is for CPUs, and the device is {device}")
-            return NativeBackend()
-        from ...kernels.flashinfer.backend import FlashInferBackend
-
-        return FlashInferBackend(device, options.deterministic, options.kernels_dir)
+        backend = BACKENDS[name].make(device, options.deterministic, options.kernels_dir)
     except BackendUnavailableError as error:
-        if name != "auto" or (options.deterministic and on_gpu):
+        if asked != "auto" or (options.deterministic and on_gpu):
             raise InvalidArgumentError(str(error)) from error
         logger.warning("%s; until then the reference kernels run, many times slower", error)
-        return ReferenceBackend(deterministic=not on_gpu)
+        backend = reference_on(device)
+    if options.deterministic and not backend.deterministic:
+        raise InvalidArgumentError(f"deterministic on a GPU needs attention_backend={automatic(device.type)!r}")
+    return backend
 
 
 def backends_for(
-    specs: Sequence[AttentionSpec], backend: Backend, dtype: torch.dtype, kv_dtype: torch.dtype
+    specs: Sequence[AttentionSpec],
+    backend: Backend,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Backend]:
-    """The kernels of each attention call: `backend`, or the reference for what that refuses."""
-    fallback = ReferenceBackend()
+    """The kernels of each attention call: `backend`, or the reference where `backend` refuses."""
+    fallback = reference_on(device)
     reasons = {spec: backend.refuses(spec, dtype, kv_dtype) for spec in specs}
     for reason in dict.fromkeys(filter(None, reasons.values())):
-        if backend.deterministic:
+        if backend.deterministic and not fallback.deterministic:
             raise InvalidArgumentError(f"deterministic is set, and attention with {reason}")
         _warn_once(reason)
     return [fallback if reasons[spec] else backend for spec in specs]
@@ -108,17 +103,15 @@ def _warn_once(reason: str) -> None:
 def prepare_kernels(
     backend: Backend, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    """Compile what a model will need and nobody has built, now rather than while somebody waits.
+    """Compile the kernels that a model will need and that are not built yet, before the first request waits for them.
 
     Raises:
-        InvalidArgumentError: that fails.
+        InvalidArgumentError: the compilation fails.
     """
-    if backend.name == "flashinfer":
-        kinds = (prebuilt.attention_of(spec, dtype, kv_dtype) for spec in dict.fromkeys(specs))
-        try:
-            prebuilt.compile_missing(prebuilt.modules_needed(kind for kind in kinds if kind))
-        except prebuilt.KernelsError as error:
-            raise InvalidArgumentError(str(error)) from error
+    try:
+        backend.prepare(specs, dtype, kv_dtype)
+    except BackendUnavailableError as error:
+        raise InvalidArgumentError(str(error)) from error
 
 
 def graph_sizes(options: DeviceConfig, device: torch.device, max_num_seqs: int) -> list[int]:
@@ -132,12 +125,12 @@ def graph_sizes(options: DeviceConfig, device: torch.device, max_num_seqs: int) 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory; 0 for a CPU."""
+    """Free memory of a GPU; 0 for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def wait_for_memory(device: torch.device, needed: int) -> None:
-    """A core that was killed may still hold its memory for a moment: wait until as much is free as it took."""
+    """Wait until `needed` bytes are free: the memory of a core that was killed may be in use for another moment."""
     until = time.monotonic() + MEMORY_WAIT_SECONDS
     while free_bytes(device) < needed:
         if time.monotonic() > until:

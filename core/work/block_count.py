@@ -1,4 +1,4 @@
-"""How many KV blocks there are: from explicit sizes, from a profile on a GPU, from free memory on a CPU."""
+"""The number of KV blocks: from the configuration, from a profile on a GPU, or from free memory on a CPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded
 CPU_DEFAULT_BYTES = 4 << 30
-GRAPH_BYTES = 8 << 20  # of a captured graph, beside the memory it works in
-CHOICE_BYTES = 24  # of each logit while tokens are chosen: itself, and fp32 copies that are masked
+GRAPH_BYTES = 8 << 20  # that a captured graph takes, besides the memory that graphs share
+CHOICE_BYTES = 24  # that each logit takes while tokens are chosen: the logit and masked copies in fp32
 
 
 def count_blocks(
@@ -34,11 +34,11 @@ def count_blocks(
     graph_sizes: Sequence[int] = (),
     beside: int = 0,
 ) -> tuple[int, int]:
-    """Blocks in the pool (the null block among them), and the longest request they and the model allow. `beside`: bytes
-    that a draft model needs for each block.
+    """Blocks in the pool, the null block among them, and the length of the longest request that they and the model
+    allow. beside: bytes that a draft model needs for each block.
 
-    Without `max_model_len` the model's own limit holds, cut to what the cache can hold. There are never more blocks
-    than all seats could fill.
+    Without `max_model_len` the limit is the model's, or what the cache can hold if that is less. There are never more
+    blocks than `max_num_seqs` requests can fill.
 
     Raises:
         OutOfMemoryError: not one request of `max_model_len` tokens would fit.
@@ -75,7 +75,7 @@ def count_blocks(
 
 
 def free_host_bytes() -> int:
-    """Memory that can be taken without swapping; where the system does not tell, half of what it has."""
+    """Memory that can be taken without swapping; if the system does not tell, half of its memory."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -89,8 +89,8 @@ def free_host_bytes() -> int:
 def _profile_cuda(
     config: EngineConfig, layout: KVLayout, model: PagedModel, backend: Backend, graph_sizes: Sequence[int]
 ) -> int:
-    """What the cache may take of a GPU: its share, less weights, the peak of the largest step or of choosing tokens for
-    all seats, graphs and what other programs have."""
+    """Bytes of a GPU's memory for the cache: the configured share of the GPU, less the weights, the peak of the largest
+    step or of choosing tokens for `max_num_seqs` requests, the graphs, and the memory of other programs."""
     cache, scheduler, device = config.cache_config, config.scheduler_config, model.device
     budget = scheduler.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(device)
@@ -121,9 +121,9 @@ def run_largest_step(
     budget: int,
     requests: int = 0,
 ) -> torch.Tensor:
-    """Requests that fill the whole budget, over a pool of two blocks that are named again and again: takes the memory
-    of such a step without the cache's. `requests`: so many; 0: as few as can be. Returns logits ``[8, vocab]``, or as
-    many as there are requests."""
+    """Run a step that fills the whole token budget. All block tables name one block of a pool of two, so the step takes
+    its own memory and not that of a cache. requests: in the step; 0: as few as possible. Returns logits ``[8, vocab]``,
+    or a row for each request if there are more."""
     longest = budget // requests if requests else min(budget, model.max_position or budget)
     starts = np.arange(0, budget, longest)
     runner = ModelRunner(model, layout, backend, 2, len(starts), longest, budget)

@@ -15,6 +15,7 @@ from ...ipc.errors import InvalidRequestError, NotSupportedError, OutOfMemoryErr
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
 from ..memory.updates import NO_COPIES, TableUpdate
+from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.load.loader import load_model
 from ..model.load.quantized import BITS
@@ -26,7 +27,8 @@ from ..plan.control import PendingStep, WorkerFacts
 from ..plan.step import IN_FLIGHT, StepPlan, StepResult, with_guesses
 from .adapter_files import LoRALimits
 from .backends import graph_sizes
-from .block_count import count_blocks, free_host_bytes
+from .block_count import free_host_bytes
+from .decisions import Decisions
 from .draft import Drafter, load_draft
 from .grammar import GrammarCompiler
 from .host_blocks import count_slots, offloading_bytes
@@ -39,7 +41,7 @@ class GenerationWorker(LocalWorker):
     """See `Worker`."""
 
     def __init__(
-        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+        self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
     ) -> None:
         scheduler, host_bytes = config.scheduler_config, offloading_bytes(config.cache_config)
         super().__init__(config, decisions)
@@ -48,7 +50,7 @@ class GenerationWorker(LocalWorker):
         if config.lora_config.enable_lora:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
-        model = self._load(kept if decisions is None else decisions["fusing"])
+        model = self._load(kept if decisions is None else decisions.fusing)
         limits = None if self._loras is None else _lora_limits(config, model, self._loras)
         self._registry = Registry(lambda: _grammar_compiler(config, model), limits, model.hidden_size)
         self._explained = model.explain()
@@ -56,7 +58,7 @@ class GenerationWorker(LocalWorker):
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
         self._draft = load_draft(config, model, self.layout)
         beside = self._draft.layout.block_bytes if self._draft else 0
-        num_blocks, max_model_len = count_blocks(config, self.layout, model, self._backend, self._graph_sizes, beside)
+        num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)
         self.facts = WorkerFacts(
             self._model_facts(
                 model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=self._fingerprint
@@ -69,13 +71,13 @@ class GenerationWorker(LocalWorker):
             limits is not None,
             self._copies.asynchronous,
         )
-        self.decisions["fusing"] = model.decisions
+        self.decisions.fusing = model.decisions
         self._model = model
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and their copies
         self._drafter: Drafter | None = None
         self._make_runners()
 
-    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PagedModel:
+    def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PagedModel:
         config, backend = self._config, self._backend
         model = load_model(
             config.model_config,
@@ -178,7 +180,7 @@ class GenerationWorker(LocalWorker):
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            model = self._load(self.decisions["fusing"])
+            model = self._load(self.decisions.fusing)
             if model.whole is not None:
                 self._model = model
             else:  # others know its tensors by their identity

@@ -13,13 +13,15 @@ from torch import nn
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
+from ...kernels.contract import SequenceOffsets
+from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.encoder import EncoderModel
 from ..model.run.paged_model import PagedModel
 from ..model.run.pooling import PoolingModel, load_pooling_model
 from ..plan.control import PendingStep, WorkerFacts
 from ..plan.step import NewSequence, StepPlan, StepResult
-from .block_count import count_blocks
+from .decisions import Decisions
 from .device import Tokens
 from .kv_layout import KVLayout
 from .worker import LackedMemory, LocalWorker, empty, fingerprint, lack_in, row_errors, tensors_of
@@ -32,11 +34,11 @@ class PoolingWorker(LocalWorker):
     CPU too, because a whole model's native call ends in logits."""
 
     def __init__(
-        self, config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+        self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
     ) -> None:
         _refuse(config)
         super().__init__(config, decisions)
-        self.model = self._load(kept if decisions is None else decisions["fusing"])
+        self.model = self._load(kept if decisions is None else decisions.fusing)
         trunk, replace = self.model.trunk, msgspec.structs.replace
         if isinstance(trunk, EncoderModel):
             self.layout = KVLayout(config.cache_config.block_size, trunk.dtype, 0, (), (), (), (), ())
@@ -46,7 +48,7 @@ class PoolingWorker(LocalWorker):
             if config.model_config.max_model_len is None and (most := self.model.recipe.max_length) is not None:
                 most = min(most, trunk.max_position or most)
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
-            num_blocks, max_model_len = count_blocks(config, self.layout, trunk, self._backend)
+            num_blocks, max_model_len = self._count_blocks(config, self.layout, trunk)
         weights = fingerprint(self.model.model.state_dict())
         embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
         self.facts = WorkerFacts(
@@ -60,12 +62,12 @@ class PoolingWorker(LocalWorker):
         )
         if isinstance(trunk, PagedModel):
             self._runner = self._make_runner(trunk, self.layout, self.facts)
-        self.decisions["fusing"] = getattr(trunk, "decisions", {})
+        self.decisions.fusing = getattr(trunk, "decisions", {})
         self._explained = self.model.explain()
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._rows: dict[int, list[np.ndarray]] = {}  # their hidden states, as far as they have come
 
-    def _load(self, decisions: Mapping[str, Any] | KeptDecisions | None) -> PoolingModel:
+    def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PoolingModel:
         config = self._config
         return load_pooling_model(
             config.model_config, config.load_config, self._device, self._backend, decisions, self._prepare
@@ -83,7 +85,7 @@ class PoolingWorker(LocalWorker):
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            self.model, self._dropped = self._load(self.decisions["fusing"]), False
+            self.model, self._dropped = self._load(self.decisions.fusing), False
         trunk = self.model.trunk
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
             self._runner = self._make_runner(trunk, self.layout, self.facts)
@@ -115,7 +117,9 @@ class PoolingWorker(LocalWorker):
                 else:
                     encoder: Any = self.model.trunk
                     seconds = [self._second(slot) for slot in slots.tolist()]
-                    hidden = encoder.forward(plan.token_ids, counts.tolist(), seconds)
+                    hidden = encoder.forward(
+                        plan.token_ids, SequenceOffsets.of(counts.tolist(), slots.tolist()), seconds
+                    )
                     hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
         except RuntimeError as error:
             return LackedMemory(plan, lack_in(error))

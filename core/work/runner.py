@@ -12,6 +12,7 @@ import torch
 
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ...kernels.reference.fallback import ReferenceFallback
 from ..model.run.attention import StepAttention
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
@@ -76,11 +77,14 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.device = device = device_for(model.device)
-        self.inputs = StepInputs(device, layout, max_num_seqs, max_model_len, max_tokens, model.row_multiple)
+        self.inputs = StepInputs(
+            device, layout, max_num_seqs, max_model_len, max_tokens, model.row_multiple, model.position_axes
+        )
         # zeroed, for rows that are masked are still multiplied by 0
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
         self._host = HostBlocks(device, layout, host_blocks)
-        self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype)
+        self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype, model.device)
+        self._fallbacks: dict[int, ReferenceFallback] = {}  # by the id of a backend
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
@@ -159,13 +163,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, token_ids: np.ndarray, rows: np.ndarray
+        self,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        token_ids: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray | None = None,
+        reach: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Logits ``[len(rows), vocab]`` of chosen rows of a step, in whose arrays one entry is one request: int64
-        slots, starts and counts, and the token ids of all, one after another, as in `Step`."""
+        slots, starts and counts, and the token ids of all, one after another, as in `Step`. positions and reach: see
+        `Rows`."""
         self._turn = (self._turn + 1) % TURNS
         self._marks[self._turn].wait()
-        step = Rows(slots, starts, counts, token_ids, rows).singles_first()
+        step = Rows(slots, starts, counts, token_ids, rows, positions, reach).singles_first()
         try:
             size = self._graph_size(step)
             return self._launch(step) if size is None else self._replay(step, size)
@@ -194,15 +206,14 @@ class ModelRunner:
         return found
 
     def _launch(self, step: Rows) -> torch.Tensor:
-        count, batches = self.inputs.fill(step, self._turn)
+        count, batches, sequences = self.inputs.fill(step, self._turn)
         ids = self.inputs.ids.device[:count]
         if self.device.asynchronous or (step.token_ids == IN_FLIGHT).any():
             ids = self._with_last_tokens(ids, count)
         embeds = self._mix_embeds(ids, step) if self._embeds else None
         wanted = self.inputs.wanted.device[: self.inputs.padded(len(step.wanted))]
-        logits = self.model.forward(
-            ids, self.inputs.positions.device[:count], self._plan(batches, count), wanted, embeds
-        )
+        attention = self._plan(batches, count)
+        logits = self.model.forward(ids, self.inputs.positions(count), attention, sequences, wanted, embeds)
         return logits[: len(step.wanted)]
 
     def _with_last_tokens(self, ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -214,11 +225,24 @@ class ModelRunner:
         offsets = self.inputs.offsets.device[:count]
         for (group, spec), calls in self._plans.items():
             backend = self._backends[calls[0]]
+            if not backend.takes(batches[group]):
+                backend = self._fallback_for(backend)
             plan = backend.plan(spec, batches[group], self.model.device, self._turn, graph)
             shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend)
             for call in calls:
                 attention[call] = shared
         return attention  # type: ignore[return-value]  # every call has a plan
+
+    def _fallback_for(self, backend: Backend) -> ReferenceFallback:
+        """What runs the steps that `backend` does not take."""
+        if id(backend) not in self._fallbacks:
+            logger.warning(
+                "a step in which tokens see later ones is not for the %s kernels: the reference kernels run such "
+                "steps, many times slower",
+                backend.name,
+            )
+            self._fallbacks[id(backend)] = ReferenceFallback(backend, self.model.device)
+        return self._fallbacks[id(backend)]
 
     # ------------------------------------------------------------------ graphs
 
@@ -253,13 +277,13 @@ class ModelRunner:
         step = Rows(nothing, nothing, np.ones(1, np.int64), nothing, np.zeros(size, np.int64))
         self._turn = (self._turn + 1) % TURNS
         self._marks[self._turn].wait()
-        _, batches = self.inputs.fill(step, self._turn, size)
+        _, batches, sequences = self.inputs.fill(step, self._turn, size)
         attention = self._plan(batches, size, graph=True)
         every_row = self._every_row[:size]
 
         def run() -> torch.Tensor:
             ids = self._with_last_tokens(self.inputs.ids.device[:size], size)
-            return self.model.forward(ids, self.inputs.positions.device[:size], attention, every_row)
+            return self.model.forward(ids, self.inputs.positions(size), attention, sequences, every_row)
 
         self._graphs[size] = _Graph(*self.device.capture(run))
         self._marks[self._turn] = self.device.mark()
@@ -268,15 +292,15 @@ class ModelRunner:
         """The smallest graph that this step fits in."""
         num = len(step.slots)
         adapted = self._adapted is not None and self._adapted.begin(step.slots, step.counts, step.wanted)
-        if adapted or self._embeds or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
+        eager = adapted or self._embeds or step.reach is not None
+        if eager or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
             return None
         if int(step.starts.max()) >= self._graph_max_len:
             return None
         return next((size for size in self._graphs if size >= num), None)
 
     def _replay(self, step: Rows, size: int) -> torch.Tensor:
-        _, batches = self.inputs.fill(step, self._turn, size)
-        self._plan(batches, size, graph=True)
+        self._plan(self.inputs.fill(step, self._turn, size).batches, size, graph=True)
         graph = self._graphs[size]
         graph.replay()
         return graph.logits[: len(step.slots)]

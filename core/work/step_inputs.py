@@ -1,4 +1,7 @@
-"""What a forward pass reads, filled by the host in each step: ids, positions, places in the cache, block tables."""
+"""What a forward pass reads, filled by the host in each step: ids, positions, places in the cache, block tables.
+
+The index of a token in its sequence says where its keys and values lie. Its positions go into rotary embedding alone.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels.contract import ROW_MULTIPLE, DeviceBatch, PagedBatch
+from ...kernels.contract import ROW_MULTIPLE, DeviceBatch, PagedBatch, SequenceOffsets
 from .device import Device, Staged
 from .kv_layout import KVLayout
 
 
 class Rows(NamedTuple):
-    """The requests of a step. One entry is one request, but for `token_ids`, which has those of all, one request's
-    after another's, and `wanted`: the rows that are to have logits."""
+    """The requests of a step. In the first three arrays one entry is one request; `token_ids` has the tokens of all
+    requests, one request after the other."""
 
     slots: np.ndarray  # int64 [requests]
     starts: np.ndarray  # int64 [requests]: tokens computed before
     counts: np.ndarray  # int64 [requests]: tokens to compute
     token_ids: np.ndarray  # [sum of counts]
-    wanted: np.ndarray  # int64 [n], each below the sum of counts
+    wanted: np.ndarray  # int64 [n]: the rows that need logits, each below the sum of counts
+    positions: np.ndarray | None = None  # int64 [axes, sum of counts]; None: on each axis the index of the token
+    reach: np.ndarray | None = None  # int32 [sum of counts]: the last index that a row sees; None: its own
 
     def singles_first(self) -> Rows:
         """The same step with the requests of a single row in front."""
@@ -34,17 +39,28 @@ class Rows(NamedTuple):
         moved[order] = _starts(counts)
         within = np.arange(len(self.token_ids)) - np.repeat(_starts(counts), counts)
         request = np.searchsorted(np.cumsum(self.counts), self.wanted, side="right")
+        rows = np.repeat(firsts[order], counts) + within
         return Rows(
             self.slots[order],
             self.starts[order],
             counts,
-            self.token_ids[np.repeat(firsts[order], counts) + within],
+            self.token_ids[rows],
             self.wanted + (moved - firsts)[request],
+            None if self.positions is None else self.positions[:, rows],
+            None if self.reach is None else self.reach[rows],
         )
 
 
+class Filled(NamedTuple):
+    """A step as it lies in the arrays."""
+
+    num_rows: int  # of the forward pass, padding included
+    batches: list[PagedBatch]  # one for each KV group
+    sequences: SequenceOffsets
+
+
 class StepInputs:
-    """The arrays, and the block tables they are made from."""
+    """The arrays of a step, and the block tables that they are made from."""
 
     def __init__(
         self,
@@ -54,8 +70,9 @@ class StepInputs:
         max_model_len: int,
         max_tokens: int,
         multiple: int = ROW_MULTIPLE,
+        axes: int = 1,
     ) -> None:
-        """multiple: of which the rows of a forward pass are to be one."""
+        """multiple: the number of rows of a forward pass is a multiple of this. axes: of positions."""
         self._multiple = multiple
         groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
         rows = self.padded(max(max_tokens, max_num_seqs))
@@ -64,43 +81,49 @@ class StepInputs:
         def staged(n: int, dtype: torch.dtype = torch.int64) -> Staged:
             return Staged(device, (n,), dtype)
 
-        self.ids, self.positions, self.row_slots = staged(rows), staged(rows), staged(rows)
+        self.ids, self.row_slots = staged(rows), staged(rows)
+        self._positions = Staged(device, (rows, axes), torch.int64)
+        self._index = np.zeros(rows, np.int64)  # of each row's token in its sequence
         self.places = [staged(rows, torch.int32) for _ in range(groups)]  # the block of each row
         self.offsets = staged(rows, torch.int32)  # its place in the block
         self.wanted = staged(rows)
         seqs = self.padded(max_num_seqs)
         self.qo_indptr, self.kv_indptr = staged(seqs + 1, torch.int32), staged(seqs + 1, torch.int32)
-        self.last_page_len = staged(seqs, torch.int32)
+        self.last_page_len, self.request_slots = staged(seqs, torch.int32), staged(seqs, torch.int32)
         self.kv_indices = [staged(max_num_seqs * columns + seqs, torch.int32) for _ in range(groups)]
         self._block_size = layout.block_size
         self._asynchronous = device.asynchronous
-        # Padding stands at the last position there is. It changes nothing in a model that passed verification, which
-        # runs the same way: frequencies that depend on a neighbour's position would show there.
+        # Padding rows have the last position there is. A model whose frequencies depend on the positions of other rows
+        # would fail verification, which pads rows in the same way.
         self._last_position = max_model_len - 1
 
     def padded(self, n: int) -> int:
         """The next multiple, at least one."""
         return max(1, -(-n // self._multiple)) * self._multiple
 
-    def fill(self, rows: Rows, turn: int, requests: int | None = None) -> tuple[int, list[PagedBatch]]:
-        """Write a step's arrays and send them. Returns the number of rows of the forward pass, padding included, and a
-        batch for each KV group.
+    def positions(self, count: int) -> torch.Tensor:
+        """Of the first rows, on the device: int64 ``[axes, count]``."""
+        return self._positions.device[:count].T
 
-        requests: at least as many as there are, each of a single row; those too many are padding that attends to the
-        null block. None: rows are padded to a multiple, and belong to no request.
+    def fill(self, rows: Rows, turn: int, requests: int | None = None) -> Filled:
+        """Write a step's arrays and send them.
+
+        requests: fill up to this number of requests, all of a single row; those of padding attend to the null block.
+        None: rows are padded to a multiple, and the padding belongs to no request.
         """
-        slots, starts, counts, token_ids, wanted = rows
+        slots, starts, counts, token_ids, wanted, given_positions, given_reach = rows
         total, num, size = len(token_ids), len(slots), self._block_size
         count = self.padded(total) if requests is None else requests
-        ids, positions, offsets = self.ids.host[turn], self.positions.host[turn], self.offsets.host[turn]
-        row_slots = self.row_slots.host[turn]
+        ids, positions, offsets = self.ids.host[turn], self._positions.host[turn], self.offsets.host[turn]
+        row_slots, index = self.row_slots.host[turn], self._index[:total]
         ids[:total] = token_ids
         if total == num:
-            row_slots[:total], positions[:total] = slots, starts
+            row_slots[:total], index[:] = slots, starts
         else:
             row_slots[:total] = np.repeat(slots, counts)
-            positions[:total] = np.arange(total) + np.repeat(starts - _starts(counts), counts)
-        column, offsets[:total] = np.divmod(positions[:total], size)
+            index[:] = np.arange(total) + np.repeat(starts - _starts(counts), counts)
+        positions[:total] = index[:, None] if given_positions is None else given_positions.T
+        column, offsets[:total] = np.divmod(index, size)
         for group, places in enumerate(self.places):
             places.host[turn][:total] = self.tables[group, row_slots[:total], column]
         if count > total:
@@ -108,11 +131,11 @@ class StepInputs:
             positions[total:count] = self._last_position
             for places in self.places:
                 places.host[turn][total:count] = 0  # the null block
-        if requests is None:  # a graph wants every row
+        if requests is None:  # a graph computes the logits of every row
             self.wanted.host[turn][: len(wanted)] = wanted
             self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
         if on_device := self._asynchronous:
-            for array in (self.ids, self.positions, self.offsets, self.row_slots, *self.places):
+            for array in (self.ids, self._positions, self.offsets, self.row_slots, *self.places):
                 array.send(turn, count)
             if requests is None:
                 self.wanted.send(turn, self.padded(len(wanted)))
@@ -126,6 +149,8 @@ class StepInputs:
         if last > num:
             qo_indptr[num + 1 : last + 1] = qo_indptr[num] + np.arange(1, last - num + 1)
             kv_indptr[num + 1 : last + 1] = kv_indptr[num] + np.arange(1, last - num + 1)
+        request_slots = self.request_slots.host[turn]
+        request_slots[:num], request_slots[num:last] = slots, -1
         lengths = self.last_page_len.host[turn]
         lengths[:num], lengths[num:last] = starts + counts - (num_blocks - 1) * size, 1
         listed = np.arange(int(num_blocks.max())) < num_blocks[:, None]
@@ -133,13 +158,15 @@ class StepInputs:
         if on_device:
             self.kv_indptr.send(turn, last + 1)
             self.last_page_len.send(turn, last)
+        cu_seqlens = self.qo_indptr.pages[turn][: last + 1]
+        reach = None if given_reach is None else torch.from_numpy(given_reach)
         batches = []
         for group, indices in enumerate(self.kv_indices):
             indices.host[turn][:used] = self.tables[group, slots, : listed.shape[1]][listed]
             indices.host[turn][used:all_blocks] = 0
             twins = None
             if on_device:
-                # In a graph the whole array, for its address and length must not change.
+                # A graph gets the whole array, because its address and length must not change.
                 sent = indices.send(turn, all_blocks)
                 twins = DeviceBatch(
                     self.kv_indptr.device[: last + 1],
@@ -148,7 +175,7 @@ class StepInputs:
                 )
             batches.append(
                 PagedBatch(
-                    self.qo_indptr.pages[turn][: last + 1],
+                    cu_seqlens,
                     self.kv_indptr.pages[turn][: last + 1],
                     indices.pages[turn][:all_blocks],
                     self.last_page_len.pages[turn][:last],
@@ -156,9 +183,10 @@ class StepInputs:
                     int((counts == 1).sum()) + last - num,
                     group,
                     twins,
+                    reach,
                 )
             )
-        return count, batches
+        return Filled(count, batches, SequenceOffsets(cu_seqlens, self.request_slots.pages[turn][:last]))
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ from ..plan.control import (
 )
 from ..plan.step import RowError, StepPlan, StepResult
 from .backends import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
+from .block_count import count_blocks
+from .decisions import Decisions
 from .device import device_for
 from .kv_layout import KVLayout, cache_dtype
 from .profiler import Profiler
@@ -52,12 +55,12 @@ if TYPE_CHECKING:
 
 
 def make_worker(
-    config: EngineConfig, decisions: Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+    config: EngineConfig, decisions: Decisions | Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
 ) -> LocalWorker:
     """The worker of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools.
 
     Args:
-        decisions: those of the core before.
+        decisions: those of the core before, as they are or decoded from a message.
         kept: for a first core: decisions of fusing from an earlier start.
     """
     from ..model.run.pooling import wants_pooling
@@ -65,17 +68,17 @@ def make_worker(
     from .pooling_worker import PoolingWorker
 
     kind = PoolingWorker if wants_pooling(config.model_config, config.load_config) else GenerationWorker
-    return kind(config, decisions, kept)
+    return kind(config, None if decisions is None else msgspec.convert(decisions, Decisions), kept)
 
 
 class LocalWorker(Worker):
     """See `Worker`. A subclass loads a model, and runs its steps."""
 
-    def __init__(self, config: EngineConfig, decisions: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: EngineConfig, decisions: Decisions | None) -> None:
         self._config = config
         self._device = pick_device(config.device_config.device)
         if decisions is not None:
-            wait_for_memory(self._device, decisions["device_bytes"])
+            wait_for_memory(self._device, decisions.device_bytes)
         self._free_at_first = free_bytes(self._device)
         self._backend = choose_backend(config.device_config, self._device)
         self._copies = device_for(self._device)  # for copies that are no runner's
@@ -84,7 +87,8 @@ class LocalWorker(Worker):
         self._registry = Registry()
         self._profiler = Profiler()
         self._methods = with_extension(self.apply_model, config.parallel_config.worker_extension_cls)
-        self.decisions: dict[str, Any] = {"device_bytes": 0}
+        self._given = decisions or Decisions()
+        self.decisions = Decisions()
         self._controls: dict[type, Callable[[Any], Any]] = {
             PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter),
             DropAdapter: lambda r: self._registry.drop_adapter(r.number),
@@ -128,7 +132,7 @@ class LocalWorker(Worker):
     # ------------------------------------------------------------------ what is the same for all
 
     def warm_up(self) -> None:
-        self.decisions["device_bytes"] = max(0, self._free_at_first - free_bytes(self._device))
+        self.decisions.device_bytes = max(0, self._free_at_first - free_bytes(self._device))
 
     def control(self, record: Control) -> Any:
         return self._controls[type(record)](record)
@@ -146,6 +150,21 @@ class LocalWorker(Worker):
         self._copies.release_memory()
 
     # ------------------------------------------------------------------ for subclasses
+
+    def _count_blocks(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        model: PagedModel,
+        graph_sizes: Sequence[int] = (),
+        beside: int = 0,
+    ) -> tuple[int, int]:
+        """Blocks in the pool and the longest request: those of the core before, or by `count_blocks`."""
+        count = self._given.num_blocks, self._given.max_model_len
+        if not self._given.num_blocks:
+            count = count_blocks(config, layout, model, self._backend, graph_sizes, beside)
+        self.decisions.num_blocks, self.decisions.max_model_len = count
+        return count
 
     def _prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
         prepare_kernels(self._backend, specs, dtype, self._cache_dtype(dtype))

@@ -1,8 +1,7 @@
 """FlashInfer's kernels on an NVIDIA GPU (0.6.15; Ye et al., "FlashInfer", MLSys 2025).
 
-How a step's rows are shared out, and in which memory, is in flashinfer_work.py and flashinfer_plan.py; here are the
-kernels. What FlashInfer has none for (fp32, odd sizes) falls back to plain torch, on the same device. Nothing here
-waits for the device.
+partition.py says which kernel gets which rows of a step, and plan.py has the memory that the kernels' plans need. Where
+FlashInfer has no kernel (fp32, odd sizes), plain torch computes on the same device. Nothing here waits for the device.
 
 With `deterministic`, a row's bits depend on its request alone: attention is FA2's prefill kernel for every row, one
 query tile high, with keys shared out by position; matrix products are our own, which treat each row alike.
@@ -11,6 +10,7 @@ query tile high, with keys shared out by position; matrix products are our own, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from .. import BackendUnavailableError
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..reference.backend import FP8_LARGEST, ReferenceBackend
 from . import prebuilt
+from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import AttentionPlan, Planner
-from .work import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
 
 
 class FlashInferBackend(Backend):
-    """See `interface.Backend` for what the methods promise.
+    """See `contract.Backend` for what the methods promise.
 
     `plan` is for the dtypes that `refuses` was last asked about for that spec.
     """
@@ -95,6 +95,8 @@ class FlashInferBackend(Backend):
             )
         if dim is None:
             return f"heads of {spec.key_dim} elements: FlashInfer's kernels take {prebuilt.HEAD_DIMS[-1]} at most"
+        if spec.bias is not None:
+            return "a bias on its scores: FlashInfer's kernels are used without one"
         if rest:
             return f"{spec.num_q_heads} query heads over {spec.num_kv_heads} KV heads: they don't divide"
         if self.deterministic and group > QUERY_TILE:
@@ -103,6 +105,11 @@ class FlashInferBackend(Backend):
             return f"compute capability {_dotted(self._gpu)}: deterministic takes 8.0"
         self._kinds[spec] = Kind(spec, dim, dtype, kv_dtype)
         return None
+
+    def prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        """Compile the modules that nobody has compiled ahead. Raises `prebuilt.KernelsError` where that fails."""
+        kinds = (prebuilt.attention_of(spec, dtype, kv_dtype) for spec in dict.fromkeys(specs))
+        prebuilt.compile_missing(prebuilt.modules_needed(kind for kind in kinds if kind))
 
     def cache_dim(self, dim: int) -> int:
         """The next of 64, 128 and 256; `dim` itself where there is none."""

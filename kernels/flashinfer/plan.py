@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..contract import AttentionSpec, DeviceBatch, PagedBatch
-from .work import (
+from .partition import (
     DETERMINISTIC_SPLIT,
     QUERY_TILE,
     Ints,
@@ -105,7 +105,7 @@ class Planner:
         self._graph_plans: dict[tuple[Kind, int, int], AttentionPlan] = {}
 
     def plan(self, kind: Kind, batch: PagedBatch, turn: int, graph: bool) -> AttentionPlan:
-        """Share the rows out and plan each wrapper; see `interface.Backend.plan`."""
+        """Share the rows out and plan each wrapper; see `contract.Backend.plan`."""
         requests = len(batch.last_page_len)
         on_device = batch.on_device or DeviceBatch(batch.kv_indptr, batch.kv_indices, batch.last_page_len)
         if graph:

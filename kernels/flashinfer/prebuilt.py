@@ -67,7 +67,7 @@ def head_dim(dim: int) -> int | None:
 def attention_of(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Attention | None:
     """What kernels a layer needs; None where FlashInfer has none for it."""
     size = head_dim(spec.key_dim)
-    if size is None or spec.value_dim != spec.key_dim or dtype.itemsize != 2:
+    if size is None or spec.value_dim != spec.key_dim or spec.bias is not None or dtype.itemsize != 2:
         return None
     if kv_dtype != dtype and kv_dtype.itemsize != 1:
         return None

@@ -1,7 +1,7 @@
-"""The native backend: C++ kernels for x86 processors, compiled on first use (see native_build.py and native/).
+"""The native backend: C++ kernels for x86 processors, compiled on first use (see build.py).
 
-Each method packs addresses, sizes and strides into one array of 64-bit words, which native.cpp takes apart, and makes
-one call: that takes a microsecond or two, and lets go of the GIL.
+Each method packs addresses, sizes and strides into one array of 64-bit words, which native.cpp unpacks, and makes one
+call. A call takes one or two microseconds and releases the GIL.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NativePlan:
 
 
 class NativeBackend(Backend):
-    """C++ on a CPU. See `interface.Backend` for what the methods promise.
+    """C++ on a CPU. See `contract.Backend` for what the methods promise.
 
     Raises:
         BackendUnavailableError: it can't be built here, or the processor is not one it is written for.
@@ -59,19 +59,21 @@ class NativeBackend(Backend):
     heads_first = True
 
     def __init__(self, level: str | None = None) -> None:
-        """`level` names an instruction set of native_build.py; None: the best this processor has."""
+        """`level` names an instruction set of build.py; None: the best one of this processor."""
         self._library = library = load(level)
         self._call = {name: function(library, name) for name in _FUNCTIONS}
         self._plan = function(library, "attention_plan", ctypes.c_void_p)
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self._slow_halves = "avx512_bf16" not in cpu_features()
-        self._reference = ReferenceBackend()  # for what is of no dtype or layout of ours
+        self._reference = ReferenceBackend()  # for dtypes and strides that the C++ code does not know
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-        """Nothing a model of ours has."""
+        """Dtypes and score biases that no native kernel knows."""
         if dtype not in DTYPES or kv_dtype not in DTYPES:
             return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
+        if spec.bias is not None:
+            return "a bias on its scores, which no native kernel adds"
         return None
 
     def append(
@@ -169,8 +171,8 @@ class NativeBackend(Backend):
         return query.dtype == key.dtype in DTYPES and query.stride(2) == key.stride(2) == 1
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """torch's own. Where the processor has no instructions for halves it is slow with them, and ours takes its
-        place."""
+        """torch's own product. In half precision it is slow on a processor without bf16 instructions, and a native
+        product takes its place."""
         if x.dtype == torch.float32 or not self._slow_halves:
             return F.linear(x, weight, bias)
         return linear(self._library, x, weight, bias)
@@ -183,7 +185,7 @@ class NativeBackend(Backend):
         bits: int | None = None,
         quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> Decoder:
-        """All in one call."""
+        """One call runs a step."""
         return NativeDecoder(self._library, layers, norm, head, bits, quantized)
 
     def mask(

@@ -1,4 +1,4 @@
-// What Python calls to run a whole model; see native_decoder.py, which packs the words.
+// What Python calls to run a whole model; see decoder.py, which packs the words.
 #include "decoder.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

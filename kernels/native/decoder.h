@@ -13,7 +13,7 @@
 
 namespace mainspring {
 
-// Made of 64-bit words, as native_decoder.py writes them.
+// Made of 64-bit words, as decoder.py writes them.
 struct NormOf {
     const void* weight;  // null: there is none
     Dtype dtype;

@@ -12,7 +12,7 @@ import torch
 from .. import host_memory
 from ..contract import LayerCache
 from ..decoder_contract import GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
-from .weights import GATE, PackedWeight, pack, pack_quantized
+from .weights import GATE, PackedWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
@@ -75,6 +75,12 @@ class NativeDecoder:
     def give_back(self) -> None:
         for weight in self.weights.values():
             host_memory.give_back(weight.memory)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed = self.weights[id(weight)]
+        assert isinstance(packed, PackedWeight)
+        kept = None if bias is None else self.weights.get(id(bias))
+        return linear(self._library, x, packed, bias if kept is None else kept.unpack())
 
     def run(
         self,

@@ -1,4 +1,4 @@
-// Weights into panels and out of them, and one linear layer: what native_weights.py calls. Arguments as in native.cpp; the
+// Weights into panels and out of them, and one linear layer: what weights.py calls. Arguments as in native.cpp; the
 // first five words are always the fields of a `Weight`, the sixth says whether its rows are interleaved for `Gated`.
 #include <cstdlib>
 

@@ -6,7 +6,7 @@
 
 namespace mainspring {
 
-enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, int8 = 8 };  // as native_weights.py numbers them
+enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, int8 = 8 };  // as weights.py numbers them
 
 struct Weight {
     WeightKind kind;

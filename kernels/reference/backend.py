@@ -19,10 +19,10 @@ import math
 
 import torch
 
-from ..contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
+from ..contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch, SlopeBias
+from .attention_plan import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
 from .gumbel import keyed_choice
 from .sampling import mask_top_k_top_p_min_p
-from .worklist import KV_TILE, MASKED, AttentionPlan, Chunk, WorkSet, plan_attention
 
 SMALLEST_PRODUCT = 16**3
 """Multiply-adds up to which torch does not give a half-precision product to oneDNN."""
@@ -35,7 +35,7 @@ FP8_LARGEST = 448.0
 
 
 class ReferenceBackend(Backend):
-    """Plain torch. See `interface.Backend` for what the methods promise."""
+    """Plain torch. See `contract.Backend` for what the methods promise."""
 
     name = "reference"
     graph_max_kv_len: int | None = 0
@@ -46,6 +46,10 @@ class ReferenceBackend(Backend):
         self.deterministic = deterministic
         self._workspaces: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._exact_unpadded: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+
+    def takes(self, batch: PagedBatch) -> bool:
+        """Every step."""
+        return True
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
@@ -142,8 +146,12 @@ class ReferenceBackend(Backend):
             scores.mul_(spec.scale)
         else:
             scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+        apart = scores.view(pairs, kv_heads, work.query_tile, group, KV_TILE)
+        if chunk.query_indices is not None and chunk.key_indices is not None:
+            distances = (chunk.query_indices[:, :, None] - chunk.key_indices[:, None, :]).abs_()
+            apart.add_(_bias(spec, distances))
         if chunk.mask is not None:
-            scores.view(pairs, kv_heads, work.query_tile, group, KV_TILE).add_(chunk.mask)
+            apart.add_(chunk.mask)
         return scores
 
     def _weigh(self, weights: torch.Tensor, values: torch.Tensor, padded: int) -> torch.Tensor:
@@ -283,6 +291,21 @@ def _rows_agree(rows: int, like: torch.Tensor, dtype: torch.dtype, device: torch
         for batch in (1, 2, 12, 64)
         for at in range(0, 64, batch)
     )
+
+
+def _bias(spec: AttentionSpec, distances: torch.Tensor) -> torch.Tensor:
+    """Of scores at distances int64 ``[pairs, query_tile, KV_TILE]``: fp32 ``[pairs, kv_heads, query_tile, group,
+    KV_TILE]``."""
+    if isinstance(spec.bias, SlopeBias):
+        slopes = torch.tensor(spec.bias.slopes, device=distances.device)
+        of_heads = distances.float() * -slopes[:, None, None, None]
+    else:
+        assert spec.bias is not None
+        table = torch.tensor(spec.bias.table, device=distances.device)
+        of_heads = table[:, distances.clamp(max=table.shape[1] - 1)]
+    # [q_heads, pairs, query_tile, KV_TILE]: query head h reads KV head h // group
+    pairs, query_tile, keys = distances.shape
+    return of_heads.view(spec.num_kv_heads, -1, pairs, query_tile, keys).permute(2, 0, 3, 1, 4)
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

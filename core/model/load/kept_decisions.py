@@ -1,9 +1,9 @@
 """Decisions of fusing, kept from one start of a core to the next.
 
-They are a file, named by a digest of all that they follow from: the model's config, code and weights (a few values of
-each), the processor, the libraries' versions, and what this package makes of them. A start takes the file away and
-writes it again once the model was verified as a whole, which every start does: after one that failed, all is decided
-anew.
+They are a file. Its name is a digest of everything that the decisions depend on: the model's config, code and weights
+(a few values of each), the processor, the versions of the libraries, and this package's own sources. A start removes
+the file and writes it again when the whole model has passed verification. After a start that failed, everything is
+decided anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import Backend
 from ....kernels.native.build import cache_folder, cpu_features
+from ..learn.fuse import Decision
 from .light_imports import keep
 
 logger = logging.getLogger(__name__)
@@ -30,15 +30,16 @@ PACKAGE = Path(__file__).parents[3]
 
 
 class KeptDecisions:
-    """Of the one model that a process loads. `folder`: by default ``fusing`` beside the native kernels."""
+    """The decisions about the one model that a process loads. folder: by default ``fusing`` beside the native
+    kernels."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._path: Path | None = None
 
-    def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Any] | None:
-        """Those of an earlier start, if there are any. None are kept for a GPU, and for code of a checkpoint's own,
-        which may import what no digest knows."""
+    def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Decision] | None:
+        """The decisions of an earlier start, if there are any. None are kept for a GPU, nor for a checkpoint with code
+        of its own, which may import files that the digest does not cover."""
         if model.device.type != "cpu" or not type(model).__module__.startswith("transformers."):
             return None
         try:
@@ -46,12 +47,12 @@ class KeptDecisions:
             self._path = folder / f"{_digest(model, backend)}.json"
             data = self._path.read_bytes()
             self._path.unlink()
-            return msgspec.json.decode(data, type=dict[str, tuple[str, bool, str, list[Any]]])
-        except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
+            return msgspec.json.decode(data, type=dict[str, Decision])
+        except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: there is no home folder
             return None
 
-    def keep(self, decisions: Mapping[str, Any]) -> None:
-        """Call it after `find`, when the model is right."""
+    def keep(self, decisions: Mapping[str, Decision]) -> None:
+        """Write them for the next start. To be called after `find`, once the model is verified."""
         if self._path is None:
             return
         try:

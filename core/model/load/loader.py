@@ -25,7 +25,7 @@ from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, Unsupported
 from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.backend import ReferenceBackend
 from ...work.device import device_for
-from ..learn.fuse import fuse_model
+from ..learn.fuse import Decision, fuse_model
 from ..learn.probe import record_attention
 from ..learn.row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products
 from ..learn.verify import verify
@@ -35,6 +35,7 @@ from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
 from .quantized import AwqWeights, read_awq, settle_quantization
 from .refuse import refuse_class, refuse_config, trial_run
+from .sliced_reading import SlicesOf, reading
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +48,19 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     backend: Backend | None = None,
-    decisions: Mapping[str, Any] | KeptDecisions | None = None,
+    decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
     offload: int = 0,
+    slices_of: SlicesOf | None = None,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
 
-    `max_model_len` settles what depends on the length of a sequence (see rope.py); without it the model's own limit
-    does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. `prepare`
-    is told the attention and the dtype before any kernel of `backend` runs. `offload` bytes of a GPU's memory are saved
-    by weights that stay in the host's (see streamed.py). Raises `ModelNotFoundError` when there is
-    no such checkpoint and `UnsupportedModelError`, naming what stands in the way, when it can't be served rightly.
+    `max_model_len` settles what depends on the length of a sequence (see frozen_rope.py); without it the model's own
+    limit does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's.
+    `prepare` is told the attention and the dtype before any kernel of `backend` runs. `offload` bytes of a GPU's memory
+    are saved by weights that stay in the host's (see streamed_layers.py). `slices_of` says which part of each tensor of
+    the checkpoint is read. Raises `ModelNotFoundError` when there is no such checkpoint and `UnsupportedModelError`,
+    naming what stands in the way, when it can't be served rightly.
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
@@ -69,10 +72,12 @@ def load_model(
     quantized: AwqWeights | None = None
     first = torch.device("cpu") if offload else device
     if quantization == "awq" and load_config.load_format != "dummy":
+        if slices_of is not None:
+            raise UnsupportedModelError(f"{name} is quantized (awq); only plain checkpoints are read in part")
         with _quiet(load_config.use_tqdm_on_load):
             model, quantized = _awq_model(config, model_class, model_config, load_config)
     else:
-        model = build_model(config, model_config, load_config, first)
+        model = build_model(config, model_config, load_config, first, slices_of=slices_of)
     model.requires_grad_(False)
     streamed, note = stream_layers(model, offload, device_for(device)) if offload else (None, "")
     paged = page(model, max_model_len, backend, decisions, prepare, streamed)
@@ -86,7 +91,7 @@ def page(
     model: PreTrainedModel,
     max_model_len: int | None = None,
     backend: Backend | None = None,
-    decisions: Mapping[str, Any] | KeptDecisions | None = None,
+    decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
     streamed: StreamedLayers | None = None,
 ) -> PagedModel:
@@ -103,7 +108,7 @@ def _learned(
     model: PreTrainedModel,
     max_model_len: int | None,
     backend: Backend,
-    decisions: Mapping[str, Any] | KeptDecisions | None,
+    decisions: Mapping[str, Decision] | KeptDecisions | None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
     streamed: StreamedLayers | None,
 ) -> PagedModel:
@@ -201,8 +206,9 @@ def build_model(
     load_config: LoadConfig,
     device: torch.device,
     auto: Any = AutoModelForCausalLM,
+    slices_of: SlicesOf | None = None,
 ) -> PreTrainedModel:
-    """The model that transformers' class `auto` makes of a checkpoint. Errors as `load_model`."""
+    """The model that transformers' class `auto` makes of a checkpoint. `slices_of` and errors as `load_model`."""
 
     def load(name: str) -> Any:
         return auto.from_pretrained(
@@ -221,7 +227,8 @@ def build_model(
 
     with _quiet(load_config.use_tqdm_on_load):
         if load_config.load_format != "dummy":
-            loaded: Any = _loaded(load, model_config)
+            with nullcontext() if slices_of is None else reading(slices_of):
+                loaded: Any = _loaded(load, model_config)
             return cast("PreTrainedModel", loaded.to(device))
         dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
         with torch.random.fork_rng(), torch.device(device):

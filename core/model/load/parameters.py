@@ -1,8 +1,8 @@
 """Where every parameter of a checkpoint lives in the model that runs.
 
-Fusing puts several checkpoint parameters into one tensor (gate and up; query, key and value). Whoever reads or writes
-weights by their checkpoint name (loading, LoRA, quantization, sharding, weight updates) goes through this map and never
-through ``model.state_dict()``, whose names change when modules are fused.
+Fusing puts several checkpoint parameters into one tensor (gate and up; query, key and value). Code that reads or writes
+weights by their checkpoint names (loading, LoRA, quantization, sharding, weight updates) uses this map and never
+``model.state_dict()``, because fusing changes the names there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Slot(NamedTuple):
 
 
 class Elsewhere(Protocol):
-    """A tensor's contents where it does not hold them itself: packed by a backend, or in host memory."""
+    """The contents of a tensor that is empty, because a backend has packed them or they are in host memory."""
 
     def unpack(self) -> torch.Tensor:
         """All of it, in the checkpoint's form."""
 
     def replace(self, weight: torch.Tensor) -> None:
-        """By such a one."""
+        """Take other contents, in the checkpoint's form."""
 
 
 class ParameterMap:
@@ -76,8 +76,8 @@ class ParameterMap:
             raise KeyError(f"the model has no parameter {name!r} (it has {len(self._slots)} others)") from None
 
     def get(self, name: str) -> torch.Tensor:
-        """A view of the parameter, in its checkpoint shape: writing to it writes to the model. Of what a
-        backend has packed, a copy."""
+        """The parameter in its checkpoint shape: a view, through which one can write to the model, or a copy where a
+        backend has packed the weight."""
         slot = self.slot(name)
         packed = self.packed.get(id(slot.tensor))
         if packed is None:
@@ -117,7 +117,7 @@ class ParameterMap:
             packed.replace(whole)
 
     def move(self, name: str, slot: Slot) -> None:
-        """Say that the parameter, whose value the caller has copied, lives in `slot` from now on."""
+        """Set `slot` as the parameter's new place. The caller has copied the value there."""
         held = slot.view().shape
         if held != self.get(name).shape:
             raise ValueError(f"parameter {name!r} has shape {tuple(self.get(name).shape)}, the slot {tuple(held)}")

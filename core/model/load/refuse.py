@@ -1,4 +1,4 @@
-"""What stands in the way of serving a model, found before anything is run."""
+"""Refuse models that can't be served, before anything of them runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....ipc.errors import MainspringError, UnsupportedModelError
 
-# Layers whose only memory is keys and values. Others (linear attention, convolutions, sparse attention with an index of
-# its own) may look the same on a few tokens, so they are not left to verification.
+# Layers whose only memory is keys and values. On a few tokens others (linear attention, convolutions, sparse attention
+# with an index of its own) may compute the same, so verification can't be relied on to find them.
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 def refuse_config(config: PreTrainedConfig, name: str) -> None:
-    """Refuse what the config alone tells."""
-    if getattr(config, "quantization_config", None):  # but for what settle_quantization has taken
+    """Refuse by the config alone."""
+    if getattr(config, "quantization_config", None):  # settle_quantization has removed those that are supported
         raise UnsupportedModelError(f"{name} is quantized, which is not supported so far")
     for layer_type in dict.fromkeys(getattr(config.get_text_config(), "layer_types", None) or ()):
         if layer_type not in _PLAIN_LAYERS:
@@ -26,7 +26,7 @@ def refuse_config(config: PreTrainedConfig, name: str) -> None:
 
 
 def refuse_class(model_class: type[PreTrainedModel]) -> None:
-    """Refuse what the model's class tells, before any weight is read."""
+    """Refuse by the model's class, before any weight is read."""
     name = model_class.__name__
     if getattr(model_class, "_is_stateful", False):
         raise UnsupportedModelError(f"{name} keeps recurrent state, which is not in a KV cache")
@@ -38,7 +38,7 @@ def refuse_class(model_class: type[PreTrainedModel]) -> None:
 
 @contextmanager
 def trial_run(name: str, how: str = "") -> Iterator[None]:
-    """Around what runs a model's own code, which may be anybody's."""
+    """Turn any error of a model's own code into `UnsupportedModelError`."""
     try:
         yield
     except (MainspringError, torch.OutOfMemoryError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirection
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....ipc.errors import UnsupportedModelError
-from ....kernels.contract import ROW_MULTIPLE
+from ....kernels.contract import ROW_MULTIPLE, SequenceOffsets
 from ...work.device import device_for
 from ..learn.probe import HARMLESS, MaskFunction
 from ..learn.verify import TOLERANCE
@@ -67,21 +68,26 @@ def _attend(
                 f"{type(module).__name__} passes {argument!r} to its attention, which encoders are not served with"
             )
     out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    start, grouped = 0, query.shape[1] != key.shape[1]
-    lengths: Sequence[int] = module.mainspring_lengths  # type: ignore[assignment]
-    for length in lengths:
-        rows = slice(start, start + length)
+    grouped = query.shape[1] != key.shape[1]
+    step: _Step = module.mainspring_step  # type: ignore[assignment]
+    for start, end in pairwise(step.sequences.cu_seqlens.tolist()):
+        rows = slice(start, end)
         # copies, for what a product's bits depend on may be where its operands lie
         q, k, v = (x[:, :, rows].clone(memory_format=torch.contiguous_format) for x in (query, key, value))
-        mask = None if attention_mask is None else attention_mask.of(length, query.device)
+        mask = None if attention_mask is None else attention_mask.of(end - start, query.device)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         out[0, rows] = attended[0].transpose(0, 1)
-        start += length
     return out, None
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _pattern)
+
+
+class _Step:
+    """The forward pass that runs, for the attention modules that it calls."""
+
+    sequences = SequenceOffsets.of((), ())
 
 
 class EncoderModel:
@@ -103,29 +109,27 @@ class EncoderModel:
         self.first_position: int = self.config.pad_token_id + 1 if counts_on else 0
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_position: int | None = None if limit is None else limit - self.first_position
-        self._lengths: list[int] = []  # of the sequences in the row of the pass that runs
+        self._step = _Step()
         for module in model.modules():
-            module.mainspring_lengths = self._lengths  # type: ignore[assignment]
+            module.mainspring_step = self._step  # type: ignore[assignment]
         model.set_attn_implementation(IMPLEMENTATION)
 
     @torch.inference_mode()
-    def forward(self, token_ids: np.ndarray, counts: Sequence[int], seconds: Sequence[int]) -> torch.Tensor:
-        """Final hidden states ``[tokens, hidden]`` of sequences of `counts` tokens, given one after another. `seconds`:
-        where in each the second text of a pair begins; 0: nowhere."""
+    def forward(self, token_ids: np.ndarray, sequences: SequenceOffsets, seconds: Sequence[int]) -> torch.Tensor:
+        """Final hidden states ``[tokens, hidden]`` of `sequences`, given one after another. `seconds`: where in each
+        the second text of a pair begins; 0: nowhere."""
         total = len(token_ids)
         ids, positions, types = np.zeros((3, -(-total // ROW_MULTIPLE) * ROW_MULTIPLE), np.int64)
         ids[:total] = token_ids
         positions += self.first_position
-        start = 0
-        for count, second in zip(counts, seconds, strict=True):
-            positions[start : start + count] += np.arange(count)
-            types[start + second : start + count] = bool(second)
-            start += count
+        for (start, end), second in zip(pairwise(sequences.cu_seqlens.tolist()), seconds, strict=True):
+            positions[start:end] += np.arange(end - start)
+            types[start + second : end] = bool(second)
         rows = {"input_ids": ids, "position_ids": positions}
         if self.num_types:
             rows["token_type_ids"] = types if self.num_types > 1 else np.zeros_like(types)
         inputs: dict[str, Any] = {name: self._copies.bring(torch.from_numpy(row)[None]) for name, row in rows.items()}
-        self._lengths[:] = counts
+        self._step.sequences = sequences
         hidden: torch.Tensor = self.model(**inputs)[0][0]
         return hidden[:total]
 
@@ -160,7 +164,8 @@ def verify_encoder(encoder: EncoderModel) -> str:
             inputs: dict[str, Any] = {"input_ids": ids[None].to(encoder.device), **(types if second else {})}
             own.append(encoder.model(**inputs)[0][0].float())
     counts = [len(ids) for ids in sequences]
-    ours = encoder.forward(torch.cat(sequences).numpy(), counts, seconds).float().split(counts)
+    offsets = SequenceOffsets.of(counts, range(len(counts)))
+    ours = encoder.forward(torch.cat(sequences).numpy(), offsets, seconds).float().split(counts)
     rows = torch.cat([(a - b).abs().amax(1) / b.std().clamp_min(1e-12) for a, b in zip(ours, own, strict=True)])
     error, limit = float(rows.amax() if encoder.dtype == torch.float32 else rows.median()), TOLERANCE[encoder.dtype]
     if not error <= limit:

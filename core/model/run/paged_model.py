@@ -4,32 +4,47 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache
+from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, SequenceOffsets
+from ....kernels.decoder_contract import Decoder
 from ...work.kv_layout import KVLayout, plan_layout
+from ..learn.fuse import Decision
 from ..learn.probe import AttentionCall
 from ..load.parameters import ParameterMap
 from ..load.quantized import AwqWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
-from .stack import StackedDecoder
+from .stack import Attend, StackedDecoder
 from .streamed_layers import StreamedLayers
 
-if TYPE_CHECKING:
-    from .whole_model import WholeModel
+
+class WholeForward(Protocol):
+    """A forward that takes the place of the model's own; see whole_model.py."""
+
+    embedding: Callable[[torch.Tensor], torch.Tensor]
+    decoder: Decoder
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Sequence[StepAttention],
+        attend: Attend,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor: ...
 
 
 class PagedModel:
-    """A causal language model of transformers whose attention runs over a paged KV cache. Where it has no output layer
-    (see pooling.py), hidden states stand for the logits.
+    """A causal language model of transformers whose attention runs over a paged KV cache. A model without an output
+    layer (see pooling.py) gives hidden states in place of logits.
 
-    ``layers[i]`` describes attention call ``i`` of a forward pass. ``sources[i]`` is ``i``, or the earlier call whose
-    keys and values call ``i`` reads (layers that share them): `bind` is then given that call's cache twice.
+    ``layers[i]`` describes attention call ``i`` of a forward pass. ``sources[i]`` is ``i``, or, where layers share keys
+    and values, the earlier call whose keys and values call ``i`` reads: `bind` is then given that call's cache twice.
     """
 
     def __init__(
@@ -45,23 +60,24 @@ class PagedModel:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
-        self.parameters = parameters  # where each parameter of the checkpoint lives now
-        self.notes = notes  # what loading learned and decided, for --explain-model
-        self.decisions: dict[str, Any] = {}  # of fusing, for the next load of the same checkpoint
+        self.parameters = parameters  # each parameter of the checkpoint in its present place
+        self.notes = notes  # lines for --explain-model
+        self.decisions: dict[str, Decision] = {}  # of fusing, for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
-        self.quantized: AwqWeights | None = None  # weights that the checkpoint has as whole numbers
-        self.verified: tuple[Backend, torch.Tensor] | None = None  # on what, and the logits that `verify` saw there
-        self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
-        self.streamed: StreamedLayers | None = None  # those whose weights are in host memory
-        self.whole: WholeModel | None = None  # where a backend runs all of it
-        self.row_multiple = ROW_MULTIPLE  # of which the rows of a forward pass are to be one
+        self.quantized: AwqWeights | None = None  # weights that the checkpoint has as integers
+        self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
+        self.stack: StackedDecoder | None = None  # if it took the place of the layers' code
+        self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory
+        self.whole: WholeForward | None = None  # if a backend runs the model in one call
+        self.position_axes = 1
+        self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
         model.set_attn_implementation(IMPLEMENTATION)
         accepted = inspect.signature(model.forward).parameters
-        self.selects_rows = "logits_to_keep" in accepted  # whether the output layer sees only rows that have logits
-        # embeddings added in each layer are looked up by token id, which rows of embeddings do not tell
+        self.selects_rows = "logits_to_keep" in accepted  # the output layer then gets only rows that need logits
+        # A model that adds embeddings in each layer looks them up by token id, and rows of embeddings have no id.
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
         self.accepts_embeddings = "inputs_embeds" in accepted and not per_layer
 
@@ -70,13 +86,13 @@ class PagedModel:
         return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dim, backend.heads_first)
 
     def bind(self, caches: Sequence[LayerCache]) -> None:
-        """Say where each attention call's keys and values lie."""
+        """Set the cache of each attention call."""
         self._calls.caches = list(caches)
         if self.whole is not None:
             self.whole.decoder.bind(caches, self.sources)
 
     def unbind(self) -> None:
-        """Let go of the cache; nothing can be computed until `bind`."""
+        """Drop the cache; no step can run until `bind`."""
         self._calls.caches = []
 
     @torch.inference_mode()
@@ -85,20 +101,21 @@ class PagedModel:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: Sequence[StepAttention],
+        sequences: SequenceOffsets,
         logit_rows: torch.Tensor,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over the flattened tokens of all its requests.
 
-        input_ids and positions are int64 ``[tokens]``; attention has one entry per attention call; logit_rows is int64
-        ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids. tokens and n are multiples of
-        `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
+        input_ids are int64 ``[tokens]``, and positions ``[position_axes, tokens]``; attention has one entry per
+        attention call; logit_rows is int64 ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids.
+        tokens and n are multiples of `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
         """
+        self._calls.begin(attention, sequences)
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-            return self.whole.forward(embeddings, positions, attention, logit_rows)
-        self._calls.begin(attention)
-        inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "use_cache": False}
+            return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
+        inputs: dict[str, Any] = {"position_ids": position_ids(positions), "use_cache": False}
         if inputs_embeds is None:
             inputs["input_ids"] = input_ids.unsqueeze(0)
         else:
@@ -110,15 +127,16 @@ class PagedModel:
 
     @torch.inference_mode()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``[tokens, hidden]`` that stand for these ids in `forward`'s inputs_embeds; see `accepts_embeddings`."""
+        """Rows ``[tokens, hidden]`` for `forward`'s inputs_embeds; see `accepts_embeddings`."""
         embedding = self.model.get_input_embeddings() if self.whole is None else self.whole.embedding
         rows: torch.Tensor = embedding(input_ids)
         return rows
 
     @contextmanager
     def unpacked(self) -> Iterator[PreTrainedModel]:
-        """The model with all its parameters in their places; those that a backend has packed are copies, and what
-        changes in them is kept. Streamed ones are in host memory: such a model can be read and changed, not run."""
+        """The model with all its parameters in their modules. Of weights that a backend has packed they are copies, and
+        changes to them are packed again at the end. Streamed weights are in host memory, so such a model can be read
+        and changed, but not run."""
         copies = {}
         for name in self.parameters.names():
             tensor = self.parameters.slot(name).tensor
@@ -135,13 +153,19 @@ class PagedModel:
                     packed.replace(now)
 
     def explain(self) -> list[str]:
-        """What was learned and decided at load, for ``--explain-model``."""
+        """Lines for ``--explain-model``: the findings and decisions of loading."""
         shared = sum(source != index for index, source in enumerate(self.sources))
         lines = [f"model: {type(self.model).__name__}, {self.dtype}, {self.device}"]
         lines += [f"attention: {count} x {_describe(spec)}" for spec, count in Counter(self.layers).items()]
         if shared:
             lines.append(f"attention: {shared} of {len(self.layers)} calls read the keys and values of an earlier one")
         return lines + self.notes
+
+
+def position_ids(positions: torch.Tensor) -> torch.Tensor:
+    """Positions ``[axes, tokens]`` as transformers takes them: ``[1, tokens]``, or with several axes ``[axes, 1,
+    tokens]``."""
+    return positions if len(positions) == 1 else positions.unsqueeze(1)
 
 
 def _describe(spec: AttentionSpec) -> str:
@@ -152,6 +176,8 @@ def _describe(spec: AttentionSpec) -> str:
         text += f", window {spec.window}"
     if spec.softcap is not None:
         text += f", soft cap {spec.softcap:g}"
+    if spec.bias is not None:
+        text += f", {type(spec.bias).__name__}"
     return text
 
 

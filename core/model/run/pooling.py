@@ -32,6 +32,7 @@ from ....ipc.messages import Pooling
 from ....ipc.tokenizer_files import checkpoint_folder
 from ....kernels.contract import AttentionSpec, Backend
 from ...plan.pooling_facts import PoolingFacts
+from ..learn.fuse import Decision
 from ..learn.probe import UNLIMITED
 from ..learn.row_invariant import is_row_invariant, make_row_invariant
 from ..learn.verify import TOLERANCE
@@ -148,7 +149,7 @@ def load_pooling_model(
     load_config: LoadConfig,
     device: torch.device,
     backend: Backend,
-    decisions: Mapping[str, Any] | KeptDecisions | None,
+    decisions: Mapping[str, Decision] | KeptDecisions | None,
     prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None],
 ) -> PoolingModel:
     """Load a checkpoint for pooling. Arguments and errors as `load_model`."""

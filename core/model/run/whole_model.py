@@ -1,14 +1,14 @@
 """A model as one call of its backend: ids in, logits out, and no module's forward in between.
 
-Where a backend runs a stack of layers as a whole (`Backend.decoder`) and the model around it is no more than an
-embedding before and a product after, both are left out with it. The weights then are the backend's, packed in its own
-way and perhaps quantized, and the model's own forward can't be run any more: this is the last step of loading.
+This needs a backend that runs a stack of layers in one call (`Backend.decoder`), and a model that has nothing around
+its layers but an embedding before and a product after. The backend then holds the weights, packed and perhaps
+quantized, and the model's own forward can't run any more. So this is the last step of loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,10 @@ from ..learn.row_invariant import RoutedProducts
 from ..learn.verify import TOLERANCE, paged_logits, random_sequences, schedule
 from ..load.quantized import JoinedWeights
 from .attention import StepAttention
-from .paged_model import PagedModel
-from .stack import StackedDecoder, cos_sin
+from .paged_model import PagedModel, position_ids
+from .stack import Attend, StackedDecoder, Step, cos_sin, run_layers
 
-FIRST_POSITIONS = 2048  # of a table of angles; it doubles when a later one is met
+FIRST_POSITIONS = 2048  # positions in a table of angles at first; the table doubles when a step has a later one
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,12 +44,28 @@ class Head(NamedTuple):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-class WholeModel:
-    """Takes the place of the forward of a `PagedModel`."""
+class PackedProducts:
+    """A backend whose linear layers read the weights that its `decoder` has packed."""
 
-    def __init__(self, stack: StackedDecoder, embedding: Function, head: Head, decoder: Decoder) -> None:
+    def __init__(self, backend: Backend, decoder: Decoder) -> None:
+        self._backend = backend
+        self.linear = decoder.linear
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+class WholeModel:
+    """Takes the place of the forward of a `PagedModel`. One call of `backend` runs a step that it takes; another step
+    goes through the layers one by one."""
+
+    def __init__(
+        self, stack: StackedDecoder, embedding: Function, head: Head, decoder: Decoder, backend: Backend
+    ) -> None:
         self.embedding = embedding
         self.decoder = decoder
+        self._backend = backend
+        self._products = cast(Backend, PackedProducts(backend, decoder))
         self._stack = stack
         self._head = head
         self._angles = [torch.empty(0, 0)] * len(stack.rotaries)
@@ -59,20 +75,32 @@ class WholeModel:
         embeddings: torch.Tensor,
         positions: torch.Tensor,
         attention: Sequence[StepAttention],
+        attend: Attend,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """As `PagedModel.forward`, from embeddings, which may be overwritten."""
+        """As `PagedModel.forward`, from embeddings, which may be overwritten. `attend`: the step's attention calls, one
+        after another."""
         kinds = {id(step): step for step in attention}
+        if len(positions) > 1 or any(step.backend is not self._backend for step in kinds.values()):
+            return self._layer_by_layer(embeddings, positions, attend, wanted)
         index = {key: i for i, key in enumerate(kinds)}
         logits = self.decoder.run(
             self._stack.scaled(embeddings),
-            positions,
+            positions[0],
             [(step.plan, step.blocks, step.rows) for step in kinds.values()],
             [index[id(step)] for step in attention],
             self._angles_to(int(positions.max())),
             wanted,
         )
         return self._head.finish(logits)
+
+    def _layer_by_layer(
+        self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        stack = self._stack
+        step = Step(self._products, cos_sin(stack.decoder, stack.rotaries, position_ids(positions)), attend)
+        hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings))
+        return self._head.finish(self.decoder.linear(hidden[wanted], *self._head.linear))
 
     def _angles_to(self, position: int) -> list[torch.Tensor]:
         if self._angles and position >= len(self._angles[0]):
@@ -87,17 +115,19 @@ def make_whole(
     bits: int | None = None,
     quantized: Mapping[str, QuantizedWeight] | None = None,
 ) -> None:
-    """Let `backend` run `model` as a whole, if it can. bits and quantized: see `Backend.decoder`; the latter by
-    the checkpoint's names.
+    """Let `backend` run `model` in one call, if it can. bits and quantized: see `Backend.decoder`; `quantized` has the
+    checkpoint's names.
 
     Raises:
-        UnsupportedModelError: it can't, and weights are to be quantized; or it computes something else.
+        UnsupportedModelError: the backend can't, and weights are to be quantized; or its logits differ.
     """
     try:
         with RoutedProducts(backend.linear):
+            if reason := next(filter(None, (backend.refuses(s, model.dtype, model.dtype) for s in model.layers)), None):
+                raise NotRecognisedError(f"attention with {reason}")
             stack, head, embed_scale = _recognise(model)
             on, logits = model.verified or (None, None)
-            # nothing has changed since then
+            # the model is as `verify` left it
             before = logits.float() if logits is not None and on is backend else _logits(model, backend)
         tensors = None if quantized is None else JoinedWeights(quantized, model.parameters)
         decoder = backend.decoder(stack.layers, stack.norm, head.linear, bits, tensors)
@@ -111,8 +141,8 @@ def make_whole(
         return
     output = decoder.weights[id(head.linear.weight)]
     embedding = stack.embedding if embed_scale is None else _rows_of(output, embed_scale)
-    model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder), 1
-    model.parameters.packed = decoder.weights  # which are the backend's from now on
+    model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend), 1
+    model.parameters.packed = decoder.weights
     after = _logits(model, backend)
     error = float(((after - before).abs().amax(-1) / before.std().clamp_min(1e-12)).median())
     if bits is None and quantized is None and not error <= TOLERANCE[model.dtype]:
@@ -124,7 +154,7 @@ def make_whole(
 
 
 def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
-    """The parts of the model. Where its embeddings are rows of the output layer's weight: times what; else None."""
+    """The stack, the output layer, and, where the embeddings are rows of the output layer's weight, their factor."""
     stack = model.stack
     if stack is None:
         raise NotRecognisedError("its layers are of no form that is known")

@@ -1,4 +1,4 @@
-"""Which query rows meet which keys, and in what order: the attention plan of the reference backend.
+"""The attention plan of the reference backend: which query rows meet which keys, and in what order.
 
 The rows of a step are cut into *items*: up to ``query_tile`` neighbouring rows of one request (one row for a request
 that decodes). The keys are cut into tiles of `KV_TILE` positions, counted from position 0 of the request, so a tile
@@ -54,6 +54,8 @@ class Chunk(NamedTuple):
     items: slice | torch.Tensor  # the item of each pair; a slice where the chunk is one segment
     segments: list[Segment]  # in ascending order of tile for every item
     mask: torch.Tensor | None  # fp32 [pairs, 1, query_tile, 1, KV_TILE], 0 or MASKED; None: every row sees every key
+    query_indices: torch.Tensor | None  # int64 [pairs, query_tile], in their sequences; None: scores have no bias
+    key_indices: torch.Tensor | None  # int64 [pairs, KV_TILE]
 
 
 class WorkSet:
@@ -86,41 +88,42 @@ class WorkSet:
         owner = np.repeat(np.arange(len(requests)), items_per_request)
         first_row = (np.arange(len(owner)) - _starts(items_per_request)[owner]) * query_tile
         last_row = np.minimum(first_row + query_tile, num_rows[owner]) - 1
-        chunk_start = (kv_len - num_rows)[owner]  # position of the request's first query row
-        first_position, last_position = chunk_start + first_row, chunk_start + last_row
-        oldest_visible = np.zeros_like(first_position)
+        chunk_start = (kv_len - num_rows)[owner]  # index of the request's first query row in its sequence
+        places = np.minimum(first_row[:, None] + np.arange(query_tile), last_row[:, None])
+        rows = qo_indptr[requests[owner]][:, None] + places  # [items, query_tile], and so are the next two
+        own = chunk_start[:, None] + places
+        reach = own if batch.reach is None else batch.reach.numpy().astype(np.int64)[rows]
+        oldest_visible = np.zeros_like(chunk_start)
         if spec.window is not None:
-            oldest_visible = np.maximum(first_position - spec.window + 1, 0)
+            oldest_visible = np.maximum(chunk_start + first_row - spec.window + 1, 0)
+        last_visible = reach.max(axis=1)
         first_tile = oldest_visible // KV_TILE
-        num_tiles = last_position // KV_TILE - first_tile + 1
+        num_tiles = last_visible // KV_TILE - first_tile + 1
 
         order = np.argsort(-num_tiles, kind="stable")
-        owner, first_row, last_row, num_tiles = owner[order], first_row[order], last_row[order], num_tiles[order]
-        first_tile, oldest_visible, last_position = first_tile[order], oldest_visible[order], last_position[order]
+        owner, num_tiles, first_tile = owner[order], num_tiles[order], first_tile[order]
+        oldest_visible, last_visible, rows = oldest_visible[order], last_visible[order], rows[order]
+        self._own, self._reach = own[order], reach[order]
         self.num_items = len(order)
-        places = np.minimum(first_row[:, None] + np.arange(query_tile), last_row[:, None])
-        self.query_rows = self._tensor((qo_indptr[requests[owner]][:, None] + places).reshape(-1))
-        query_positions = chunk_start[order][:, None] + places  # [items, query_tile]
+        self.query_rows = self._tensor(rows.reshape(-1))
 
         # Wave j holds the items that see more than j tiles: the prefix of that length.
         wave_sizes = np.searchsorted(-num_tiles, -np.arange(num_tiles[0]), side="left")
         wave_starts = _starts(wave_sizes)
         wave = np.repeat(np.arange(len(wave_sizes)), wave_sizes)
         item = np.arange(len(wave)) - wave_starts[wave]
-        positions = (first_tile[item] + wave)[:, None] * KV_TILE + np.arange(KV_TILE)  # [pairs, KV_TILE]
+        keys = (first_tile[item] + wave)[:, None] * KV_TILE + np.arange(KV_TILE)  # [pairs, KV_TILE]
 
         # A key that no row of the item may see is replaced by one that some row does see, before it is masked: what
         # lies in the null block, or behind the end of the last block, is never read, whatever it holds.
-        readable = np.clip(positions, oldest_visible[item][:, None], last_position[item][:, None])
+        readable = np.clip(keys, oldest_visible[item][:, None], last_visible[item][:, None])
         table_start = kv_indptr[requests[owner]][item]
         self._blocks = batch.kv_indices.numpy()[table_start[:, None] + readable // batch.block_size].astype(np.int64)
         self._offsets = readable % batch.block_size
         self._row_indices: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-        self.chunks = list(self._cut(chunk_pairs, wave_starts, item, positions, query_positions))
+        self.chunks = list(self._cut(chunk_pairs, wave_starts, item, keys))
 
-    def _cut(
-        self, chunk_pairs: int, wave_starts: Ints, item: Ints, positions: Ints, query_positions: Ints
-    ) -> Iterator[Chunk]:
+    def _cut(self, chunk_pairs: int, wave_starts: Ints, item: Ints, keys: Ints) -> Iterator[Chunk]:
         """The pairs in chunks of ``chunk_pairs``, each with its segments and its mask."""
         for start in range(0, len(item), chunk_pairs):
             pairs = slice(start, min(start + chunk_pairs, len(item)))
@@ -131,14 +134,20 @@ class WorkSet:
                 first_item = int(item[begin])
                 segments.append(Segment(slice(first_item, first_item + end - begin), slice(begin - start, end - start)))
             items = segments[0].items if len(segments) == 1 else self._tensor(item[pairs])
-            yield Chunk(pairs, items, segments, self._mask(positions[pairs], query_positions[item[pairs]]))
+            mask = self._mask(keys[pairs], item[pairs])
+            if self._spec.bias is None:
+                yield Chunk(pairs, items, segments, mask, None, None)
+            else:
+                yield Chunk(
+                    pairs, items, segments, mask, self._tensor(self._own[item[pairs]]), self._tensor(keys[pairs])
+                )
 
-    def _mask(self, key_positions: Ints, query_positions: Ints) -> torch.Tensor | None:
-        """What to add to the scores of pairs with keys at ``[pairs, KV_TILE]`` and queries at ``[pairs, query_tile]``,
-        or None where nothing is hidden (most of a long prompt: its masks would not fit into memory)."""
-        hidden = key_positions[:, None, :] > query_positions[:, :, None]
+    def _mask(self, keys: Ints, item: Ints) -> torch.Tensor | None:
+        """What to add to the scores of pairs with keys at indices ``[pairs, KV_TILE]``, or None where nothing is hidden
+        (most of a long prompt: its masks would not fit into memory)."""
+        hidden = keys[:, None, :] > self._reach[item][:, :, None]
         if self._spec.window is not None:
-            hidden |= key_positions[:, None, :] <= query_positions[:, :, None] - self._spec.window
+            hidden |= keys[:, None, :] <= self._own[item][:, :, None] - self._spec.window
         if not hidden.any():
             return None
         return self._tensor(np.where(hidden, np.float32(MASKED), np.float32(0))[:, None, :, None, :])
@@ -172,13 +181,16 @@ def plan_attention(spec: AttentionSpec, batch: PagedBatch, device: torch.device)
     """Cut a step into its work: a set of single rows, and a set of items of several rows.
 
     Raises:
-        ValueError: the block size is not a power of two up to `KV_TILE`.
+        ValueError: the block size is not a power of two up to `KV_TILE`, or a row's reach lies before its own index or
+            behind its request's last key.
     """
     if batch.block_size < 1 or KV_TILE % batch.block_size:
         raise ValueError(
             f"block_size is {batch.block_size}; the reference backend needs a power of two up to {KV_TILE}"
         )
     num_rows = np.diff(batch.qo_indptr.numpy())
+    if batch.reach is not None:
+        _check_reach(batch, num_rows)
     longest = int(num_rows.max(initial=0))
     sets = []
     for query_tile, requests in (
@@ -191,6 +203,15 @@ def plan_attention(spec: AttentionSpec, batch: PagedBatch, device: torch.device)
             chunk_pairs = max(1, min(CHUNK_KEYS // keys, CHUNK_SCORES // scores))
             sets.append(WorkSet(spec, batch, requests, query_tile, chunk_pairs, device))
     return AttentionPlan(spec, int(batch.qo_indptr[-1]), sets)
+
+
+def _check_reach(batch: PagedBatch, num_rows: npt.NDArray[np.int32]) -> None:
+    assert batch.reach is not None
+    last = (np.diff(batch.kv_indptr.numpy()) - 1) * batch.block_size + batch.last_page_len.numpy() - 1
+    from_end = np.repeat(batch.qo_indptr.numpy()[1:], num_rows) - 1 - np.arange(int(batch.qo_indptr[-1]))
+    reach, last = batch.reach.numpy(), np.repeat(last, num_rows)
+    if len(reach) != len(last) or (reach < last - from_end).any() or (reach > last).any():
+        raise ValueError("a row's reach must be the index of a key of its request, its own or a later one")
 
 
 def _starts(counts: Ints) -> Ints:

@@ -1,5 +1,7 @@
-"""How FlashInfer's backend shares a step's rows out: which kernel they go to, and, where bits must not depend on the
-batch, in which pieces. Index arithmetic on whole arrays, on the host."""
+"""Which rows of a step each FlashInfer kernel gets, and, where bits must not depend on the batch, in which pieces.
+
+All of it is index arithmetic on whole arrays, on the host.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..contract import AttentionSpec, PagedBatch
-from ..reference.worklist import KV_TILE
+from ..reference.attention_plan import KV_TILE
 
 DETERMINISTIC_SPLIT = 8192
 """Keys of one program where bits must not depend on the batch: counted from a request's first, so that how they are
