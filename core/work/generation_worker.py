@@ -69,13 +69,13 @@ class GenerationWorker(LocalWorker):
             count_slots(host_bytes, self.layout.block_bytes, free_host_bytes()),
             model.accepts_embeddings,
             limits is not None,
-            self._copies.asynchronous,
         )
         self.decisions.fusing = model.decisions
         self._model = model
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and their copies
         self._drafter: Drafter | None = None
         self._make_runners()
+        self.facts = replace(self.facts, asynchronous=self.runner.device.asynchronous)
 
     def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PagedModel:
         config, backend = self._config, self._backend
