@@ -33,6 +33,7 @@ from ..ipc.tokenizer_files import digest_of, read_files
 from .core_meter import CoreMeter
 from .features.adapters import Adapters
 from .features.speculation import speculation_of
+from .features.standard import standard_features
 from .lifecycle import Lifecycle, part_of
 from .memory.kv_cache import KVCacheManager
 from .plan import request_limits as limits
@@ -106,7 +107,8 @@ class EngineCore:
             self.executor.num_host_blocks,
         )
         budget, longest = config.scheduler_config.max_num_batched_tokens, self.executor.max_model_len
-        if not config.scheduler_config.enable_chunked_prefill and budget < longest:
+        chunked = config.scheduler_config.enable_chunked_prefill
+        if not chunked and budget < longest:
             raise InvalidArgumentError(
                 f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
                 "prompt must fit in one step"
@@ -116,10 +118,10 @@ class EngineCore:
             config.scheduler_config,
             kv,
             self._most_tokens,
+            standard_features(chunked, speculation_of(config.speculative_config)),
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
-            speculation=speculation_of(config.speculative_config),
         )
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None

@@ -10,7 +10,7 @@ import torch
 
 from harness import VOCAB, Step, expected_output, make_core, message, run_core
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan.scheduler import GROW_AFTER_STEPS
+from mainspring.core.plan.budget import GROW_AFTER_STEPS
 from mainspring.ipc.journal import Journal
 
 

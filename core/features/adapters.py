@@ -70,14 +70,16 @@ class Adapters:
         self._reading: dict[tuple[bytes, Adapter], Future[Any]] = {}
         self._rereading = False
         self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], PromptAdapter] = OrderedDict()
+        self._slots: LoRAs | None = None
         if limits is not None:
-            scheduler.loras = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again)
+            self._slots = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again)
+            scheduler.attach(self._slots)
 
     @property
     def _loras(self) -> LoRAs:
-        if self._scheduler.loras is None:
+        if self._slots is None:
             raise NotSupportedError("this core serves no LoRA adapters: start it with enable_lora=True")
-        return self._scheduler.loras
+        return self._slots
 
     # ------------------------------------------------------------------ requests
 
