@@ -25,6 +25,7 @@ from .calls import Caller, Calls, Method
 from .core_meter import CoreMeter
 from .features.adapters import Adapters
 from .features.speculation import speculation_of
+from .features.standard import standard_features
 from .lifecycle import Lifecycle
 from .memory.kv_cache import KVCacheManager
 from .plan import request_limits
@@ -105,10 +106,10 @@ class EngineCore:
             scheduler,
             kv,
             self._most_tokens,
+            standard_features(scheduler.enable_chunked_prefill, speculation_of(config.speculative_config)),
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
-            speculation=speculation_of(config.speculative_config),
         )
         self.scheduler.on_end = self._drop_what_it_named
         self.on_state: Callable[[DesiredState], None] = lambda state: None

@@ -18,6 +18,7 @@ import pytest
 
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
+from mainspring.core.features.standard import standard_features
 from mainspring.core.loop import EngineCore
 from mainspring.core.memory.block_pool import NULL_BLOCK
 from mainspring.core.memory.kv_cache import KVCacheManager
@@ -231,14 +232,16 @@ class Engine:
         self.told_suspects = set(self.suspects)  # left, as the scheduler says
         self._accused_at = accused_at
         self._suspect_keys = iter(range(suspects))
+        config = SchedulerConfig(**limits)
+        speculation = Speculation(guesses, self._guess) if guesses else None
         self.scheduler = Scheduler(
-            SchedulerConfig(**limits),
+            config,
             self.kv,
             max_model_len,
+            standard_features(config.enable_chunked_prefill, speculation),
             clock=lambda: self.now,
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
-            speculation=Speculation(guesses, self._guess) if guesses else None,
         )
         seats = limits["max_num_seqs"]
         self._guessed_right, self._luck = guessed_right, random.Random(1)

@@ -21,7 +21,7 @@ import harness
 import tiny
 from harness import result_of
 from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from mainspring.core.plan import scheduler
+from mainspring.core.features import prompt_scores
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import PROMPT_LOGITS, Scores, Step
 from mainspring.core.work.device import Device
@@ -419,14 +419,14 @@ def test_a_prompt_that_is_preempted_in_the_middle_is_scored_to_its_end(
     settings = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 8, "max_num_seqs": 8}
     with make_engine(path, async_scheduling=overlapping, **settings) as engine:
         preempted: list[int] = []
-        before = engine.engine_core.core.scheduler._preempt  # type: ignore[attr-defined]
+        before = engine.engine_core.core.scheduler._preemption.preempt  # type: ignore[attr-defined]
 
         def preempt(request: Request) -> None:
             if 1 < request.told < request.prompt_len:
                 preempted.append(request.told)
             before(request)
 
-        engine.engine_core.core.scheduler._preempt = preempt  # type: ignore[attr-defined]
+        engine.engine_core.core.scheduler._preemption.preempt = preempt  # type: ignore[attr-defined]
         for i in range(4):
             engine.add_request(f"other {i}", tokens(4, i), SamplingParams(max_tokens=90, **GREEDY))
         for _ in range(30):
@@ -507,7 +507,7 @@ class ScoredEngine(harness.Engine):
         if step is not None:
             plan = step.plan
             rows = int(plan.samples.sum()) + sum(part.num_rows for part in plan.scored)
-            self.most_too_many = max(self.most_too_many, rows - scheduler.PROMPT_LOGITS - len(plan.slots))
+            self.most_too_many = max(self.most_too_many, rows - prompt_scores.PROMPT_LOGITS - len(plan.slots))
             for sequence in plan.admitted:
                 self.sampler.admit(sequence)
             for slot in plan.released.tolist():
@@ -555,7 +555,7 @@ class ScoredEngine(harness.Engine):
 
 def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> ScoredEngine:
     r = random.Random(seed)
-    monkeypatch.setattr(scheduler, "PROMPT_LOGITS", r.choice([1, 2, 5, 16]))
+    monkeypatch.setattr(prompt_scores, "PROMPT_LOGITS", r.choice([1, 2, 5, 16]))
     max_model_len, chunked, block_size = 64, r.random() < 0.85, r.choice([1, 4])
     windows = r.choice([(None,), (None, 7)])
     budget = r.randint(3, 40) if chunked else max_model_len + r.randint(0, 20)

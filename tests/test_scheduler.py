@@ -478,7 +478,7 @@ def test_a_removed_frontend_leaves_no_block_no_seat_and_no_word_behind() -> None
     assert 1 not in engine.scheduler.fair
     assert set(engine.finished) == {stays}
     engine.check_outputs()
-    assert len(engine.scheduler._free_slots) == 2
+    assert len(engine.scheduler._requests.free_slots) == 2
 
 
 def test_a_refused_request_ends_once_with_its_error_though_nothing_runs() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...ipc.config import SpeculativeConfig
-from ..plan.columns import Columns
+from ..plan.feature import Feature
 from ..plan.request import Request
 from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, with_guesses
 
@@ -78,29 +78,31 @@ def standing(
     return found
 
 
-class Guesses:
-    """Those in the rows of running requests, behind their own tokens."""
+class Guesses(Feature):
+    """Puts guesses into the rows of running requests, behind their own tokens.
 
-    def __init__(self, speculation: Speculation, rows: Columns) -> None:
-        self._speculation, self._rows = speculation, rows
+    A request with guesses in flight computes nothing until they are checked. Where a step has room for guesses, a
+    request that is to make some waits for its own tokens in flight too, because guesses follow known tokens.
+    """
 
-    def seat(self, request: Request) -> None:
-        """A request got its slot."""
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+
+    def seated(self, request: Request) -> None:
         if request.may_speculate:
             self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
 
-    def wait(self, slots: np.ndarray, num_running: int) -> np.ndarray:
-        """Which of the requests at `slots` compute nothing while a token of theirs is in flight (bool ``[slots]``):
-        those with guesses in flight, and, where a step has room for guesses, those that are to make some."""
+    def cap(self, slots: np.ndarray, need: np.ndarray) -> None:
         rows = self._rows
         waits: np.ndarray = rows.guessed[slots] > 0
-        if num_running < MOST_GUESS_ROWS:
+        if np.count_nonzero(rows.alive) < MOST_GUESS_ROWS:
             waits |= rows.guess_from[slots] <= rows.num_tokens[slots]
-        return waits
+        if waits.any():
+            need[waits & rows.last_in_flight(slots)] = 0
 
     def fill(self, slots: np.ndarray, budget: int, extend: Callable[[int, int], bool]) -> None:
         """Fill what is left of a small step with guesses of requests whose tokens are all known, for this step alone,
-        as far as there are free blocks: `extend` lets a slot's tables reach so many tokens, if it can."""
+        as far as there are free blocks."""
         rows = self._rows
         room = min(budget, MOST_GUESS_ROWS) - int(rows.granted.sum())
         if room <= 0:
