@@ -371,7 +371,7 @@ class EngineCore:
 
     def latencies(self) -> tuple[Latency, Latency]:
         """Of the latest requests and steps: time to the first token, and between tokens."""
-        return self.scheduler.first_token.percentiles(), self.scheduler.between_tokens.percentiles()
+        return self.scheduler.times.first.percentiles(), self.scheduler.times.between.percentiles()
 
     # ------------------------------------------------------------------ steps
 

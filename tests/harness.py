@@ -325,7 +325,7 @@ class Engine:
             assert plan.num_tokens == plan.counts.sum() <= self.budget, "the budget is exceeded"
             sent: Counter[Key] = Counter()
             for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
-                request = self.scheduler._running[slot]
+                request = self.scheduler._running.requests[slot]
                 sent[request.frontend, request.handle] += count
             by_frontend: Counter[int] = Counter()
             for (frontend, _), count in sent.items():
@@ -346,7 +346,7 @@ class Engine:
 
     def _check_step(self, step: Step, ran: set[Key]) -> None:
         """Suspects run alone, and nobody does who may not run."""
-        requests = [self.scheduler._running[slot] for slot in step.plan.slots.tolist()]
+        requests = [self.scheduler._running.requests[slot] for slot in step.plan.slots.tolist()]
         assert step.keys.tolist() == [r.key for r in requests]
         assert not any(other.solo for other, _ in self.in_flight), "something was launched beside a suspect"
         assert step.solo == any(r.key in self.suspects for r in requests)
@@ -422,7 +422,7 @@ class Engine:
 
     def check(self) -> None:
         """Invariant 1, over the blocks of running requests and those that wait for a step to retire."""
-        listed = Counter(b for r in self.scheduler._running.values() for table in r.tables for b in table)
+        listed = Counter(b for r in self.scheduler._running.requests.values() for table in r.tables for b in table)
         listed.update(block for _, blocks in self.kv._deferred for block in blocks)
         del listed[NULL_BLOCK]
         check_pool(self.kv.pool, listed)
@@ -435,7 +435,7 @@ class Engine:
             assert frontend.waiting_tokens == queued, "the tokens that wait are miscounted"
         assert self.told_suspects == self.suspects
         held: Counter[int] = Counter()
-        for request in self.scheduler._running.values():
+        for request in self.scheduler._running.requests.values():
             held[request.frontend] += sum(b != NULL_BLOCK for table in request.tables for b in table)
         assert +self.kv.held == held, "the blocks of a frontend are miscounted"
 

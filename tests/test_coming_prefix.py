@@ -107,7 +107,7 @@ def test_without_prefix_caching_preempted_requests_do_not_wait_for_each_other_ei
     engine = roomy(prefix_caching=False)
     keys = add_sharing(engine, 2)
     engine.step()
-    for request in list(engine.scheduler._running.values()):
+    for request in list(engine.scheduler._running.requests.values()):
         engine.scheduler._preemption.preempt(request)
     engine.step()
     assert engine.steps[1].requests == dict.fromkeys(keys, 36)

@@ -184,7 +184,7 @@ def test_a_step_in_which_every_request_decodes_touches_no_request(guesses: int) 
         engine.add([i, 1, 2, 3], 30)
     for _ in range(3):
         engine.step()
-    running, scheduler = engine.scheduler._requests.requests, engine.scheduler
+    running, scheduler = engine.scheduler._running.requests, engine.scheduler
     assert len(running) == 40
     kept = dict(running)
     for slot in running:

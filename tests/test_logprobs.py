@@ -482,7 +482,7 @@ class ScoredEngine(harness.Engine):
         super().__init__(**settings)
         self.told: dict[harness.Key, dict[int, int]] = defaultdict(dict)  # place in the prompt → token
         self.scored: set[harness.Key] = set()
-        seats = self.scheduler._rows.tokens.shape[0]
+        seats = self.scheduler._running.rows.tokens.shape[0]
         self.sampler = Sampler(seats, harness.VOCAB, Device(torch.device("cpu")), ReferenceBackend(), seats, Registry())
         self.most_too_many = 0  # rows of one step whose logits memory was not kept for
 
@@ -514,7 +514,7 @@ class ScoredEngine(harness.Engine):
                 self.sampler.release(slot)
             self.sampler.read(plan)
             for slot in plan.slots[plan.samples].tolist():
-                request = self.scheduler._running.get(slot)
+                request = self.scheduler._running.requests.get(slot)
                 if request is not None and request.looks_back:
                     key = request.frontend, request.handle
                     known = [*self.messages[key].prompt_token_ids, *self.outputs[key]]
@@ -605,7 +605,7 @@ def test_any_schedule_scores_every_prompt_and_hides_no_token_from_rules(
 def test_no_step_has_more_logits_than_memory_was_kept_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where prompts may be cut. The seeds are of schedules in which prompts that are scored share steps."""
     engine = run_schedule(seed, monkeypatch)
-    assert engine.most_too_many == 0 or not engine.scheduler._chunked
+    assert engine.most_too_many == 0 or not engine.scheduler._budget.chunked
 
 
 @pytest.mark.parametrize("frontend", [0, 1])

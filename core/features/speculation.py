@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...ipc.config import SpeculativeConfig
 from ..plan.feature import Feature
 from ..plan.request import Request
-from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, with_guesses
+from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, StepResult, with_guesses
 
 REST = 16  # tokens without a guess, after several that were wrong
 
@@ -87,6 +87,7 @@ class Guesses(Feature):
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
+        self._num_made = self._num_right = 0
 
     def seated(self, request: Request) -> None:
         if request.may_speculate:
@@ -126,14 +127,20 @@ class Guesses(Feature):
                 rows.granted[slot] += count
                 room -= count
 
-    def settle(self, plan: StepPlan, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray) -> tuple[int, int]:
-        """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
-        guesses wrong guesses less. Returns how many guesses there were, and how many were right."""
+    def accept(self, plan: StepPlan, result: StepResult, keep: np.ndarray, ends: np.ndarray, stops: np.ndarray) -> None:
+        """A request whose guesses were wrong makes fewer guesses from now on."""
+        row, back = plan.choices()
+        keep &= standing(plan, result.guesses, row, back, result.tokens, stops)
+        brought = np.bincount(row[keep], minlength=len(plan.slots))
         rows, guessing = self._rows, np.flatnonzero((plan.guessed > 0) & (brought > 0))
-        slots, right = slots[guessing], brought[guessing] - 1
+        slots, right = plan.slots[guessing].astype(np.int64), brought[guessing] - 1
         ends[guessing] += right - plan.guessed[guessing]
         rows.num_computed[slots], rows.num_tokens[slots], rows.guessed[slots] = ends[guessing], ends[guessing] + 1, 0
         trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
         rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
         rows.trust[slots] = np.maximum(trust, 1)
-        return int(plan.guessed[guessing].sum()), int(right.sum())
+        self._num_made += int(plan.guessed[guessing].sum())
+        self._num_right += int(right.sum())
+
+    def stats(self) -> dict[str, Any]:
+        return {"draft_tokens": self._num_made, "accepted_tokens": self._num_right}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+import numpy as np
+
 from ..plan.feature import Feature
 from ..plan.request import Request
+from ..plan.step import Step
 
 
 class Suspects(Feature):
@@ -59,6 +62,17 @@ class Suspects(Feature):
     def unseated(self, request: Request) -> None:
         if request is self.on_trial:
             self.on_trial = None
+
+    def brought(self, step: Step, slots: np.ndarray) -> None:
+        if not step.solo or self.on_trial is None or not slots.size:
+            return
+        if step.output_index[0] >= self.keys.get(self.on_trial.key, 0):
+            self._rows.held_up[slots] = False
+            self.clear(self.on_trial)
+
+    def retired(self, step: Step) -> None:
+        if step.solo:
+            self.step = None
 
     def ended(self, request: Request) -> None:
         if request in self._waiting:

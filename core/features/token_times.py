@@ -15,7 +15,7 @@ class TokenTimes(Feature):
         self.between = Latest(maxlen=1000)
         self._last_step: float | None = None  # when tokens came, if requests have been running ever since
 
-    def brought(self, now: float, num_tokens: int, num_requests: int, num_firsts: int) -> float | None:
+    def observe(self, now: float, num_tokens: int, num_requests: int, num_firsts: int) -> float | None:
         """A step brought tokens for this number of requests; `num_firsts` of them are the first ones of theirs. Returns
         the time that each token after the first took: tokens that came together share the time."""
         gap = None if self._last_step is None else (now - self._last_step) * num_requests / max(1, num_tokens)

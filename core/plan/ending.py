@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ...ipc.messages import Finished, FinishReason
 from ..core_meter import CoreMeter
+from ..features.suspects import Suspects
 from .fair_share import FairShare
 from .feature import Features
 from .outbox import Outbox
@@ -21,10 +22,23 @@ class Ending:
         features: Features,
         meter: CoreMeter,
         outbox: Outbox,
+        suspects: Suspects,
         clock: Callable[[], float],
+        on_end: Callable[[Request], None],
     ) -> None:
         self._running, self._fair, self._features = running, fair, features
-        self._meter, self._outbox, self._clock = meter, outbox, clock
+        self._meter, self._outbox, self._suspects = meter, outbox, suspects
+        self._clock, self._on_end = clock, on_end
+
+    def fail(self, request: Request, name: str, text: str) -> None:
+        """End a request with the error of this name on the wire."""
+        self._suspects.clear(request)
+        self.finish(request, "error", error=(name, text))
+
+    def complete(self, request: Request) -> None:
+        """End a request that can have no further token."""
+        self._suspects.clear(request)
+        self.finish(request, "stop")
 
     def finish(
         self, request: Request, reason: FinishReason, stop_token: int | None = None, error: tuple[str, str] = ("", "")
@@ -40,3 +54,4 @@ class Ending:
         self._features.ended(request)
         finished = Finished(request.handle, reason, stop_token, request.num_preemptions, *error)
         self._outbox.put(request.frontend, finished)
+        self._on_end(request)

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ...ipc.messages import Logprobs
 from .columns import Columns
 from .request import Request
+from .step import PromptPart, Step, StepPlan, StepResult
 
 NO_LIMIT = 2**62  # more tokens than a request has
 
@@ -73,6 +75,26 @@ class Feature:
     def ended(self, request: Request) -> None:
         """A request has ended, with or without a slot."""
 
+    def prompt_parts(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[PromptPart]:
+        """Rows of the step being launched whose logits are also wanted. The step computes `counts` tokens, from
+        `starts`, of the requests at `slots` (int64 ``[rows]`` each)."""
+        return []
+
+    def accept(self, plan: StepPlan, result: StepResult, keep: np.ndarray, ends: np.ndarray, stops: np.ndarray) -> None:
+        """Called for a result of a plan with guesses. Take tokens that do not count out of `keep` (bool ``[choices]``),
+        and tokens computed in vain off `ends` (int64 ``[rows]``). `stops` (bool ``[choices]``): which tokens end their
+        requests."""
+
+    def brought(self, step: Step, slots: np.ndarray) -> None:
+        """A step brought a token for each of `slots` (int64; one that has several tokens stands several times)."""
+
+    def prompt_scores(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Logprobs]]:
+        """Log probabilities of prompts to be sent, each with its frontend."""
+        return []
+
+    def retired(self, step: Step) -> None:
+        """A step was taken in, or taken back."""
+
     def stats(self) -> dict[str, Any]:
         """Fields of `Stats`."""
         return {}
@@ -100,6 +122,11 @@ class Features:
         self._seated = [one.seated for one in self._with("seated")]
         self._unseated = [one.unseated for one in self._with("unseated")]
         self._ended = [one.ended for one in self._with("ended")]
+        self._prompt_parts = [one.prompt_parts for one in self._with("prompt_parts")]
+        self._accept = [one.accept for one in self._with("accept")]
+        self._brought = [one.brought for one in self._with("brought")]
+        self._prompt_scores = [one.prompt_scores for one in self._with("prompt_scores")]
+        self._retired = [one.retired for one in self._with("retired")]
         self._stats = [one.stats for one in self._with("stats")]
 
     def _with(self, hook: str) -> list[Feature]:
@@ -138,6 +165,24 @@ class Features:
     def ended(self, request: Request) -> None:
         for ended in self._ended:
             ended(request)
+
+    def prompt_parts(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[PromptPart]:
+        return [part for parts in self._prompt_parts for part in parts(slots, starts, counts)]
+
+    def accept(self, plan: StepPlan, result: StepResult, keep: np.ndarray, ends: np.ndarray, stops: np.ndarray) -> None:
+        for accept in self._accept:
+            accept(plan, result, keep, ends, stops)
+
+    def brought(self, step: Step, slots: np.ndarray) -> None:
+        for brought in self._brought:
+            brought(step, slots)
+
+    def prompt_scores(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Logprobs]]:
+        return [one for scores in self._prompt_scores for one in scores(plan, result)]
+
+    def retired(self, step: Step) -> None:
+        for retired in self._retired:
+            retired(step)
 
     def stats(self) -> dict[str, Any]:
         return {name: value for stats in self._stats for name, value in stats().items()}

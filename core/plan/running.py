@@ -72,19 +72,30 @@ class Running:
 
     def unseat(self, request: Request) -> None:
         """Take back a request's slot and blocks."""
-        slot, request.slot = request.slot, -1
+        slot = request.slot
         self._kv.free(request)
         del self.requests[slot], self._fair.of(request.frontend).running[slot]
         self.order = np.fromiter(self.requests, np.int64, len(self.requests))
         self.rows.alive[slot] = False
         self.rows.granted[slot] = 0
         self._features.unseated(request)
+        request.slot = -1
         if request in self.admitted:
             self.admitted.remove(request)
         if self.in_flight:
             self._freed.append((self.in_flight[-1], slot))
         else:
             self._free(slot)
+
+    def launch(self) -> tuple[int, list[Request], list[int]]:
+        """A step is launched: its number, the requests that got slots since the last one, and the slots that became
+        free since then and that no request has now."""
+        number, admitted = self.next_step, self.admitted
+        released = [slot for slot in self.released if slot in self.free_slots]
+        self.admitted, self.released = [], []
+        self.next_step += 1
+        self.in_flight.append(number)
+        return number, admitted, released
 
     def retire(self, step: int) -> None:
         """The oldest step in flight is taken in, or taken back."""

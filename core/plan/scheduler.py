@@ -16,31 +16,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from ...ipc.config import SchedulerConfig
-from ...ipc.errors import InvalidArgumentError, OutOfMemoryError, wire_name, wire_text
-from ...ipc.messages import Finished, FinishReason, Logprobs, Outputs, Pooled, Started, Stats
+from ...ipc.errors import InvalidArgumentError, wire_name, wire_text
+from ...ipc.messages import Finished, Outputs, Stats
 from ..core_meter import CoreMeter
 from ..features.pauses import PauseMode, Pauses
-from ..features.speculation import Guesses, standing
 from ..features.suspects import Suspects
 from ..features.token_times import TokenTimes
 from ..memory.kv_cache import KVCacheManager
 from .admit import Admission
 from .budget import Budget
-from .columns import MANY_STOPS, Columns
+from .columns import Columns
 from .ending import Ending
 from .fair_share import FairShare
 from .feature import Feature, Features
+from .launch import Launch
 from .need import Need
-from .outbox import NO_TOKENS, Outbox
+from .outbox import Outbox
 from .preemption import Preemption
 from .request import Request
 from .room import Room
 from .running import Running
 from .share import Share
-from .step import IN_FLIGHT, PromptPart, Scores, Step, StepPlan, StepResult
+from .step import Step, StepResult
+from .take_in import TakeIn
 from .trial import Trial
 
 __all__ = ["CacheTier", "PauseMode", "Scheduler"]
@@ -89,21 +88,31 @@ class Scheduler:
         self._counts: Counter[str] = Counter()  # counters of `Stats`, by name
         self._outbox = Outbox()
         self._stalled = False  # nothing can be computed before something changes
-        self._budget_of_step = budget = Budget(config)
-        self._requests = running = Running(rows, kv, fair, self._features, self._counts, clock)
-        self._ending = Ending(running, fair, self._features, self.meter, self._outbox, clock)
+        self._budget = budget = Budget(config)
+        self._running = running = Running(rows, kv, fair, self._features, self._counts, clock)
+        self._ending = ending = Ending(
+            running, fair, self._features, self.meter, self._outbox, self.suspects, clock, lambda one: self.on_end(one)
+        )
         self._preemption = preemption = Preemption(running, fair, kv, self._features, self.suspects, self._counts)
         self._need = Need(rows, budget, self._features)
         self._room = Room(running, kv, fair, preemption)
         self._share = Share(running, budget, fair, self._need, self._room, self._features)
         self._admission = Admission(running, budget, kv, fair, self._room, self._features)
         self._trial = Trial(self.suspects, running, kv, self._need, self._room, preemption)
-        # names that `_launch`, `update` and `_undo` use
-        self._rows, self._running, self._in_flight = rows, running.requests, running.in_flight
-        self._free_slots = running.free_slots
-        self._count, self._clock, self._chunked = self._counts, clock, budget.chunked
-        self._guesses = next((one for one in features if isinstance(one, Guesses)), None)
-        self.first_token, self.between_tokens = self.times.first, self.times.between
+        self._launch = Launch(running, kv, fair, self._features, self.meter, self._counts)
+        self._take_in = TakeIn(
+            running,
+            kv,
+            budget,
+            self._features,
+            preemption,
+            ending,
+            self._outbox,
+            self.meter,
+            self.times,
+            self._counts,
+            clock,
+        )
 
     def attach(self, feature: Feature) -> None:
         """Add a feature, before any request is added."""
@@ -131,12 +140,9 @@ class Scheduler:
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request with `error`, unless it has ended."""
-        self._fail(request, wire_name(error), wire_text(error))
-
-    def _fail(self, request: Request, name: str, text: str) -> None:
         if not request.finished:
-            self.suspects.clear(request)
-            self._finish(request, "error", error=(name, text))
+            self._stalled = False
+            self._ending.fail(request, wire_name(error), wire_text(error))
 
     def abort(self, frontend: int, handles: Iterable[int]) -> None:
         """End these requests with finish reason ``abort``; unknown handles are passed over."""
@@ -144,7 +150,7 @@ class Scheduler:
         for handle in handles:
             if handle in requests:
                 self.suspects.clear(requests[handle])
-                self._finish(requests[handle], "abort")
+                self._abort(requests[handle])
 
     def refuse(self, frontend: int, handle: int, error: Exception) -> None:
         """Answer a request that was never queued."""
@@ -154,7 +160,7 @@ class Scheduler:
     def remove_frontend(self, frontend: int) -> None:
         """Forget a frontend and its requests. It may come back with the same requests: suspects stay suspects."""
         for request in list(self.fair.of(frontend).requests.values()):
-            self._finish(request, "abort")
+            self._abort(request)
         self.fair.remove(frontend)
         self._outbox.forget(frontend)
 
@@ -167,7 +173,7 @@ class Scheduler:
         trial = self.suspects.on_trial
         if trial is not None and trial.frontend == frontend:
             self._preemption.preempt(trial)
-        self._rows.held_up[list(self.fair.of(frontend).running)] = not given
+        self._running.rows.held_up[list(self.fair.of(frontend).running)] = not given
 
     def abort_all(self) -> None:
         for frontend in self.fair:
@@ -182,12 +188,9 @@ class Scheduler:
         if not self._features.keeps(request):
             self.fair.push(request)
 
-    def _finish(
-        self, request: Request, reason: FinishReason, stop_token: int | None = None, error: tuple[str, str] = ("", "")
-    ) -> None:
+    def _abort(self, request: Request) -> None:
         self._stalled = False
-        self._ending.finish(request, reason, stop_token, error)
-        self.on_end(request)
+        self._ending.finish(request, "abort")
 
     # ------------------------------------------------------------------ pauses
 
@@ -215,7 +218,7 @@ class Scheduler:
         if tier not in (tiers := get_args(CacheTier)):
             raise InvalidArgumentError(f"tier is {tier!r}; it must be one of {', '.join(map(repr, tiers))}")
         if reset_running:
-            for request in list(self._requests.requests.values()):
+            for request in list(self._running.requests.values()):
                 self._preemption.preempt(request)
         self.kv.reset_cache(pool=tier != "cpu", host=tier != "gpu")
         return True
@@ -233,13 +236,13 @@ class Scheduler:
         return bool(self._outbox or (self.fair.num_requests and not self._stalled))
 
     def stats(self) -> Stats:
-        pool, running = self.kv.pool, len(self._requests.requests)
+        pool, running = self.kv.pool, len(self._running.requests)
         more: dict[str, Any] = {**self._features.stats(), **self._counts}
         return Stats(
             num_running=running,
             num_waiting=self.fair.num_requests - running,
             kv_cache_usage=pool.num_in_use / max(1, pool.num_blocks - 1),
-            num_steps=self._requests.next_step,
+            num_steps=self._running.next_step,
             frontends_connected=len(self.fair),
             epoch=self.meter.epoch,
             requests_recovered=self.meter.requests_recovered,
@@ -253,10 +256,11 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None if there is nothing to compute now."""
-        preempted = self._counts["num_preemptions"]
-        while (step := self._next()) is None and not self._in_flight and self._counts["num_preemptions"] > preempted:
-            preempted = self._counts["num_preemptions"]  # for a request that only the next try admits
-        self._stalled = step is None and not self._in_flight
+        counts, in_flight = self._counts, self._running.in_flight
+        preempted = counts["num_preemptions"]
+        while (step := self._next()) is None and not in_flight and counts["num_preemptions"] > preempted:
+            preempted = counts["num_preemptions"]  # for a request that only the next try admits
+        self._stalled = step is None and not in_flight
         return step
 
     def _next(self) -> Step | None:
@@ -270,15 +274,15 @@ class Scheduler:
             step = self._shared_step()
             if step is not None or suspect is None:
                 return step
-        return None if self._in_flight else self._launch(*self._trial.plan(suspect), solo=True)
+        return None if self._running.in_flight else self._launch.step(*self._trial.plan(suspect), solo=True)
 
     def _may_be_tried(self, suspect: Request) -> bool:
         has_credit = self.fair.of(suspect.frontend).credit
-        return has_credit and self._features.may_run(suspect, self._requests.next_step, fetch=True)
+        return has_credit and self._features.may_run(suspect, self._running.next_step, fetch=True)
 
     def _shared_step(self) -> Step | None:
         """The stages of a step, one after the other. What each grants is in the column `granted`."""
-        running, granted, most = self._requests, self._rows.granted, self._budget_of_step.tokens
+        running, granted, most = self._running, self._running.rows.granted, self._budget.tokens
         granted[:] = 0
         slots = running.order
         quotas, need = self._share.divide(slots, self._need.of(slots))
@@ -289,247 +293,21 @@ class Scheduler:
             self._share.grant_rest(most - int(granted.sum()))
         self._features.fill(running.order, most, self._room.extend)
         slots = running.order[granted[running.order] > 0]
-        return self._launch(slots, granted[slots]) if slots.size else None
-
-    def _launch(self, slots: np.ndarray, counts: np.ndarray, solo: bool = False) -> Step:
-        rows, prompt_len = self._rows, self._rows.prompt_len[slots]
-        starts, guessed = rows.num_computed[slots], rows.guessed[slots]
-        output_index = rows.num_tokens[slots] - guessed - prompt_len
-        ends, prefill = starts + counts, starts < prompt_len
-        token_ids, samples = rows.advance(slots, counts)
-        for slot, count in zip(slots[guessed > 0].tolist(), guessed[guessed > 0].tolist(), strict=True):
-            rows.tokens[slot, rows.num_tokens[slot] - 1 - count :][:count] = IN_FLIGHT  # what is known ends before them
-        self._count["chunked_prefills"] += int((ends < prompt_len).sum())
-        self._count["mixed_steps"] += bool(prefill.any() and not prefill.all())
-        self._count["prompt_tokens"] += int((np.minimum(ends, prompt_len) - starts)[prefill].sum())
-        self.fair.charge(np.bincount(rows.frontend[slots], weights=counts))
-        self.meter.stepped(int(counts.sum()))
-        released = np.array([slot for slot in self._released if slot in self._free_slots], np.int32)
-        plan = StepPlan(
-            self._next_step,
-            slots.astype(np.int32),
-            starts.astype(np.int32),
-            counts.astype(np.int32),
-            token_ids,
-            samples,
-            guessed.astype(np.int32),
-            [request.sequence() for request in self._admitted],
-            released,
-            self.kv.take_updates(),
-            self._prompt_parts(slots, starts, counts) if rows.scored[slots].any() else [],
-            self.kv.take_copies(),
-        )
-        step = Step(plan, rows.key[slots], output_index, solo)
-        self._admitted, self._released = [], []
-        self._next_step += 1
-        self._in_flight.append(plan.id)
-        self.kv.step_launched(plan.id)
-        return step
-
-    def _prompt_parts(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[PromptPart]:
-        parts, row = [], 0
-        for slot, start, count in zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            request = self._running[slot]
-            first, last = max(request.told, start + 1), min(request.prompt_len, start + count + 1)
-            if self._rows.scored[slot] and first < last:
-                parts.append(PromptPart(slot, first, last - first, row + first - start - 1))
-            row += count
-        return parts
+        return self._launch.step(slots, granted[slots]) if slots.size else None
 
     # ------------------------------------------------------------------ a step ends
 
     def update(self, step: Step, result: StepResult) -> dict[int, Outputs]:
         """Take in what a step brought. Returns each frontend's outputs."""
-        plan = step.plan
         if result.lack:
-            self._undo(step, f"the device lacks memory for this request alone: {result.lack}")
+            self._take_in.take_back(step, result.lack)
             return self.take_notices()
-        for failed, name, text in result.errors:
-            if (request := self._running.get(int(plan.slots[failed]))) is not None:
-                self._fail(request, name, text)
-        for ended in result.complete:
-            if (request := self._running.get(int(plan.slots[ended]))) is not None:
-                self.suspects.clear(request)
-                self._finish(request, "stop")
-        sampled, pooled = result.tokens, result.pooled
-        slots, ends = plan.slots.astype(np.int64), plan.starts.astype(np.int64) + result.computed
-        alive = self._rows.alive[slots]
-        row, back = plan.choices()
-        keep, at = alive[row], ends[row] - back
-        if self._guesses is not None and plan.guessed.any():
-            keep &= standing(plan, result.guesses, row, back, sampled, self._stops(slots[row], sampled))
-            made, right = self._guesses.settle(plan, slots, ends, np.bincount(row[keep], minlength=len(slots)))
-            self._count["draft_tokens"] += made
-            self._count["accepted_tokens"] += right
-        rows, at, tokens = slots[row][keep], at[keep], sampled[keep]
-        if pooled is None:
-            self._rows.tokens[rows, at] = tokens
-            self._count["generation_tokens"] += len(tokens)
-        self._publish(slots[alive], ends[alive])
-        if step.solo and rows.size:
-            suspect = self._running[int(rows[0])]
-            if step.output_index[0] >= self.suspects.keys.get(suspect.key, 0):
-                self._rows.held_up[rows] = False
-                self.suspects.clear(suspect)
-        if pooled is None:
-            self._observe(rows, len(rows) if not plan.guessed.any() else len(np.unique(rows)))
-        started = [self._started(int(slot)) for slot in rows[self._rows.silent[rows]]]
-        stop = self._rows.stop[rows]
-        done = (tokens == stop) | (at + 1 >= self._rows.max_len[rows])
-        check = np.flatnonzero(done | (stop == MANY_STOPS))
-        handles, owners = self._rows.handle[rows], self._rows.frontend[rows]
-        scores = [_of_kept(one, keep) for one in result.logprobs]
-        told = [self._tell_prompt(*one) for one in zip(plan.scored, result.prompt_logprobs, strict=True)]
-        if pooled is not None:
-            self._end_pooled(rows, [pooled[i] for i in np.flatnonzero(keep).tolist()])
-            check = handles = owners = tokens = NO_TOKENS
-        for i in check:
-            request, token = self._running[int(rows[i])], int(tokens[i])
-            if token in request.stop_tokens:
-                self._finish(request, "stop", stop_token=token)
-            elif done[i]:
-                self._finish(request, "length")
-        self._retire(step)
-        if self._budget < self._full_budget:
-            self._steps_until_grown -= 1
-            if self._steps_until_grown == 0:
-                self._set_budget(2 * self._budget)
-        stats = self.stats() if self._log_stats else None
-        prompts = [one for one in told if one is not None]
-        outputs = self._outbox.take(stats, handles, owners, tokens, started, scores, prompts)
+        brought = self._take_in.take(step, result)
+        outputs = self._outbox.take(self.stats() if self._log_stats else None, *brought)
         for frontend, out in outputs.items():
             self.fair.of(frontend).generation_tokens += len(out.handles)
         return outputs
 
-    def _stops(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Whether each of `tokens` ends the request at `slots` that it was chosen for."""
-        stop = self._rows.stop[slots]
-        found: np.ndarray = tokens == stop
-        for i in np.flatnonzero((stop == MANY_STOPS) & self._rows.alive[slots]):
-            found[i] = int(tokens[i]) in self._running[int(slots[i])].stop_tokens
-        return found
-
-    def _end_pooled(self, slots: np.ndarray, results: Sequence[np.ndarray]) -> None:
-        for slot, result in zip(slots.tolist(), results, strict=True):
-            request = self._running[slot]
-            vectors = np.ascontiguousarray(result, "<f4")
-            self._outbox.pooled(request.frontend, Pooled(request.handle, list(vectors.shape), vectors.tobytes()))
-            self._finish(request, "stop")
-
-    def _tell_prompt(self, part: PromptPart, scores: Scores) -> tuple[int, Logprobs] | None:
-        request = self._running.get(part.slot)
-        if request is None or part.start > request.told:
-            return None  # it will be computed again, or what is before it will
-        request.told = max(request.told, part.start + part.num_rows)
-        self._rows.scored[request.slot] = request.told < request.prompt_len
-        return request.frontend, scores.message([], request.handle, part.start - request.num_virtual)
-
-    def _observe(self, rows: np.ndarray, num_requests: int) -> None:
-        """Tokens came for `rows`."""
-        num_firsts = int(self._rows.silent[rows].sum())
-        gap = self.times.brought(self._clock(), len(rows), num_requests, num_firsts)
-        self.meter.brought(len(rows), num_firsts, gap)
-
-    def _publish(self, slots: np.ndarray, ends: np.ndarray) -> None:
-        size = self.kv.block_size
-        for i in np.flatnonzero(ends // size > self._rows.num_published[slots] // size):
-            slot, end = int(slots[i]), int(ends[i])
-            request = self._running[slot]
-            request.extend_digests(self._rows.tokens[slot], end, size)
-            self.kv.publish(request, int(self._rows.num_published[slot]) // size, end // size)
-            self._rows.num_published[slot] = end // size * size
-
-    def _started(self, slot: int) -> tuple[int, Started]:
-        request, now = self._running[slot], self._clock()
-        self._rows.silent[slot] = False
-        request.started = True
-        request.first_token_at = now
-        self.first_token.append(now - request.arrival)
-        self.meter.began(request.prompt_len, now - request.arrival)
-        admitted = request.admitted_at or now
-        return request.frontend, Started(
-            request.handle,
-            admitted - request.arrival,
-            now - admitted,
-            max(0, request.num_cached_tokens - request.num_virtual),
-        )
-
     def take_notices(self) -> dict[int, Outputs]:
         """Outputs for requests that ended outside a step."""
         return self._outbox.take(self.stats() if self._log_stats else None) if self._outbox else {}
-
-    def _retire(self, step: Step) -> None:
-        self._requests.retire(step.plan.id)
-        if step.solo:
-            self.suspects.step = None
-
-    # ------------------------------------------------------------------ a step fails
-
-    def _undo(self, step: Step, error: str) -> None:
-        """Take back `step`, the only one in flight: the device lacked the memory for it. Its requests catch up in steps
-        of half the size; the budget grows back. A request that could not be cut any further ends with `error`."""
-        plan = step.plan
-        requests = [self._running[slot] for slot in plan.slots.tolist() if self._rows.alive[slot]]
-        self._retire(step)
-        self._stalled = False
-        if len(plan.slots) == 1 and (plan.num_tokens == 1 or not self._chunked):
-            for request in requests:
-                self.fail(request, OutOfMemoryError(error))
-            return
-        for request in requests:
-            self._preempt(request)
-        self._set_budget(max(1, plan.num_tokens // 2))
-
-    # ------------------------------------------------------------------ names that the functions above use
-
-    def _preempt(self, request: Request) -> None:
-        self._preemption.preempt(request)
-
-    def _set_budget(self, tokens: int) -> None:
-        self._budget_of_step.cut(tokens)
-
-    @property
-    def _budget(self) -> int:
-        return self._budget_of_step.tokens
-
-    @property
-    def _full_budget(self) -> int:
-        return self._budget_of_step.full
-
-    @property
-    def _steps_until_grown(self) -> int:
-        return self._budget_of_step.steps_until_grown
-
-    @_steps_until_grown.setter
-    def _steps_until_grown(self, steps: int) -> None:
-        self._budget_of_step.steps_until_grown = steps
-
-    @property
-    def _admitted(self) -> list[Request]:
-        return self._requests.admitted
-
-    @_admitted.setter
-    def _admitted(self, admitted: list[Request]) -> None:
-        self._requests.admitted = admitted
-
-    @property
-    def _released(self) -> list[int]:
-        return self._requests.released
-
-    @_released.setter
-    def _released(self, slots: list[int]) -> None:
-        self._requests.released = slots
-
-    @property
-    def _next_step(self) -> int:
-        return self._requests.next_step
-
-    @_next_step.setter
-    def _next_step(self, step: int) -> None:
-        self._requests.next_step = step
-
-
-def _of_kept(scores: Scores, keep: np.ndarray) -> Scores:
-    """Those of rows that are kept (bool ``[rows]``), which are counted without the others from then on."""
-    there = scores.only(keep[scores.rows])
-    return there._replace(rows=(np.cumsum(keep) - 1)[there.rows])
