@@ -26,6 +26,7 @@ from .calls import Caller, Calls, Method
 from .core_meter import CoreMeter
 from .features.adapters import Adapters
 from .features.speculation import speculation_of
+from .features.standard import standard_features
 from .lifecycle import Lifecycle
 from .memory.cache_manager import CacheManager
 from .plan import request_limits
@@ -106,10 +107,10 @@ class EngineCore:
             scheduler,
             kv,
             self._most_tokens,
+            standard_features(kv, scheduler.enable_chunked_prefill, speculation_of(config.speculative_config)),
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
-            speculation=speculation_of(config.speculative_config),
         )
         self.scheduler.on_end = self._drop_what_it_named
         self.on_state: Callable[[DesiredState], None] = lambda state: None
@@ -370,7 +371,7 @@ class EngineCore:
 
     def latencies(self) -> tuple[Latency, Latency]:
         """Of the latest requests and steps: time to the first token, and between tokens."""
-        return self.scheduler.first_token.percentiles(), self.scheduler.between_tokens.percentiles()
+        return self.scheduler.times.first.percentiles(), self.scheduler.times.between.percentiles()
 
     # ------------------------------------------------------------------ steps
 

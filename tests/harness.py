@@ -22,6 +22,7 @@ import pytest
 
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
+from mainspring.core.features.standard import standard_features
 from mainspring.core.loop import EngineCore
 from mainspring.core.memory.block_pool import NULL_BLOCK
 from mainspring.core.memory.cache_manager import CacheManager
@@ -284,14 +285,16 @@ class Engine:
         self.told_suspects = set(self.suspects)  # left, as the scheduler says
         self._accused_at = accused_at
         self._suspect_keys = iter(range(suspects))
+        config = SchedulerConfig(**limits)
+        speculation = Speculation(guesses, self._guess) if guesses else None
         self.scheduler = Scheduler(
-            SchedulerConfig(**limits),
+            config,
             self.kv,
             max_model_len,
+            standard_features(self.kv, config.enable_chunked_prefill, speculation),
             clock=lambda: self.now,
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
-            speculation=Speculation(guesses, self._guess) if guesses else None,
         )
         seats = limits["max_num_seqs"]
         self._guessed_right, self._luck = guessed_right, random.Random(1)
@@ -375,7 +378,7 @@ class Engine:
             assert plan.num_tokens == plan.counts.sum() <= self.budget, "the budget is exceeded"
             sent: Counter[Key] = Counter()
             for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
-                request = self.scheduler._running[slot]
+                request = self.scheduler._running.requests[slot]
                 sent[request.frontend, request.handle] += count
             by_frontend: Counter[int] = Counter()
             for (frontend, _), count in sent.items():
@@ -396,7 +399,7 @@ class Engine:
 
     def _check_step(self, step: Step, ran: set[Key]) -> None:
         """Suspects run alone, and nobody does who may not run."""
-        requests = [self.scheduler._running[slot] for slot in step.plan.slots.tolist()]
+        requests = [self.scheduler._running.requests[slot] for slot in step.plan.slots.tolist()]
         assert step.keys.tolist() == [r.key for r in requests]
         assert not any(other.solo for other, _ in self.in_flight), "something was launched beside a suspect"
         assert step.solo == any(r.key in self.suspects for r in requests)
@@ -408,7 +411,7 @@ class Engine:
         if self.scheduler.paused == "wait":
             began = ran | {key for key, message in self.messages.items() if message.output_token_ids}
             assert all((r.frontend, r.handle) in began for r in requests), "a request begins during a pause"
-        if self.scheduler._cuts:  # else no piece of the smallest size fits in a step
+        if self.scheduler._cut.is_needed:  # else no piece of the smallest size fits in a step
             chunk = max(w.chunk for w in self.windows if isinstance(w, LayerGroup))
             for request, end in zip(requests, (step.plan.starts + step.plan.counts).tolist(), strict=True):
                 assert end >= request.prompt_len or end % chunk == 0, "a prompt is cut inside of a chunk"
@@ -476,14 +479,14 @@ class Engine:
 
     def check(self) -> None:
         """Invariant 1, over the blocks of running requests and those that wait for a step to retire."""
-        listed = Counter(b for r in self.scheduler._running.values() for table in r.tables for b in table)
+        listed = Counter(b for r in self.scheduler._running.requests.values() for table in r.tables for b in table)
         listed.update(block for _, blocks in self.kv._deferred for block in blocks)
         del listed[NULL_BLOCK]
         check_pool(self.kv.pool, listed)
         if self.kv.host is not None:
             check_host(self.kv.host)
         if (state := self.kv.state) is not None:
-            running = set(self.scheduler._running.values())
+            running = set(self.scheduler._running.requests.values())
             assert state._taken.keys() | state._newest.keys() <= running, "a snapshot is kept for a request that left"
             snapshots = [*chain.from_iterable(state._taken.values()), *state._newest.values()]
             check_pool(state.snapshots, Counter(snapshot for _, snapshot in snapshots))
@@ -494,7 +497,7 @@ class Engine:
             assert frontend.waiting_tokens == queued, "the tokens that wait are miscounted"
         assert self.told_suspects == self.suspects
         held: Counter[int] = Counter()
-        for request in self.scheduler._running.values():
+        for request in self.scheduler._running.requests.values():
             held[request.frontend] += sum(b != NULL_BLOCK for table in request.tables for b in table)
         assert +self.kv.held == held, "the blocks of a frontend are miscounted"
 

@@ -104,7 +104,7 @@ def run(schedule: Schedule) -> Engine:
     common = [numbers.randrange(VOCAB) for _ in range(longest)]
     keys: list[Key] = []
     whole: dict[Key, list[int]] = {}
-    launch_first, lack, chunked = list(schedule.launch_first), list(schedule.lack), engine.scheduler._chunked
+    launch_first, lack, chunked = list(schedule.launch_first), list(schedule.lack), engine.scheduler._budget.chunked
 
     def lacks_memory(step: StepPlan) -> bool:
         lacking = bool(lack) and lack.pop() and (step.num_tokens > 1 if chunked else len(step.slots) > 1)

@@ -107,8 +107,8 @@ def test_without_prefix_caching_preempted_requests_do_not_wait_for_each_other_ei
     engine = roomy(prefix_caching=False)
     keys = add_sharing(engine, 2)
     engine.step()
-    for request in list(engine.scheduler._running.values()):
-        engine.scheduler._preempt(request)
+    for request in list(engine.scheduler._running.requests.values()):
+        engine.scheduler._preemption.preempt(request)
     engine.step()
     assert engine.steps[1].requests == dict.fromkeys(keys, 36)
 
@@ -162,7 +162,7 @@ def test_those_that_pass_leave_it_its_blocks() -> None:
 
 
 def test_no_more_than_so_many_are_passed_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainspring.core.plan.scheduler.MOST_DEFERRED", 2)
+    monkeypatch.setattr("mainspring.core.plan.admit.MOST_DEFERRED", 2)
     engine = roomy()
     keys = add_sharing(engine, 3)
     other = engine.add(tokens(5, 1), 2)
@@ -205,7 +205,7 @@ def test_nobody_is_preempted_for_one_that_passes() -> None:
 
 
 def test_a_frontend_with_larger_share_may_go_on_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainspring.core.plan.scheduler.MOST_DEFERRED", 1)
+    monkeypatch.setattr("mainspring.core.plan.admit.MOST_DEFERRED", 1)
     engine = roomy(weights=(1, 1))
     for i in range(2):
         engine.add(tokens(8, 3 + i), 40, frontend=1)
@@ -250,7 +250,7 @@ def test_the_others_go_on_when_the_one_they_wait_for_does_not(depth: int, early:
     elif how == "credit":
         engine.set_credit(0, False)
     else:
-        engine.scheduler._preempt(engine.scheduler.fair.of(0).requests[first[1]])
+        engine.scheduler._preemption.preempt(engine.scheduler.fair.of(0).requests[first[1]])
     engine.run()
     assert all(key in engine.finished for key in others)
     engine.set_credit(0, True)

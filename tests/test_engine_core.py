@@ -247,7 +247,6 @@ def test_latencies_are_of_what_happened_lately(monkeypatch: pytest.MonkeyPatch) 
     assert core.latencies() == (Latency(), Latency())
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    core.scheduler._clock = time.monotonic
     core.connect(0)
     for handle in range(3):
         core.add_request(0, message(handle))

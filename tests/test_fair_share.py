@@ -156,7 +156,7 @@ def test_where_blocks_run_out_a_newcomer_is_not_thrown_out_before_the_frontend_t
     newest = engine.add(tokens(8, 5), 50, frontend=1)
     while not engine.stats.num_preemptions:
         engine.step()
-    assert {r.handle for r in engine.scheduler._running.values()} == {old[1], newest[1]}
+    assert {r.handle for r in engine.scheduler._running.requests.values()} == {old[1], newest[1]}
     engine.run()
     assert engine.finished[newer].num_preemptions > 0
     engine.check_outputs()

@@ -30,7 +30,9 @@ def flooded(waiting: int = 1000, **options: Any) -> Engine:
     for _ in range(60):
         engine.step()
     assert engine.stats.num_waiting > waiting - 100
-    assert engine.stats.num_preemptions or not engine.scheduler._free_slots, "neither seats nor blocks are short"
+    assert engine.stats.num_preemptions or not engine.scheduler._running.free_slots, (
+        "neither seats nor blocks are short"
+    )
     return engine
 
 

@@ -21,7 +21,7 @@ import harness
 import tiny
 from harness import result_of
 from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from mainspring.core.plan import scheduler
+from mainspring.core.features import prompt_scores
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import PROMPT_LOGITS, Scores, Step
 from mainspring.core.work.device import Device
@@ -419,14 +419,14 @@ def test_a_prompt_that_is_preempted_in_the_middle_is_scored_to_its_end(
     settings = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 8, "max_num_seqs": 8}
     with make_engine(path, async_scheduling=overlapping, **settings) as engine:
         preempted: list[int] = []
-        before = engine.engine_core.core.scheduler._preempt  # type: ignore[attr-defined]
+        before = engine.engine_core.core.scheduler._preemption.preempt  # type: ignore[attr-defined]
 
         def preempt(request: Request) -> None:
             if 1 < request.told < request.prompt_len:
                 preempted.append(request.told)
             before(request)
 
-        engine.engine_core.core.scheduler._preempt = preempt  # type: ignore[attr-defined]
+        engine.engine_core.core.scheduler._preemption.preempt = preempt  # type: ignore[attr-defined]
         for i in range(4):
             engine.add_request(f"other {i}", tokens(4, i), SamplingParams(max_tokens=90, **GREEDY))
         for _ in range(30):
@@ -482,7 +482,7 @@ class ScoredEngine(harness.Engine):
         super().__init__(**settings)
         self.told: dict[harness.Key, dict[int, int]] = defaultdict(dict)  # place in the prompt → token
         self.scored: set[harness.Key] = set()
-        seats = self.scheduler._rows.tokens.shape[0]
+        seats = self.scheduler._running.rows.tokens.shape[0]
         self.sampler = Sampler(seats, harness.VOCAB, Device(torch.device("cpu")), ReferenceBackend(), seats, Registry())
         self.most_too_many = 0  # rows of one step whose logits memory was not kept for
 
@@ -507,14 +507,14 @@ class ScoredEngine(harness.Engine):
         if step is not None:
             plan = step.plan
             rows = int(plan.samples.sum()) + sum(part.num_rows for part in plan.scored)
-            self.most_too_many = max(self.most_too_many, rows - scheduler.PROMPT_LOGITS - len(plan.slots))
+            self.most_too_many = max(self.most_too_many, rows - prompt_scores.PROMPT_LOGITS - len(plan.slots))
             for sequence in plan.admitted:
                 self.sampler.admit(sequence)
             for slot in plan.released.tolist():
                 self.sampler.release(slot)
             self.sampler.read(plan)
             for slot in plan.slots[plan.samples].tolist():
-                request = self.scheduler._running.get(slot)
+                request = self.scheduler._running.requests.get(slot)
                 if request is not None and request.looks_back:
                     key = request.frontend, request.handle
                     known = [*self.messages[key].prompt_token_ids, *self.outputs[key]]
@@ -555,7 +555,7 @@ class ScoredEngine(harness.Engine):
 
 def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> ScoredEngine:
     r = random.Random(seed)
-    monkeypatch.setattr(scheduler, "PROMPT_LOGITS", r.choice([1, 2, 5, 16]))
+    monkeypatch.setattr(prompt_scores, "PROMPT_LOGITS", r.choice([1, 2, 5, 16]))
     max_model_len, chunked, block_size = 64, r.random() < 0.85, r.choice([1, 4])
     windows = r.choice([(None,), (None, 7)])
     budget = r.randint(3, 40) if chunked else max_model_len + r.randint(0, 20)
@@ -605,7 +605,7 @@ def test_any_schedule_scores_every_prompt_and_hides_no_token_from_rules(
 def test_no_step_has_more_logits_than_memory_was_kept_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where prompts may be cut. The seeds are of schedules in which prompts that are scored share steps."""
     engine = run_schedule(seed, monkeypatch)
-    assert engine.most_too_many == 0 or not engine.scheduler._chunked
+    assert engine.most_too_many == 0 or not engine.scheduler._budget.chunked
 
 
 @pytest.mark.parametrize("frontend", [0, 1])

@@ -9,7 +9,7 @@ import pytest
 
 from harness import VOCAB, NewSequence, StepPlan, expected_output, make_core, message, run_core
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan.scheduler import GROW_AFTER_STEPS
+from mainspring.core.plan.budget import GROW_AFTER_STEPS
 from mainspring.ipc.journal import Journal
 
 

@@ -187,7 +187,7 @@ def test_a_full_group_keeps_its_blocks_beside_a_windowed_one() -> None:
     engine.add(tokens(40), 9)
     while engine.stats.generation_tokens < 8:
         engine.step()
-    (request,) = engine.scheduler._running.values()
+    (request,) = engine.scheduler._running.requests.values()
     full, windowed = ([b for b in table if b] for table in request.tables)
     assert len(full) == 12
     assert len(windowed) <= 4
@@ -478,7 +478,7 @@ def test_a_removed_frontend_leaves_no_block_no_seat_and_no_word_behind() -> None
     assert 1 not in engine.scheduler.fair
     assert set(engine.finished) == {stays}
     engine.check_outputs()
-    assert len(engine.scheduler._free_slots) == 2
+    assert len(engine.scheduler._running.free_slots) == 2
 
 
 def test_a_refused_request_ends_once_with_its_error_though_nothing_runs() -> None:

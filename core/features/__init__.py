@@ -1,1 +1,1 @@
-"""What attaches to the planner through its hooks: adapters, speculation. Imports no torch."""
+"""What only some requests use. A feature takes part in planning through the hooks of plan/feature.py. No torch."""

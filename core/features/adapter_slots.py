@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ipc.messages import Adapter
+from ..plan.feature import Feature
 
 if TYPE_CHECKING:
     from ..plan.request import Request
@@ -22,7 +23,7 @@ class LoRAName(NamedTuple):
     adapter: Adapter
 
 
-class LoRAs:
+class LoRAs(Feature):
     """Adapters by content; the least recently used of those that nobody runs with gives way to another.
 
     A request runs only while its adapter has one of `places`. One that waits for a place is passed by others, but not
@@ -55,10 +56,10 @@ class LoRAs:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._loaded
 
-    def names(self) -> tuple[list[str], list[str]]:
-        """Of the adapters of requests that run, and of those that wait."""
+    def stats(self) -> dict[str, Any]:
         running = self._names
-        return sorted(running), sorted(name for name, count in self.live.items() if count > running[name])
+        waiting = sorted(name for name, count in self.live.items() if count > running[name])
+        return {"running_loras": sorted(running), "waiting_loras": waiting}
 
     def put(self, digest: bytes, number: int) -> bool:
         """Keep an adapter that the worker has loaded under `number`, unless it is kept already. False: there is no
@@ -96,10 +97,17 @@ class LoRAs:
             self._leave(self._loaded.pop(victim))
         return True
 
-    def allows(self, request: Request, step: int, ask: bool) -> bool:
-        """Whether a waiting request with an adapter may run, as far as adapters go. `ask`: it is to be brought into
-        memory if it is not there."""
-        assert request.lora is not None
+    def added(self, request: Request) -> None:
+        if request.lora_name:
+            self.live[request.lora_name] += 1
+
+    def ended(self, request: Request) -> None:
+        if request.lora_name:
+            self.live -= Counter([request.lora_name])
+
+    def may_run(self, request: Request, step: int, fetch: bool) -> bool:
+        if request.lora is None:
+            return True
         digest = request.lora.digest
         if self._first is not None:
             first, since = self._first
@@ -110,15 +118,15 @@ class LoRAs:
         if digest in self._running or (self._free and digest in self._loaded):
             return True
         if self._free and (len(self._loaded) < self._kept or self._victim() is not None):
-            if ask and digest not in self._loaded:
+            if fetch and digest not in self._loaded:
                 self._missing(request)
         elif self._first is None:
             self._first = request, step
         return False
 
-    def seat(self, request: Request) -> None:
-        """A request that `allows` let in runs from now on."""
-        assert request.lora is not None
+    def seated(self, request: Request) -> None:
+        if request.lora is None:
+            return
         digest = request.lora.digest
         if digest not in self._running:
             self._running[digest] = self._free.pop(), 0
@@ -129,8 +137,9 @@ class LoRAs:
         self._loaded.move_to_end(digest)
         request.lora_place, request.lora_number = place, self._loaded[digest]
 
-    def unseat(self, request: Request) -> None:
-        assert request.lora is not None
+    def unseated(self, request: Request) -> None:
+        if request.lora is None:
+            return
         digest = request.lora.digest
         place, count = self._running[digest]
         self._running[digest] = place, count - 1

@@ -69,17 +69,19 @@ class Adapters:
         self._reading: dict[tuple[bytes, Adapter], tuple[int, Future[Any]]] = {}
         self._rereading = False
         self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], AdapterFacts] = OrderedDict()
+        self._slots: LoRAs | None = None
         if worker.facts.has_adapters:
-            scheduler.loras = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again, self._unload)
+            self._slots = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again, self._unload)
+            scheduler.attach(self._slots)
 
     def _unload(self, number: int) -> None:
         self._worker.control(DropAdapter(number))
 
     @property
     def _loras(self) -> LoRAs:
-        if self._scheduler.loras is None:
+        if self._slots is None:
             raise NotSupportedError("this core serves no LoRA adapters: start it with enable_lora=True")
-        return self._scheduler.loras
+        return self._slots
 
     # ------------------------------------------------------------------ requests
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...ipc.config import SpeculativeConfig
-from ..plan.columns import Columns
+from ..plan.feature import Feature
 from ..plan.request import Request
-from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, with_guesses
+from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, StepResult, with_guesses
 
 REST = 16  # tokens without a guess, after several that were wrong
 
@@ -81,29 +81,35 @@ def standing(
     return found
 
 
-class Guesses:
-    """Those in the rows of running requests, behind their own tokens."""
+class Guesses(Feature):
+    """Puts guesses into the rows of running requests, behind their own tokens.
 
-    def __init__(self, speculation: Speculation, rows: Columns) -> None:
-        self._speculation, self._rows = speculation, rows
+    A request with guesses in flight computes nothing until they are checked. Where a step has room for guesses, a
+    request that is to make some waits for its own tokens in flight too, because guesses follow known tokens.
 
-    def seat(self, request: Request) -> None:
-        """A request got its slot."""
+    Args:
+        roll_back: how far the layers' memory goes back after a rejection, see `CacheManager.roll_back`.
+    """
+
+    def __init__(self, speculation: Speculation, roll_back: RollBack) -> None:
+        self._speculation, self._roll_back = speculation, roll_back
+        self._num_made = self._num_right = 0
+
+    def seated(self, request: Request) -> None:
         if request.may_speculate:
             self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
 
-    def wait(self, slots: np.ndarray, num_running: int) -> np.ndarray:
-        """Which of the requests at `slots` compute nothing while a token of theirs is in flight (bool ``[slots]``):
-        those with guesses in flight, and, where a step has room for guesses, those that are to make some."""
+    def cap(self, slots: np.ndarray, need: np.ndarray) -> None:
         rows = self._rows
         waits: np.ndarray = rows.guessed[slots] > 0
-        if num_running < MOST_GUESS_ROWS:
+        if np.count_nonzero(rows.alive) < MOST_GUESS_ROWS:
             waits |= rows.guess_from[slots] <= rows.num_tokens[slots]
-        return waits
+        if waits.any():
+            need[waits & rows.last_in_flight(slots)] = 0
 
     def fill(self, slots: np.ndarray, budget: int, extend: Callable[[int, int], bool]) -> None:
         """Fill what is left of a small step with guesses of requests whose tokens are all known, for this step alone,
-        as far as there are free blocks: `extend` lets a slot's tables reach so many tokens, if it can."""
+        as far as there are free blocks."""
         rows = self._rows
         room = min(budget, MOST_GUESS_ROWS) - int(rows.granted.sum())
         if room <= 0:
@@ -127,20 +133,23 @@ class Guesses:
                 rows.granted[slot] += count
                 room -= count
 
-    def settle(
-        self, plan: StepPlan, slots: np.ndarray, ends: np.ndarray, brought: np.ndarray, roll_back: RollBack
-    ) -> tuple[int, int]:
-        """Take back what was computed for wrong guesses, from `ends` too, where each row `brought` so many tokens. Who
-        guesses wrong guesses less. `roll_back` (see `CacheManager`) says how far the layers' memory goes back. Returns
-        how many guesses there were, and how many were right."""
+    def accept(self, plan: StepPlan, result: StepResult, keep: np.ndarray, ends: np.ndarray, stops: np.ndarray) -> None:
+        """A request whose guesses were wrong makes fewer guesses from now on."""
+        row, back = plan.choices()
+        keep &= standing(plan, result.guesses, row, back, result.tokens, stops)
+        brought = np.bincount(row[keep], minlength=len(plan.slots))
         rows, guessing = self._rows, np.flatnonzero((plan.guessed > 0) & (brought > 0))
-        slots, right = slots[guessing], brought[guessing] - 1
+        slots, right = plan.slots[guessing].astype(np.int64), brought[guessing] - 1
         ends[guessing] += right - plan.guessed[guessing]
         rows.num_tokens[slots], rows.guessed[slots] = ends[guessing] + 1, 0
         rejected = guessing[right < plan.guessed[guessing]]
-        ends[rejected] = roll_back(plan.slots[rejected], plan.starts[rejected], ends[rejected])
+        ends[rejected] = self._roll_back(plan.slots[rejected], plan.starts[rejected], ends[rejected])
         rows.num_computed[slots] = ends[guessing]
         trust = np.minimum(np.maximum(rows.trust[slots] // 2, 2 * right), self._speculation.most)
         rows.guess_from[slots[trust == 0]] = rows.num_tokens[slots[trust == 0]] + REST
         rows.trust[slots] = np.maximum(trust, 1)
-        return int(plan.guessed[guessing].sum()), int(right.sum())
+        self._num_made += int(plan.guessed[guessing].sum())
+        self._num_right += int(right.sum())
+
+    def stats(self) -> dict[str, Any]:
+        return {"draft_tokens": self._num_made, "accepted_tokens": self._num_right}

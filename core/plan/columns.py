@@ -52,7 +52,19 @@ class Columns:
         self.silent[slot] = not request.started
         self.looks_back[slot] = request.looks_back
         self.scored[slot] = request.told < request.prompt_len
+        self.held_up[slot] = False
         self.guessed[slot], self.guess_from[slot] = 0, NEVER
+
+    def num_computable(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens of the requests at `slots` (int64 ``[n]``) that may be computed, placeholders included. The last token
+        of a request is sampled, never computed."""
+        most: np.ndarray = np.minimum(self.num_tokens[slots], self.max_len[slots] - 1)
+        return most
+
+    def last_in_flight(self, slots: np.ndarray) -> np.ndarray:
+        """Whether the last of these tokens is a placeholder (bool ``[n]``)."""
+        last: np.ndarray = self.tokens[slots, self.num_computable(slots) - 1] == IN_FLIGHT
+        return last
 
     def num_known(self, slot: int) -> int:
         """Its tokens without placeholders."""

@@ -97,7 +97,6 @@ class FairShare:
         self._seats, self._blocks, self._held = seats, blocks, held
         self._frontends: dict[int, Frontend] = {}
         self._next_seq = 0
-        self._aside: dict[Request, None] | None = None  # those that wait for the end of `set_aside`
 
     def register(self, frontend: int, weight: float = 1.0) -> None:
         self._frontends[frontend] = Frontend(frontend, weight)
@@ -133,28 +132,14 @@ class FairShare:
 
     def push(self, request: Request) -> None:
         """Let a request wait: a new one, or one that was preempted."""
-        if self._aside is not None and not request.has_begun:
-            self._aside[request] = None
-        else:
-            self._frontends[request.frontend].push(self.rank(request), request)
+        self._frontends[request.frontend].push(self.rank(request), request)
 
     def end(self, request: Request) -> None:
         """Count a request out."""
         frontend = self._frontends[request.frontend]
         frontend.finish(request)
-        if self._aside:
-            self._aside.pop(request, None)
         del frontend.requests[request.handle]
         self._count(frontend, request, -1)
-
-    def set_aside(self, on: bool) -> None:
-        """Whether all that never ran are kept out of the queues."""
-        waiting, self._aside = list(self._aside or ()), {} if on else None
-        for frontend in self:
-            while on and frontend.peek() is not None:
-                waiting.append(frontend.pop())
-        for request in waiting:
-            self.push(request)
 
     def set_credit(self, frontend: int, given: bool) -> None:
         if given and not self._frontends[frontend].credit:
