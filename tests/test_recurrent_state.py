@@ -246,7 +246,8 @@ def run_any(seed: int) -> Engine:
     )
 
     def lacks_memory(plan: StepPlan) -> bool:
-        lacking = (plan.num_tokens > 1 if engine.scheduler._budget.chunked else len(plan.slots) > 1) and r.random() < 0.04
+        can_be_cut = plan.num_tokens > 1 if engine.scheduler._budget.chunked else len(plan.slots) > 1
+        lacking = can_be_cut and r.random() < 0.04
         engine.num_lacking += lacking
         return lacking
 
