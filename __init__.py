@@ -14,16 +14,16 @@ _MODULES = {
     "engine.async_llm_engine": "AsyncEngineArgs AsyncLLM AsyncLLMEngine",
     "engine.engine_methods": "Device",
     "engine.frontend": "UsageContext",
-    "engine.input_processor": "EngineCoreRequest",
+    "engine.request.input_processor": "EngineCoreRequest",
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",
-    "engine.metrics": "StatLoggerBase",
-    "engine.outputs": (
+    "engine.observe.metrics": "StatLoggerBase",
+    "engine.request.outputs": (
         "BeamSearchOutput BeamSearchSequence ClassificationOutput ClassificationRequestOutput CompletionOutput "
         "EmbeddingOutput EmbeddingRequestOutput Logprob PoolingOutput PoolingRequestOutput RequestMetrics "
         "RequestOutput ScoringOutput ScoringRequestOutput"
     ),
-    "engine.prompts": "EmbedsPrompt ExplicitEncoderDecoderPrompt TextPrompt TokensPrompt",
+    "engine.request.prompts": "EmbedsPrompt ExplicitEncoderDecoderPrompt TextPrompt TokensPrompt",
     "ipc.adapters": "LoRARequest PromptAdapterRequest",
     "ipc.config": (
         "CacheConfig DecodingConfig DeviceConfig EngineConfig LoRAConfig LoadConfig ModelConfig ObservabilityConfig "

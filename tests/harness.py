@@ -19,11 +19,11 @@ import pytest
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
 from mainspring.core.loop import EngineCore
+from mainspring.core.memory.block_pool import NULL_BLOCK
+from mainspring.core.memory.kv_cache import KVCacheManager
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.scheduler import PauseMode, Scheduler
 from mainspring.core.plan.step import IN_FLIGHT, Step
-from mainspring.core.work.block_count.block_pool import NULL_BLOCK
-from mainspring.core.work.block_count.kv_cache import KVCacheManager
 from mainspring.core.work.kv_layout import KVGroup
 from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
 from mainspring.ipc.errors import OutOfMemoryError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mainspring.core.work.block_count.block_pool import BlockPool
-from mainspring.core.work.block_count.host_cache import HostCache
+from mainspring.core.memory.block_pool import BlockPool
+from mainspring.core.memory.host_cache import HostCache
 
 
 def check_pool(pool: BlockPool, references: Mapping[int, int]) -> None:

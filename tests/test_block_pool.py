@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from invariants import check_pool
-from mainspring.core.work.block_count.block_pool import NULL_BLOCK, BlockPool
+from mainspring.core.memory.block_pool import NULL_BLOCK, BlockPool
 
 
 def key(name: str, group: int = 0) -> tuple[int, bytes]:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from flashinfer_double import FlashInferDouble
 from mainspring.kernels import BackendUnavailableError
 from mainspring.kernels.contract import AttentionSpec, DeviceBatch, LayerCache, PagedBatch
-from mainspring.kernels.flashinfer.backend import plan as flashinfer_plan
-from mainspring.kernels.flashinfer.backend import prebuilt
-from mainspring.kernels.flashinfer.backend import work as flashinfer_work
-from mainspring.kernels.flashinfer.backend.backend import FlashInferBackend, Gpu
-from mainspring.kernels.flashinfer.backend.work import Kind, cut_into_pieces, kv_lengths, two_launches
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.flashinfer import plan as flashinfer_plan
+from mainspring.kernels.flashinfer import prebuilt
+from mainspring.kernels.flashinfer import work as flashinfer_work
+from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
+from mainspring.kernels.flashinfer.work import Kind, cut_into_pieces, kv_lengths, two_launches
+from mainspring.kernels.reference.backend import ReferenceBackend
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

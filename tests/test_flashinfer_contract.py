@@ -19,8 +19,8 @@ import torch
 
 from flashinfer_double import Call, FlashInferDouble, tile_of
 from mainspring.kernels.contract import PagedBatch
-from mainspring.kernels.flashinfer.backend import prebuilt
-from mainspring.kernels.flashinfer.backend.work import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
+from mainspring.kernels.flashinfer import prebuilt
+from mainspring.kernels.flashinfer.work import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
 from test_flashinfer import AMPERE, BF16, FP8, HOPPER, PAGE, Layer, make, on_device, spec_of, staged
 
 real = pytest.importorskip(

@@ -14,8 +14,8 @@ from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.kernels import BackendUnavailableError
 from mainspring.kernels.contract import AttentionSpec
-from mainspring.kernels.flashinfer.backend import backend as flashinfer
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.flashinfer import backend as flashinfer
+from mainspring.kernels.reference.backend import ReferenceBackend
 from native_here import why_not
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

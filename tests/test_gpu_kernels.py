@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mainspring.kernels.flashinfer.backend import prebuilt
-from mainspring.kernels.flashinfer.backend.prebuilt import Attention, KernelsError
+from mainspring.kernels.flashinfer import prebuilt
+from mainspring.kernels.flashinfer.prebuilt import Attention, KernelsError
 
 pytestmark = [pytest.mark.gpu_kernels, pytest.mark.timeout(3600)]
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mainspring.kernels.reference.backend import gumbel, sampling
-from mainspring.kernels.reference.backend.gumbel import gumbel_noise, keyed_choice, keyed_hash
-from mainspring.kernels.reference.backend.sampling import mask_top_k_top_p_min_p
+from mainspring.kernels.reference import gumbel, sampling
+from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice, keyed_hash
+from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 
 ONE_IN_100_000 = {7: 35.6, 15: 49.5, 49: 107.9}  # degrees of freedom → chi-square exceeded once in 100,000 draws
 GOLDEN = [  # [seed and position][token], as signed 32-bit numbers

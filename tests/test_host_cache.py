@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from harness import VOCAB, Engine, Windows, blocks_for
 from invariants import check_host
-from mainspring.core.work.block_count.block_pool import BlockPool, Key
-from mainspring.core.work.block_count.host_cache import (
+from mainspring.core.memory.block_pool import BlockPool, Key
+from mainspring.core.memory.host_cache import (
     NO_COPIES,
     Copies,
     HostBlocks,

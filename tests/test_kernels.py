@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mainspring.kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, PagedBatch
 from mainspring.kernels.native.backend import NativeBackend
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
-from mainspring.kernels.reference.backend.gumbel import keyed_choice
-from mainspring.kernels.reference.backend.sampling import mask_top_k_top_p_min_p
+from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.gumbel import keyed_choice
+from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}

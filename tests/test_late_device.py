@@ -23,8 +23,8 @@ from mainspring.core.work import runner as model_runner
 from mainspring.core.work.device import Staged
 from mainspring.core.work.step_inputs import Rows
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
-from mainspring.kernels.reference.backend.worklist import AttentionPlan
+from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.worklist import AttentionPlan
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 
 SIZES = [1, 3, 8, 16]

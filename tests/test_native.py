@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mainspring.core.work.kv_layout import plan_layout
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
 from mainspring.kernels.native.backend import NativeBackend
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
-from mainspring.kernels.reference.backend.gumbel import gumbel_noise, keyed_choice
-from mainspring.kernels.reference.backend.sampling import mask_top_k_top_p_min_p
+from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice
+from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 
 REASON = why_not()

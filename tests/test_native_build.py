@@ -127,7 +127,7 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_sources: Path, monkeypatch
 def test_two_processes_may_build_at_once(tiny_sources: Path) -> None:
     code = f"""
 from pathlib import Path
-from mainspring.kernels import native_build
+from mainspring.kernels.native import build as native_build
 native_build.SOURCES = Path({str(tiny_sources)!r})
 import ctypes
 print(ctypes.CDLL(str(native_build.build(native_build.choose_level()))).answer())

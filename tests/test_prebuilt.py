@@ -25,8 +25,8 @@ from mainspring.core.model.learn.attention_of_config import attention_of_config
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.kernels.contract import AttentionSpec
-from mainspring.kernels.flashinfer.backend import prebuilt
-from mainspring.kernels.flashinfer.backend.prebuilt import Attention, KernelsError, Manifest
+from mainspring.kernels.flashinfer import prebuilt
+from mainspring.kernels.flashinfer.prebuilt import Attention, KernelsError, Manifest
 from mainspring.tools import build_kernels
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -328,7 +328,7 @@ def test_flags_for_a_gpu_become_settings() -> None:
 
 NAMES = """
 import os, sys, torch
-from mainspring.kernels import prebuilt
+from mainspring.kernels.flashinfer import prebuilt
 from mainspring.kernels.flashinfer.prebuilt import Attention
 kinds = [Attention(torch.bfloat16, torch.bfloat16, 128), Attention(torch.bfloat16, torch.float8_e4m3fn, 64, True, True)]
 print(*[module.name for module in prebuilt.modules_needed([*kinds, kinds[0]])])

@@ -21,7 +21,7 @@ from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
 from mainspring.kernels.native.backend import NativeBackend
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.reference.backend import ReferenceBackend
 from native_here import why_not
 
 REASON = why_not()

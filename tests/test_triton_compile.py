@@ -23,7 +23,7 @@ SHARED_MEMORY = 232448  # bytes that one program may take on sm_90
 
 def compile_kernels() -> dict[str, dict[str, Any]]:
     """Name → registers, spilled bytes, shared memory and matrix instructions of each kernel as it is launched."""
-    from mainspring.kernels.flashinfer.backend import triton_kernels as kernels
+    from mainspring.kernels.flashinfer import triton_kernels as kernels
 
     found = {}
     for scores in ("fp32", "bf16"):

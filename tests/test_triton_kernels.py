@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mainspring.kernels.reference.backend import gumbel
+from mainspring.kernels.reference import gumbel
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -28,7 +28,7 @@ with in_interpreter:
     triton = pytest.importorskip("triton", reason="Triton, which comes with torch's CUDA builds, is not installed")
     import triton.language as tl
 
-    from mainspring.kernels.flashinfer.backend import triton_kernels as kernels
+    from mainspring.kernels.flashinfer import triton_kernels as kernels
 
     @triton.jit
     def _bits_and_noise(seeds, positions, bits, noise, num_tokens, WIDTH: tl.constexpr):

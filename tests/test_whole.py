@@ -21,7 +21,7 @@ from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, Backend
 from mainspring.kernels.native.backend import NativeBackend
 from mainspring.kernels.native.decoder import PHASES, NativeDecoder
-from mainspring.kernels.reference.backend.backend import ReferenceBackend
+from mainspring.kernels.reference.backend import ReferenceBackend
 from native_here import why_not
 from test_stack import SIZES, TAKEN, build
 
