@@ -103,13 +103,13 @@ def test_several_adapters_and_none_in_one_batch_give_what_peft_gives(made: Adapt
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 16, "block_size": 8},
+        pytest.param({"max_num_batched_tokens": 16, "block_size": 8}, marks=pytest.mark.slow),
         {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24},
         {"max_loras": 1},
-        {"max_loras": 1, "max_cpu_loras": 2, "max_num_seqs": 2},
+        pytest.param({"max_loras": 1, "max_cpu_loras": 2, "max_num_seqs": 2}, marks=pytest.mark.slow),
         {"async_scheduling": True},
-        {"enable_prefix_caching": False},
-        {"attention_backend": "reference"},
+        pytest.param({"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param({"attention_backend": "reference"}, marks=pytest.mark.slow),
     ],
     ids=["chunked", "preempted", "one place", "two in memory", "two steps in flight", "no cache", "reference"],
 )

@@ -279,6 +279,7 @@ def test_the_systemd_unit_starts_a_daemon_and_waits_longer_than_it_drains() -> N
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > DaemonOptions().drain_timeout
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(connect: str) -> None:
     command = " ".join(COMMAND)
     script = f"{command} generate {connect} --max-tokens 20 --ignore-eos 'Tell me a story.' | true"
@@ -287,6 +288,7 @@ def test_a_closed_pipe_is_no_traceback(connect: str) -> None:
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(connect: str) -> None:
     controller, terminal = pty.openpty()
     process = subprocess.Popen(

@@ -110,11 +110,13 @@ def test_what_it_raises_comes_back_and_the_core_goes_on(engine: LLMEngine) -> No
     assert text(engine)
 
 
+@pytest.mark.slow
 def test_without_an_extension_there_is_the_worker_alone() -> None:
     with LLM() as llm, pytest.raises(InvalidRequestError, match="no method 'echo'"):
         llm.collective_rpc("echo")
 
 
+@pytest.mark.slow
 def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
     args = EngineArgs(worker_extension_cls=extension)
     with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
@@ -139,6 +141,7 @@ def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
         assert text(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -154,6 +157,7 @@ def test_an_extension_that_can_not_be_lent_is_refused_at_start(extension: str, n
         LLMEngine.from_engine_args(EngineArgs(worker_extension_cls=name))
 
 
+@pytest.mark.slow
 def test_the_async_engine_calls_by_name(extension: str) -> None:
     async def run() -> None:
         async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(worker_extension_cls=extension)) as engine:
@@ -167,6 +171,7 @@ def test_the_async_engine_calls_by_name(extension: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_folder_is_no_module(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="worker_extension_cls"):
         LLMEngine.from_engine_args(EngineArgs(worker_extension_cls=str(tmp_path)), enable_multiprocessing=False)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import fast_only
+
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 GUARD = 180.0  # seconds
 SHOWS = {
@@ -34,7 +36,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SHOWS, "async_service"}
 
 
-@pytest.mark.parametrize("name", SHOWS)
+@pytest.mark.parametrize("name", fast_only(["offline_batch"], SHOWS))
 def test_an_example_shows_what_it_is_there_for(name: str) -> None:
     command = [sys.executable, "-P", str(FOLDER / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=False)
@@ -42,6 +44,7 @@ def test_an_example_shows_what_it_is_there_for(name: str) -> None:
     assert re.search(SHOWS[name], done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_the_service_answers_line_by_line() -> None:
     command = [sys.executable, "-P", str(FOLDER / "async_service.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:

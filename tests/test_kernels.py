@@ -19,6 +19,7 @@ from mainspring.kernels.reference.backend import ReferenceBackend
 from mainspring.kernels.reference.gumbel import keyed_choice
 from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
+from tiers import examples
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}
 if why_not() is None:
@@ -400,7 +401,7 @@ def test_a_request_alone_has_the_bits_it_has_among_others_also_where_products_ar
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(work=random_work())
 def test_any_mix_of_requests_is_right_and_clockwork(name: str, work: tuple[Setup, list[int], list[Step], int]) -> None:
     setup, lengths, steps, seed = work
