@@ -18,7 +18,8 @@ PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check -c co
 RUNTIME := $(VENV)/.mainspring
 DEV := $(VENV)/.mainspring-dev
 GPU_LIBRARIES := $(VENV)/gpu
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# Compiled test files are stored also where Python is told not to: without, each worker compiles all of them (6 s).
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 RANDOM_TESTS = $(shell grep -l 'from tiers import .*examples' tests/test_*.py)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

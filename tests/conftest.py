@@ -12,8 +12,6 @@ import psutil
 import pytest
 from hypothesis import settings
 
-import references
-
 # Tests run side by side, and many models in them are tiny: OpenMP's threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -60,6 +58,8 @@ def native_kernels() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def references_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> None:
     """One folder for all workers of a run."""
+    import references
+
     base = tmp_path_factory.getbasetemp()
     references.folder = (base if worker_id == "master" else base.parent) / "references"
     references.folder.mkdir(exist_ok=True)

@@ -270,6 +270,7 @@ def test_commands_of_the_containers_are_commands_of_ours() -> None:
         assert all((DOCKER.parent / source).exists() for line in copied for source in line.split()), file
 
 
+@pytest.mark.slow
 def test_the_systemd_unit_starts_a_daemon_and_waits_longer_than_it_drains() -> None:
     unit = (DOCKER.parent / "docs" / "mainspring.service").read_text()
     words = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0].split()

@@ -12,6 +12,7 @@ import pytest
 
 from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
+from tiers import fast_only
 
 EXTENSION = '''
 import time
@@ -59,7 +60,7 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sys.modules.pop("my_extension", None)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in-process", "multi-process"])
+@pytest.fixture(scope="module", params=fast_only([False], [False, True]), ids=["in-process", "multi-process"])
 def engine(request: pytest.FixtureRequest, extension: str) -> Iterator[LLMEngine]:
     args = EngineArgs(worker_extension_cls=extension)
     with LLMEngine.from_engine_args(args, enable_multiprocessing=request.param) as engine:

@@ -78,6 +78,7 @@ def test_a_conversation_goes_over_the_daemon_too(daemon: Daemon) -> None:
     assert "Paris" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_status_tells_what_the_issue_asks_for(daemon: Daemon) -> None:
     with LLM(connect=daemon.address, name="me", weight=2.0) as llm:
         llm.generate(QUESTION, GREEDY, use_tqdm=False)

@@ -29,6 +29,7 @@ def test_500_held_out_sums_are_at_least_95_percent_right(llm: LLM) -> None:
     assert accuracy(llm, questions) >= 0.95
 
 
+@pytest.mark.slow
 def test_200_other_held_out_questions_are_at_least_95_percent_right(llm: LLM) -> None:
     questions = heldout_other(200)
     assert len(questions) == 200

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tiers import fast_only
-
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 GUARD = 180.0  # seconds
 SHOWS = {
@@ -36,7 +34,8 @@ def test_every_example_is_run_here() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SHOWS, "async_service"}
 
 
-@pytest.mark.parametrize("name", fast_only(["offline_batch"], SHOWS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWS)
 def test_an_example_shows_what_it_is_there_for(name: str) -> None:
     command = [sys.executable, "-P", str(FOLDER / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=False)

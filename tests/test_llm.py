@@ -345,6 +345,7 @@ def test_ctrl_c_aborts_the_batch_and_leaves_the_engine_usable() -> None:
     assert script.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_frontend_generates_with_torch_and_transformers_out_of_reach() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"

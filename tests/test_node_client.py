@@ -121,6 +121,7 @@ def test_a_stop_token_ends_the_stream_and_is_named(stream: Stream, python: Calla
     assert tokens == expected.token_ids
 
 
+@pytest.mark.slow
 def test_an_abort_ends_the_stream_by_the_cores_word(stream: Stream, address: str) -> None:
     tokens, end = finish(stream("--max-tokens=3000", "--ignore-eos", "--abort-after=3"))
     assert 3 <= len(tokens) < 3000

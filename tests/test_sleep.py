@@ -243,6 +243,7 @@ def test_a_core_that_dies_in_its_sleep_is_followed_by_one_that_sleeps(
         assert tokens(finish(engine, seen)) == undisturbed
 
 
+@pytest.mark.slow
 def test_the_async_engine_sleeps_too(undisturbed: dict[str, list[int]]) -> None:
     async def run() -> None:
         async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs()) as engine:

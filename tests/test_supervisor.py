@@ -412,6 +412,7 @@ def test_a_core_that_loads_can_be_stopped(tmp_path: Path) -> None:
     assert no_children()
 
 
+@pytest.mark.slow
 def test_a_core_that_loads_again_can_be_stopped(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("")
@@ -489,6 +490,7 @@ def test_draining_ends_by_a_second_stop_or_the_limit(stops: int, drain_timeout: 
     assert no_children()
 
 
+@pytest.mark.slow
 def test_a_core_that_does_not_end_when_it_is_told_to_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainspring.ipc.supervisor.END_SECONDS", 0.2)
     with Alone(config(watchdog_timeout=0.0)) as one:
