@@ -137,13 +137,18 @@ def test_tokens_do_not_depend_on_the_schedule(made: Adapters, settings: dict[str
 @pytest.mark.parametrize(
     ("architecture", "more", "config"),
     [
-        ("qwen3", {"tie_word_embeddings": True}, {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}),
+        pytest.param(
+            "qwen3",
+            {"tie_word_embeddings": True},
+            {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]},
+            marks=pytest.mark.slow,
+        ),
         ("phi3", {}, {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
         ("gemma2", {}, {"target_modules": "all-linear"}),
-        ("granite", {}, {"target_modules": "all-linear"}),
+        pytest.param("granite", {}, {"target_modules": "all-linear"}, marks=pytest.mark.slow),
         ("gpt_neox", {}, {"target_modules": ["query_key_value", "dense", "embed_out"]}),
-        ("opt", {}, {"target_modules": "all-linear"}),
-        ("mixtral", {}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}),
+        pytest.param("opt", {}, {"target_modules": "all-linear"}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, marks=pytest.mark.slow),
     ],
 )
 def test_of_other_architectures_too(

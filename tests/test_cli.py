@@ -245,6 +245,7 @@ def test_json_log_lines_are_objects_with_what_a_text_line_says() -> None:
     assert datetime.fromisoformat(line["time"]).timestamp() == pytest.approx(record.created, abs=0.001)
 
 
+@pytest.mark.slow
 def test_commands_of_the_containers_are_commands_of_ours() -> None:
     parser = _parser()
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]

@@ -75,6 +75,7 @@ def test_tokens_are_those_of_an_engine_without_a_cache(architecture: str, overla
     assert stats(engine).host_hits <= stats(engine).prefix_hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_in_half_precision_and_with_an_fp8_cache_what_comes_back_is_what_went(dtype: str, path: Path) -> None:
     """An fp8 cache rounds: keys and values that were computed anew would be the same, so tokens are."""
