@@ -19,11 +19,13 @@ PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check -c co
 RUNTIME := $(VENV)/.mainspring
 DEV := $(VENV)/.mainspring-dev
 GPU_LIBRARIES := $(VENV)/gpu
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# Compiled test files are stored also where Python is told not to: without, each worker compiles all of them (6 s).
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+RANDOM_TESTS = $(shell grep -l 'from tiers import .*examples' tests/test_*.py)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -49,11 +51,14 @@ $(GPU_LIBRARIES): constraints.txt | $(DEV)
 demo: $(RUNTIME) ## install, then generate with the embedded model
 	@$(BIN)/mainspring demo
 
-test: $(DEV) ## the fast tier of the tests
-	$(PYTEST) -m "not slow and not gpu_kernels" $(PYTEST_ARGS)
+test: $(DEV) ## the fast tier of the tests: some of every room, in less than 3 minutes
+	$(PYTEST) -m "not slow and not gpu_kernels" --hypothesis-profile quick $(PYTEST_ARGS)
 
-test-slow: $(DEV) ## the rest of the tests
+test-slow: $(DEV) ## the tests that are not in the fast tier
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-random: $(DEV) ## the random tests with ten times as many examples as in test-all (about 15 minutes)
+	$(PYTEST) --hypothesis-profile thorough --timeout 1200 $(RANDOM_TESTS) $(PYTEST_ARGS)
 
 test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are to us; they need both, but no GPU
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_flashinfer_contract.py tests/test_prebuilt.py $(PYTEST_ARGS)
@@ -64,7 +69,10 @@ flashinfer-newest: | $(DEV) ## which of our assumptions the newest FlashInfer st
 		--target $(GPU_LIBRARIES)-newest flashinfer-python apache-tvm-ffi nvidia-ml-py requests urllib3 certifi einops tabulate
 	PYTHONPATH="$(GPU_LIBRARIES)-newest" $(BIN)/pytest tests/test_flashinfer_contract.py $(PYTEST_ARGS)
 
-test-all: test test-slow test-gpu-libraries ## all tests
+test-main: $(DEV) ## both tiers in one run, the random tests with ten times as many examples as in the fast tier
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: test-gpu-libraries test-main ## all tests
 
 lint: $(DEV) ## ruff and mypy
 	$(BIN)/ruff check .

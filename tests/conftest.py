@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -19,9 +20,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("mainspring", deadline=None, print_blob=True)
-settings.load_profile("mainspring")
+settings.register_profile("quick", settings.get_profile("mainspring"), max_examples=10)
+settings.register_profile("thorough", settings.get_profile("mainspring"), max_examples=1000)
+settings.load_profile("mainspring")  # 100 examples; the option --hypothesis-profile replaces it
 
 CORES_END_WITHIN_S = 5
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections skip what the test files have imported: torch and transformers take 0.3 s of each."""
+    gc.collect()
+    gc.freeze()
 
 
 def _cores_left() -> list[psutil.Process]:
@@ -44,6 +53,16 @@ def native_kernels() -> None:
 
     if why_not() is None:
         native_build.build(native_build.choose_level())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def references_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> None:
+    """One folder for all workers of a run."""
+    import references
+
+    base = tmp_path_factory.getbasetemp()
+    references.folder = (base if worker_id == "master" else base.parent) / "references"
+    references.folder.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -283,6 +283,7 @@ def answer(engine: LLMEngine, method: str, arguments: tuple[Any, ...]) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_garbage_for_every_call_of_the_core_is_answered_and_nobody_else_notices(
     methods: list[str], admin_methods: set[str]
 ) -> None:

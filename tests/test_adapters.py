@@ -103,13 +103,13 @@ def test_several_adapters_and_none_in_one_batch_give_what_peft_gives(made: Adapt
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 16, "block_size": 8},
+        pytest.param({"max_num_batched_tokens": 16, "block_size": 8}, marks=pytest.mark.slow),
         {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24},
         {"max_loras": 1},
-        {"max_loras": 1, "max_cpu_loras": 2, "max_num_seqs": 2},
+        pytest.param({"max_loras": 1, "max_cpu_loras": 2, "max_num_seqs": 2}, marks=pytest.mark.slow),
         {"async_scheduling": True},
-        {"enable_prefix_caching": False},
-        {"attention_backend": "reference"},
+        pytest.param({"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param({"attention_backend": "reference"}, marks=pytest.mark.slow),
     ],
     ids=["chunked", "preempted", "one place", "two in memory", "two steps in flight", "no cache", "reference"],
 )
@@ -137,13 +137,18 @@ def test_tokens_do_not_depend_on_the_schedule(made: Adapters, settings: dict[str
 @pytest.mark.parametrize(
     ("architecture", "more", "config"),
     [
-        ("qwen3", {"tie_word_embeddings": True}, {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}),
+        pytest.param(
+            "qwen3",
+            {"tie_word_embeddings": True},
+            {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]},
+            marks=pytest.mark.slow,
+        ),
         ("phi3", {}, {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
         ("gemma2", {}, {"target_modules": "all-linear"}),
-        ("granite", {}, {"target_modules": "all-linear"}),
+        pytest.param("granite", {}, {"target_modules": "all-linear"}, marks=pytest.mark.slow),
         ("gpt_neox", {}, {"target_modules": ["query_key_value", "dense", "embed_out"]}),
-        ("opt", {}, {"target_modules": "all-linear"}),
-        ("mixtral", {}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}),
+        pytest.param("opt", {}, {"target_modules": "all-linear"}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, marks=pytest.mark.slow),
     ],
 )
 def test_of_other_architectures_too(

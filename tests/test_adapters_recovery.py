@@ -104,6 +104,7 @@ def test_after_a_core_died_adapters_are_there_again(folder: Path, expected: dict
         assert [output.outputs[0].token_ids for output in finish(engine)][-1] == expected["c"]
 
 
+@pytest.mark.slow
 def test_frontends_of_a_daemon_have_numbers_of_their_own(folder: Path, expected: dict[str, list[int]]) -> None:
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
@@ -140,6 +141,7 @@ def test_frontends_of_a_daemon_have_numbers_of_their_own(folder: Path, expected:
             daemon.end()
 
 
+@pytest.mark.slow
 def test_in_an_async_engine(folder: Path, expected: dict[str, list[int]]) -> None:
     async def run() -> dict[str, list[int]]:
         args = AsyncEngineArgs(**arguments(folder))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from mainspring.core.features import speculation
 from mainspring.core.plan.fair_share import Frontend
 from mainspring.core.plan.step import StepPlan
 from mainspring.ipc.messages import AddRequest, Sampling
+from tiers import examples
 
 
 class Job(NamedTuple):
@@ -231,6 +232,8 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
     any_schedule_gives_every_request_its_tokens()
+    if max_examples < 300:  # too few to reach every case below
+        return
     assert seen.pop("waited_for_a_prefix") > max_examples / 100, "few waited"
     host_hits = seen.pop("host_hits")
     assert host_hits > 0 or max_examples < 1000, "nothing came back from host memory"  # among 300 there may be none
@@ -238,10 +241,10 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_any_schedule_gives_every_request_exactly_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_any_schedules(300, monkeypatch)
+    run_any_schedules(examples(300), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thousands_of_schedules_give_every_request_exactly_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_any_schedules(8000, monkeypatch)
+    run_any_schedules(examples(1000), monkeypatch)

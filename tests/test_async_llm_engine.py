@@ -954,6 +954,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_a_shutdown_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

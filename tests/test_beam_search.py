@@ -367,6 +367,7 @@ def test_where_a_round_is_refused_the_search_ends_with_the_error(path: Path) -> 
         assert engine.engine_core.core.stats().num_running == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_rounds_of_a_search_that_was_let_in_are_not_refused_as_too_many(path: Path, alone: dict[str, Any]) -> None:
     with make_engine(path, max_num_seqs=1, max_num_queued_requests=1) as engine:
         prompt, params = jobs()["three"]
@@ -406,10 +407,12 @@ async def searches(path: Path, alone: dict[str, Any]) -> None:
         assert outcome((await whole("two"))[-1]) == alone["two"]
 
 
+@pytest.mark.slow
 def test_async_streams_end_with_what_is_found_and_can_be_left(path: Path, alone: dict[str, Any]) -> None:
     asyncio.run(asyncio.wait_for(searches(path, alone), 60))
 
 
+@pytest.mark.slow
 def test_a_core_killed_in_the_middle_of_a_search_does_not_show(llm: LLM, alone: dict[str, Any]) -> None:
     engine, deadline = llm.llm_engine, time.monotonic() + 120
     supervisor = engine.engine_core._connection._core.supervisor  # type: ignore[attr-defined]

@@ -246,6 +246,7 @@ def test_latency_of_batches_of_several_sizes_never_from_the_cache(connect: str, 
     assert picture.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_serving_at_several_rates_with_a_core_of_its_own(tmp_path: Path, capsys: Capture) -> None:
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     options = ["--num-prompts=4", "--input-len=20", "--output-len=6", "--request-rate=50,inf", "--max-num-seqs=7"]
@@ -315,6 +316,7 @@ def test_a_wrong_option_is_one_line_before_an_engine_is_started(
     assert words in said.err
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_extra_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     assert main(["bench", "serve", "--output-png=x.png"]) == 1

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from invariants import check_pool
 from mainspring.core.memory.block_pool import NULL_BLOCK, BlockPool
+from tiers import examples
 
 
 def key(name: str, group: int = 0) -> tuple[int, bytes]:
@@ -97,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolAgainstItsModel = PoolMachine.TestCase
-TestPoolAgainstItsModel.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPoolAgainstItsModel.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("broken", ["references", "free", "hash"])

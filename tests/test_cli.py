@@ -245,6 +245,7 @@ def test_json_log_lines_are_objects_with_what_a_text_line_says() -> None:
     assert datetime.fromisoformat(line["time"]).timestamp() == pytest.approx(record.created, abs=0.001)
 
 
+@pytest.mark.slow
 def test_commands_of_the_containers_are_commands_of_ours() -> None:
     parser = _parser()
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
@@ -270,6 +271,7 @@ def test_commands_of_the_containers_are_commands_of_ours() -> None:
         assert all((DOCKER.parent / source).exists() for line in copied for source in line.split()), file
 
 
+@pytest.mark.slow
 def test_the_systemd_unit_starts_a_daemon_and_waits_longer_than_it_drains() -> None:
     unit = (DOCKER.parent / "docs" / "mainspring.service").read_text()
     words = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0].split()
@@ -279,6 +281,7 @@ def test_the_systemd_unit_starts_a_daemon_and_waits_longer_than_it_drains() -> N
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > DaemonOptions().drain_timeout
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(connect: str) -> None:
     command = " ".join(COMMAND)
     script = f"{command} generate {connect} --max-tokens 20 --ignore-eos 'Tell me a story.' | true"
@@ -287,6 +290,7 @@ def test_a_closed_pipe_is_no_traceback(connect: str) -> None:
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(connect: str) -> None:
     controller, terminal = pty.openpty()
     process = subprocess.Popen(

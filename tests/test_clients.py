@@ -214,6 +214,7 @@ def test_a_process_is_watched_though_its_descriptor_is_beyond_what_select_knows(
             os.close(fd)
 
 
+@pytest.mark.slow
 def test_twenty_clients_that_come_and_go_leave_no_descriptor_and_no_thread(owner: StandInOwner) -> None:
     def come_and_go() -> None:
         client = SyncClient(Connection(owner))

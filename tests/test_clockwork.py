@@ -14,12 +14,13 @@ import torch
 import tiny
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.ipc.messages import Stats
+from tiers import fast_only
 
 NUM_REQUESTS = 32
 MAX_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=["embedded", "llama bf16"])
+@pytest.fixture(scope="module", params=fast_only(["llama bf16"], ["embedded", "llama bf16"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str | None:
     if request.param == "embedded":
         return None

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mainspring.ipc import codec
 from mainspring.ipc.errors import ProtocolError
 from mainspring.ipc.messages import KINDS, AddRequest, Bye, Hello, Outputs, Sampling, Stats, Tensor
+from tiers import examples
 
 INSTANCE = b"instance"
 
@@ -167,7 +168,7 @@ def test_random_frames_are_messages_or_protocol_errors(frames: list[bytes]) -> N
     decodes_or_refuses(frames)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.sampled_from(sorted(KINDS)), st.binary(max_size=256))
 @example(kind=6, body=b"\x93\x01\xa1m\xc7\xff")
 def test_random_bodies_behind_a_good_header_are_messages_or_protocol_errors(kind: int, body: bytes) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
+from tiers import fast_only
 
 EXTENSION = '''
 import time
@@ -59,7 +60,7 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sys.modules.pop("my_extension", None)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in-process", "multi-process"])
+@pytest.fixture(scope="module", params=fast_only([False], [False, True]), ids=["in-process", "multi-process"])
 def engine(request: pytest.FixtureRequest, extension: str) -> Iterator[LLMEngine]:
     args = EngineArgs(worker_extension_cls=extension)
     with LLMEngine.from_engine_args(args, enable_multiprocessing=request.param) as engine:
@@ -110,11 +111,13 @@ def test_what_it_raises_comes_back_and_the_core_goes_on(engine: LLMEngine) -> No
     assert text(engine)
 
 
+@pytest.mark.slow
 def test_without_an_extension_there_is_the_worker_alone() -> None:
     with LLM() as llm, pytest.raises(InvalidRequestError, match="no method 'echo'"):
         llm.collective_rpc("echo")
 
 
+@pytest.mark.slow
 def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
     args = EngineArgs(worker_extension_cls=extension)
     with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
@@ -139,6 +142,7 @@ def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
         assert text(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -154,6 +158,7 @@ def test_an_extension_that_can_not_be_lent_is_refused_at_start(extension: str, n
         LLMEngine.from_engine_args(EngineArgs(worker_extension_cls=name))
 
 
+@pytest.mark.slow
 def test_the_async_engine_calls_by_name(extension: str) -> None:
     async def run() -> None:
         async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(worker_extension_cls=extension)) as engine:
@@ -167,6 +172,7 @@ def test_the_async_engine_calls_by_name(extension: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_folder_is_no_module(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="worker_extension_cls"):
         LLMEngine.from_engine_args(EngineArgs(worker_extension_cls=str(tmp_path)), enable_multiprocessing=False)

@@ -78,6 +78,7 @@ def test_a_conversation_goes_over_the_daemon_too(daemon: Daemon) -> None:
     assert "Paris" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_status_tells_what_the_issue_asks_for(daemon: Daemon) -> None:
     with LLM(connect=daemon.address, name="me", weight=2.0) as llm:
         llm.generate(QUESTION, GREEDY, use_tqdm=False)
@@ -148,6 +149,7 @@ def test_what_changes_the_engine_for_everyone_needs_the_admin_socket(daemon: Dae
         assert llm.reset_prefix_cache()
 
 
+@pytest.mark.slow
 def test_a_core_that_dies_is_started_again_and_the_daemon_is_well_meanwhile(daemon: Daemon) -> None:
     def get(path: str) -> int:
         try:
@@ -177,6 +179,7 @@ def _said(systemd: socket.socket) -> bytes:
     return said
 
 
+@pytest.mark.slow
 def test_the_first_sigterm_lets_a_stream_end_and_tells_systemd(start: Callable[..., Daemon], tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd, tempfile.TemporaryDirectory() as folder:
         systemd.bind(f"{folder}/notify")
@@ -200,6 +203,7 @@ def test_the_first_sigterm_lets_a_stream_end_and_tells_systemd(start: Callable[.
         assert {"level", "message", "process"} <= json.loads(line).keys()
 
 
+@pytest.mark.slow
 def test_the_second_sigterm_ends_everything_at_once(start: Callable[..., Daemon]) -> None:
     daemon = start("--drain-timeout=3600")
     daemon.ready_line()
@@ -228,6 +232,7 @@ def test_a_daemon_that_was_killed_leaves_nothing_in_the_way_of_the_next(start: C
     assert second.stop(signal.SIGINT) == 0
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_starts_is_no_failure(start: Callable[..., Daemon]) -> None:
     daemon = start()
     until(lambda: daemon.status()[0] == 1, lambda: daemon.log)
@@ -235,6 +240,7 @@ def test_a_signal_while_it_starts_is_no_failure(start: Callable[..., Daemon]) ->
     assert "Traceback" not in daemon.log
 
 
+@pytest.mark.slow
 def test_a_core_that_dies_too_often_is_exit_code_3(start: Callable[..., Daemon]) -> None:
     daemon = start("--max-restarts=0")
     daemon.ready_line()
@@ -244,6 +250,7 @@ def test_a_core_that_dies_too_often_is_exit_code_3(start: Callable[..., Daemon])
     assert "Segmentation fault" in daemon.log, "the core's last traceback"
 
 
+@pytest.mark.slow
 def test_a_core_that_does_not_start_is_exit_code_1_and_its_own_error(start: Callable[..., Daemon]) -> None:
     daemon = start("--num-gpu-blocks-override=1")
     assert daemon.process.wait(PATIENCE_S) == 1, daemon.log

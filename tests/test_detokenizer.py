@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from mainspring.engine.text.detokenizer import WindowStream, text_stream
 from mainspring.engine.text.stop_strings import StopStrings
 from mainspring.engine.text.tokenizer import Tokenizer
+from tiers import examples
 
 
 def make(tokens: list[str], decoder: object, added: tuple[str, ...] = ()) -> Tokenizer:
@@ -69,7 +70,7 @@ def is_utf8_by_runs(ids: list[int], skipped: frozenset[int]) -> bool:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_pieces_joined_are_the_whole_decoded_at_once(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
@@ -96,7 +97,7 @@ def _listed(part: int | list[int]) -> list[int]:
     return part if isinstance(part, list) else [part]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=st.text().filter(lambda text: not text.startswith(" ")))  # at the very start Llama's decoder drops a space
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, LLAMA], ids=["byte level", "llama"])
 def test_a_character_is_shown_with_its_last_byte_and_never_before(tokenizer: Tokenizer, text: str) -> None:
@@ -197,7 +198,7 @@ def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | Non
 letters = st.text("abc", max_size=12)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     chunks=st.lists(letters, max_size=8),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),

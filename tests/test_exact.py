@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+import references
 import tiny
 from mainspring import LLM, SamplingParams
 from mainspring.ipc.messages import Stats
+from tiers import EACH_ARCHITECTURE
 
 NUM_REQUESTS = 24
 MAX_MODEL_LEN = 128
@@ -41,20 +41,7 @@ def requests(vocab_size: int, seed: int = 1) -> list[tuple[list[int], int]]:
     return [(p, r.randint(4, 40)) for p in prompts]
 
 
-def transformers_outputs(path: Path, reqs: list[tuple[list[int], int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt, length in reqs:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
-        )
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE)
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     path = tiny.make(architecture, tmp_path)
     with LLM(str(path), num_gpu_blocks_override=NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS), **SETTINGS) as llm:
@@ -63,7 +50,7 @@ def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None
         outputs = llm.generate([p for p, _ in reqs], params, use_tqdm=False)
         stats = msgspec.convert(llm.llm_engine.engine_core.call("stats"), Stats)
     got = [list(o.outputs[0].token_ids) for o in outputs]
-    assert got == transformers_outputs(path, reqs)
+    assert got == references.greedy(path, reqs)
     assert len({token for tokens in got for token in tokens}) >= 20, "outputs too uniform to show an error"
     assert stats.num_preemptions > 0
     assert stats.prefix_hits > 0

@@ -34,6 +34,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SHOWS, "async_service"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
 def test_an_example_shows_what_it_is_there_for(name: str) -> None:
     command = [sys.executable, "-P", str(FOLDER / f"{name}.py")]
@@ -42,6 +43,7 @@ def test_an_example_shows_what_it_is_there_for(name: str) -> None:
     assert re.search(SHOWS[name], done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_the_service_answers_line_by_line() -> None:
     command = [sys.executable, "-P", str(FOLDER / "async_service.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:

@@ -23,6 +23,7 @@ from mainspring.kernels.flashinfer import prebuilt
 from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
 from mainspring.kernels.flashinfer.partition import Kind, cut_into_pieces, kv_lengths, two_launches
 from mainspring.kernels.reference.backend import ReferenceBackend
+from tiers import examples, fast_only
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -134,8 +135,8 @@ def on_device(double: FlashInferDouble, batch: PagedBatch) -> PagedBatch:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("gpu", [AMPERE, HOPPER], ids=["ampere", "hopper"])
-@pytest.mark.parametrize("dim", [40, 64, 96, 128, 256])
-@pytest.mark.parametrize("ratio", [1, 3, 4, 5])
+@pytest.mark.parametrize("dim", fast_only([64, 96], [40, 64, 96, 128, 256]))
+@pytest.mark.parametrize("ratio", fast_only([1, 3], [1, 3, 4, 5]))
 def test_every_head_size_and_group(deterministic: bool, gpu: Gpu, dim: int, ratio: int) -> None:
     backend, _ = make(deterministic, gpu)
     layer = Layer(backend, spec_of(1, ratio, dim), (40, 65, 1))
@@ -174,7 +175,7 @@ def work(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.too_slow])
 @given(work())
 def test_any_mix_of_requests_is_as_the_reference_has_it(drawn: dict[str, Any]) -> None:
     backend, double = make(drawn["deterministic"], drawn["gpu"], hold=True)
@@ -277,7 +278,7 @@ def test_hopper_prefills_with_what_flashinfer_prefers_unless_bits_or_dtypes_say_
     assert chosen(HOPPER, True, BF16) == chosen(HOPPER, False, FP8) == chosen(AMPERE, False, BF16) == "fa2"
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     heads=st.sampled_from([(1, 1), (8, 1), (32, 8), (64, 8), (64, 4), (96, 1), (128, 1), (71, 1), (40, 40)]),
     dim=st.sampled_from([64, 128, 256]),
@@ -371,7 +372,7 @@ def staged(double: FlashInferDouble, requests: int, pages: int) -> Staged:
     [spec_of(), spec_of(2, 4, 128), spec_of(1, 5, softcap=3.0), spec_of(2, 2, window=20), spec_of(1, 8, 96)],
     ids=["plain", "tensor cores", "capped", "windowed", "padded"],
 )
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("with_sinks", fast_only([True], [False, True]))
 def test_a_graph_may_be_replayed_after_the_next_plan(
     deterministic: bool, spec: AttentionSpec, with_sinks: bool
 ) -> None:
@@ -425,7 +426,7 @@ def test_arrays_of_a_graph_may_not_move() -> None:
 # Deterministic.
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(
     ratio=st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
     window=st.none() | st.integers(1, 70),
@@ -457,7 +458,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
         assert {s.tile for s in double.schedules} == {16}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     ratio=st.integers(1, 16),
     window=st.none() | st.integers(1, 9000),
@@ -602,7 +603,7 @@ def test_rotation(dtype: torch.dtype, interleaved: bool, dim: int, rotary_dim: i
     assert bool(double.calls) == (dtype == BF16 and dim != 96 and dim != 80 and rotary_dim % 16 == 0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_masks_are_as_on_a_cpu(data: st.DataObject) -> None:
     backend, _ = make()

@@ -18,9 +18,9 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import gpu_check
 from gpu_models import FAMILIES, SHAPES, Setup
 from gpu_speed import Ceilings, Work, idle_shares
+from tiers import fast_only
 
 PROGRAM = gpu_check.__file__
-QUICK = {"kernels", "llama-3.1-8b", "qwen3-30b-a3b"}  # those of less than ten seconds
 
 
 def run(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -34,6 +34,7 @@ def rehearse(part: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_is_skipped_with_one_sentence() -> None:
     done = run(CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0
@@ -41,9 +42,7 @@ def test_without_a_gpu_it_is_skipped_with_one_sentence() -> None:
     assert len(done.stdout.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in gpu_check.PARTS]
-)
+@pytest.mark.parametrize("part", fast_only(["llama-3.1-8b"], gpu_check.PARTS))
 def test_a_part_measures_every_bar_it_has(part: str, tmp_path: Path) -> None:
     found = rehearse(part, tmp_path)
     assert [each for each in found if "error" in each] == []

@@ -99,6 +99,7 @@ def test_a_request_is_patient_if_its_tokens_are_read_at_the_end(params: dict[str
     assert core_message(asked, 0).patient is patient
 
 
+@pytest.mark.slow
 def test_a_core_process_lets_tokens_wait_for_nobody_but_the_patient() -> None:
     with LLMEngine.from_engine_args(EngineArgs(skip_tokenizer_init=True, max_model_len=256)) as engine:
         client, messages = engine.engine_core, []

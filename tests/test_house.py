@@ -138,6 +138,29 @@ def is_ignored(path: Path) -> bool:
     )
 
 
+def is_slow(node: ast.stmt) -> bool:
+    """Whether this statement of a test file puts a test, or all tests of the file, into the slow tier."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
+    return ast.unparse(node).startswith("pytestmark =") and "pytest.mark.slow" in ast.unparse(node)
+
+
+def modules_of_the_fast_tier() -> set[str]:
+    """Modules of the package that are imported by a test file with a test of the fast tier."""
+    found = set()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        body = ast.parse(path.read_text()).body
+        fast = [node for node in body if getattr(node, "name", "").startswith("test_") and not is_slow(node)]
+        if not fast or any(is_slow(node) for node in body if isinstance(node, ast.Assign)):
+            continue
+        for node in (child for statement in body for child in ast.walk(statement)):
+            if isinstance(node, ast.ImportFrom):
+                found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+    return found & MODULES.keys()
+
+
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -153,6 +176,13 @@ def test_every_folder_with_python_is_a_listed_package() -> None:
     }
     assert found == set(PACKAGES.values())
     assert {room_of(package) for package in PACKAGES} == set(ROOMS)
+
+
+def test_the_fast_tier_touches_every_folder_of_the_package() -> None:
+    """A test that is slow only with some of its parameters counts as fast."""
+    touched = modules_of_the_fast_tier()
+    folders = {package for package in PACKAGES if any(name.startswith(f"{package}.") for name in MODULES)}
+    assert sorted(folder for folder in folders if not any(name.startswith(f"{folder}.") for name in touched)) == []
 
 
 def test_rooms_import_only_what_the_table_allows() -> None:
@@ -303,6 +333,7 @@ def test_importing_the_package_loads_nothing_else_of_it() -> None:
     assert out.split() == []
 
 
+@pytest.mark.slow
 def test_a_core_does_not_import_what_compiles_models_unless_somebody_asks_for_it() -> None:
     code = """
 import sys
@@ -351,6 +382,7 @@ def test_no_file_names_the_place_of_this_clone() -> None:
     assert not [str(path) for path in texts if str(ROOT) in path.read_text()]
 
 
+@pytest.mark.slow
 def test_readme_python_prints_what_the_readme_shows() -> None:
     """Each python block that is followed by a plain one is run, and the plain one is what it prints."""
     pairs = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

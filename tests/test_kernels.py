@@ -27,6 +27,7 @@ from mainspring.kernels.reference.backend import ReferenceBackend
 from mainspring.kernels.reference.gumbel import keyed_choice
 from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
+from tiers import examples, fast_only
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}
 if why_not() is None:
@@ -475,7 +476,7 @@ def random_work(draw: st.DrawFn) -> tuple[Setup, list[int], list[Step], int]:
 
 
 @by_backend
-@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("dim", fast_only([16], [16, 64]))
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_a_request_alone_has_the_bits_it_has_among_others_also_where_products_are_tiny(
     backend: Backend, dim: int, ratio: int
@@ -489,7 +490,7 @@ def test_a_request_alone_has_the_bits_it_has_among_others_also_where_products_ar
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(work=random_work())
 def test_any_mix_of_requests_is_right_and_clockwork(name: str, work: tuple[Setup, list[int], list[Step], int]) -> None:
     setup, lengths, steps, seed = work

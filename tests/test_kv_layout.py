@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.work.kv_layout import KVLayout, plan_layout
 from mainspring.kernels.contract import AttentionSpec
+from tiers import examples
 
 BLOCK = 8
 
@@ -144,7 +145,7 @@ kinds = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_mix_of_layers_lies_in_blocks_without_overlap(data: st.DataObject) -> None:
     palette = data.draw(st.lists(kinds, min_size=1, max_size=3, unique=True))

@@ -104,9 +104,9 @@ def frontend(then: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("then", "sent", "code"),
     [
-        pytest.param("", None, 0, id="normal exit"),
+        pytest.param("", None, 0, id="normal exit", marks=pytest.mark.slow),
         pytest.param("raise RuntimeError('mine')", None, 1, id="exception", marks=pytest.mark.slow),
-        pytest.param(GO_ON, signal.SIGINT, -signal.SIGINT, id="ctrl-c"),
+        pytest.param(GO_ON, signal.SIGINT, -signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
         pytest.param(GO_ON, signal.SIGKILL, -signal.SIGKILL, id="kill -9"),
         pytest.param(GO_ON, signal.SIGTERM, -signal.SIGTERM, id="kill", marks=pytest.mark.slow),
         pytest.param("os._exit(3)", None, 3, id="os._exit", marks=pytest.mark.slow),
@@ -145,6 +145,7 @@ def test_a_frontend_killed_while_its_core_loads_leaves_nothing_either(folder: Pa
     assert eventually(lambda: not list(folder.iterdir()))
 
 
+@pytest.mark.slow
 def test_a_frontend_and_its_core_terminated_together_leave_nothing(folder: Path) -> None:
     process = frontend(GO_ON)
     assert process.stdout is not None
@@ -156,6 +157,7 @@ def test_a_frontend_and_its_core_terminated_together_leave_nothing(folder: Path)
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_client_that_nobody_holds_any_more_takes_its_core_with_it(folder: Path) -> None:
     client = SyncClient.launch(config())
     (core,) = cores_of()
@@ -165,6 +167,7 @@ def test_a_client_that_nobody_holds_any_more_takes_its_core_with_it(folder: Path
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_only_this_user_may_enter_the_sockets_folder_and_closing_twice_leaves_no_folder_zombie_or_descriptor(
     folder: Path,
 ) -> None:
@@ -188,6 +191,7 @@ def test_only_this_user_may_enter_the_sockets_folder_and_closing_twice_leaves_no
 # ---------------------------------------------------------------------- the core ends
 
 
+@pytest.mark.slow
 def test_a_core_that_may_not_start_again_is_named_with_its_signal_to_all_who_wait(folder: Path) -> None:
     client = SyncClient.launch(msgspec.structs.replace(config(), service_config=ServiceConfig(max_restarts=0)))
     client.add_request(AddRequest(0, "", [5, 6, 7], Sampling(4000)))
@@ -211,6 +215,7 @@ def test_a_core_that_may_not_start_again_is_named_with_its_signal_to_all_who_wai
     client.close()
 
 
+@pytest.mark.slow
 def test_a_core_that_does_not_find_its_model_raises_its_own_error_here(folder: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ModelNotFoundError, match="/no/such/folder"):
@@ -284,6 +289,7 @@ def test_what_is_wrong_with_one_request_or_call_leaves_the_core_serving(client: 
     assert client.call("stats")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_for_one_request_is_an_error_that_says_what_to_change(folder: Path) -> None:
     with pytest.raises(MemoryError, match="set a smaller max_model_len or a larger kv_cache_memory_bytes"):
         SyncClient.launch(config(num_gpu_blocks_override=3))

@@ -334,6 +334,7 @@ print(llm.generate("What is two plus three?", use_tqdm=False)[0].outputs[0].fini
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_aborts_the_batch_and_leaves_the_engine_usable() -> None:
     script = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
     assert script.stdout is not None
@@ -344,6 +345,7 @@ def test_ctrl_c_aborts_the_batch_and_leaves_the_engine_usable() -> None:
     assert script.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_frontend_generates_with_torch_and_transformers_out_of_reach() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"

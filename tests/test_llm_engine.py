@@ -417,6 +417,7 @@ def test_a_real_core_gives_the_same_text_alone_and_together(multiprocess: bool) 
         assert engine.reset_prefix_cache() is True
 
 
+@pytest.mark.slow
 def test_a_killed_core_is_started_again_and_the_request_goes_on() -> None:
     params = SamplingParams(
         temperature=0.8, seed=3, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -432,6 +433,7 @@ def test_a_killed_core_is_started_again_and_the_request_goes_on() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_core_that_may_not_be_started_again_is_an_engine_dead_error() -> None:
     with LLMEngine.from_engine_args(EngineArgs(max_restarts=0)) as engine:
         engine.add_request("a", "Tell me a long story.", SamplingParams(max_tokens=500, ignore_eos=True))

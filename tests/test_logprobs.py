@@ -32,6 +32,7 @@ from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Outputs, Sampling, Stats
 from mainspring.kernels.reference.backend import ReferenceBackend
 from plain import Job, Plain, make_engine, run, run_all
+from tiers import fast_only
 
 VOCAB = tiny.VOCAB_SIZE
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -381,9 +382,9 @@ def test_what_is_compared_is_diverse(alone: dict[str, Any]) -> None:
     "settings",
     [
         {"enable_prefix_caching": False},
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 29},
+        pytest.param({"enable_prefix_caching": False, "max_num_batched_tokens": 29}, marks=pytest.mark.slow),
         {"num_gpu_blocks_override": 24, "max_num_seqs": 12, "max_num_batched_tokens": 64},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+        pytest.param({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, marks=pytest.mark.slow),
     ],
     ids=["batch", "chunked", "preempted", "whole prompts"],
 )
@@ -592,7 +593,9 @@ def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> ScoredEngine:
     return engine
 
 
-@pytest.mark.parametrize("seed", [*range(40), 6005])  # 6005: preempted twice with a step of before still in flight
+@pytest.mark.parametrize(
+    "seed", fast_only([*range(8), 6005], [*range(40), 6005])
+)  # 6005: preempted twice with a step of before still in flight
 def test_any_schedule_scores_every_prompt_and_hides_no_token_from_rules(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -360,6 +360,7 @@ def test_without_statistics_there_is_nothing_to_ask_for(core: StandInOwner) -> N
                 asked()
 
 
+@pytest.mark.slow
 def test_llm_gives_them_too_and_prometheus_is_loaded_only_where_they_are_served() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
@@ -418,6 +419,7 @@ def test_a_daemon_may_ask_its_core_with_its_own_key(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a daemon
 
 
+@pytest.mark.slow
 def test_a_daemons_port_tells_of_all_frontends_and_outlives_the_core() -> None:
     with short_folder() as place:
         daemon = Daemon(place, "--metrics-port=0", "--num-gpu-blocks-override=300")

@@ -18,6 +18,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+import references
 import tiny
 from mainspring.benchmarks.architectures import drive
 from mainspring.core.model.learn.probe import window_of
@@ -29,6 +30,7 @@ from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import MainspringError, ModelNotFoundError, UnsupportedModelError
 from mainspring.kernels.reference.backend import ReferenceBackend
+from tiers import EACH_ARCHITECTURE
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 40, 17, 70)
@@ -45,17 +47,6 @@ def random_model(model_type: str, **fields: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32).eval()
-
-
-def generate(path: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-        outputs.append(text[0, len(prompt) :].tolist())
-    return outputs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,13 +71,13 @@ def copy_of_llama(llama: Path, tmp_path: Path) -> Path:
 # --- Exact ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE)
 def test_greedy_tokens_of_requests_sharing_steps_equal_generate(architecture: str, tmp_path: Path) -> None:
     path = tiny.make(architecture, tmp_path)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
     tokens = drive(load(path), prompts, MAX_TOKENS)
-    assert tokens == generate(path, prompts, MAX_TOKENS)
+    assert tokens == references.greedy(path, [(prompt, MAX_TOKENS) for prompt in prompts])
     assert len({token for text in tokens for token in text}) >= 10, "outputs too uniform to show an error"
 
 
@@ -326,7 +317,7 @@ def test_verification_catches_frequencies_that_depend_on_the_positions_of_a_neig
 def test_frequencies_are_the_original_ones_up_to_the_original_length(kind: str, tmp_path: Path) -> None:
     path = rope_checkpoint(kind, tmp_path)
     prompts = [list(range(2, 32)), list(range(40, 45))]
-    assert drive(load(path, 64), prompts, 20) == generate(path, prompts, 20)
+    assert drive(load(path, 64), prompts, 20) == references.greedy(path, [(prompt, 20) for prompt in prompts])
 
 
 @pytest.mark.parametrize("kind", ROPE)

@@ -20,6 +20,7 @@ from mainspring.kernels.reference.backend import ReferenceBackend
 from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice
 from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
+from tiers import examples
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -290,7 +291,7 @@ def test_the_noise_is_the_references(native: NativeBackend) -> None:
         assert torch.equal(native.choose(lifted, seeds, positions, sampled), want)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(1, 5), vocab=st.integers(1, 300), seed=st.integers(-(2**63), 2**63 - 1), data=st.integers(0, 1000)
 )
@@ -331,7 +332,7 @@ def test_a_rows_choice_does_not_depend_on_the_others_or_the_threads(native: Nati
             assert native.choose(scores[part], seeds[part], positions[part], sampled[part]) == together[row]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.integers(0, 10**6), vocab=st.integers(1, 700), shape=st.sampled_from(["exact", "normal", "flat"]))
 def test_masks_keep_the_references_tokens(data: int, vocab: int, shape: str) -> None:
     generator = torch.Generator().manual_seed(data)
@@ -365,6 +366,7 @@ def test_a_large_vocabulary_is_masked_like_the_references(native: NativeBackend)
 # ------------------------------------------------------------------ the process
 
 
+@pytest.mark.slow
 def test_the_process_has_one_openmp_runtime() -> None:
     code = """
 import torch

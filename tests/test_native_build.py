@@ -123,6 +123,7 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_sources: Path, monkeypatch
         native_build.build(native_build.choose_level())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_build_at_once(tiny_sources: Path) -> None:
     code = f"""

@@ -7,24 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
+import references
 import tiny
 from mainspring.core.work.backends import choose_backend
 from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from native_here import why_not
-from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
+from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests
 from test_late_device import run
+from tiers import EACH_ARCHITECTURE
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE)
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     path = tiny.make(architecture, tmp_path)
     reqs = requests(tiny.VOCAB_SIZE)
     blocks = NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS)
     got, engine = run(path, reqs, num_gpu_blocks_override=blocks, attention_backend="native", **SETTINGS)
-    assert got == transformers_outputs(path, reqs)
+    assert got == references.greedy(path, reqs)
     stats = engine.engine_core.core.scheduler.stats()
     assert min(stats.num_preemptions, stats.prefix_hits, stats.chunked_prefills, stats.mixed_steps) > 0
 

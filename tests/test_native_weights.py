@@ -14,6 +14,7 @@ from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native import weights as native_weights
 from mainspring.kernels.native.weights import PackedWeight, linear, pack, pack_quantized
 from native_here import why_not
+from tiers import fast_only
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -25,7 +26,7 @@ SHAPES = [(1, 1), (7, 3), (31, 32), (33, 65), (100, 301), (64, 128), (160, 96), 
 PRODUCT_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=fast_only(LEVELS[:1], LEVELS))
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return native_build.load(request.param)
 

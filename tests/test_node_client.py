@@ -121,6 +121,7 @@ def test_a_stop_token_ends_the_stream_and_is_named(stream: Stream, python: Calla
     assert tokens == expected.token_ids
 
 
+@pytest.mark.slow
 def test_an_abort_ends_the_stream_by_the_cores_word(stream: Stream, address: str) -> None:
     tokens, end = finish(stream("--max-tokens=3000", "--ignore-eos", "--abort-after=3"))
     assert 3 <= len(tokens) < 3000
@@ -129,6 +130,7 @@ def test_an_abort_ends_the_stream_by_the_cores_word(stream: Stream, address: str
     assert end == {"token_ids": tokens, **said}
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_says_why(stream: Stream) -> None:
     process = stream("--max-tokens=5", "--stop=99999999")
     out, _ = process.communicate(timeout=RUN_S)
@@ -137,6 +139,7 @@ def test_a_request_that_is_refused_says_why(stream: Stream) -> None:
     assert "99999999" in end["error_text"]
 
 
+@pytest.mark.slow
 def test_streams_go_on_with_the_same_tokens_when_the_core_is_killed(stream: Stream, address: str) -> None:
     asks = [("--max-tokens=1200", "--ignore-eos", *more) for more in ((), ("--temperature=1", "--seed=-5"))]
     undisturbed = [finish(process)[0] for process in [stream(*ask) for ask in asks]]

@@ -88,6 +88,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_of_sentence_transformers_is_followed(name: str, sentences: Path) -> None:
     theirs = np.load(sentences / f"{name}.npz")
@@ -130,6 +131,7 @@ def test_labels_of_each_token(checkpoint: Make) -> None:
         np.testing.assert_allclose(found, model(torch.tensor([prompt])).logits[0].softmax(-1), atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", CROSS)
 def test_a_cross_encoder_scores_pairs_as_sentence_transformers_does(architecture: str, sentences: Path) -> None:
     theirs = np.load(sentences / f"{architecture} cross.npz")
@@ -143,6 +145,7 @@ def test_a_cross_encoder_scores_pairs_as_sentence_transformers_does(architecture
             llm.embed("hello", use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_an_embedding_model_scores_by_the_cosine(sentences: Path) -> None:
     theirs = np.load(sentences / "bert cls.npz")
     with LLM(str(sentences / "bert cls")) as llm:

@@ -45,6 +45,7 @@ def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_requests_end_once_with_the_same_vectors_though_the_core_dies(path: Path, expected: list[np.ndarray]) -> None:
     args = EngineArgs(model=str(path), max_model_len=256, max_num_batched_tokens=8, max_num_seqs=4)
     with LLMEngine.from_engine_args(args) as engine:

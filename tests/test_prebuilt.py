@@ -28,6 +28,7 @@ from mainspring.kernels.contract import AttentionSpec
 from mainspring.kernels.flashinfer import prebuilt
 from mainspring.kernels.flashinfer.prebuilt import Attention, KernelsError, Manifest
 from mainspring.tools import build_kernels
+from tiers import EACH_ARCHITECTURE
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HOPPER = Manifest("0.6.15", "13.0", ["9.0a"], {"page": 538_912, "sampling": 2_000_000})
@@ -284,7 +285,7 @@ def test_a_models_kernels_are_those_of_its_config(tmp_path: Path, monkeypatch: p
     assert build_kernels.main(["build", "--arch=9.0a", f"--model={path}"]) == 1, "an fp32 model has no kernels"
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE)
 def test_without_weights_a_models_attention_is_what_it_is_with_them(architecture: str, tmp_path: Path) -> None:
     from mainspring.core.model.load.loader import load_model
 

@@ -21,6 +21,7 @@ from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
 from mainspring.kernels.reference.backend import ReferenceBackend
+from tiers import fast_only
 
 PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
@@ -58,7 +59,7 @@ def undisturbed() -> dict[str, list[int]]:
         return tokens(finish(engine))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in-process", "multi-process"])
+@pytest.fixture(scope="module", params=fast_only([False], [False, True]), ids=["in-process", "multi-process"])
 def engine(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
     with LLMEngine.from_engine_args(EngineArgs(), enable_multiprocessing=request.param) as engine:
         yield engine
@@ -203,6 +204,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_memory_is_given_back(large: Path, backend: Any) -> None:
     weights = (large / "model.safetensors").stat().st_size
@@ -224,6 +226,7 @@ def test_memory_is_given_back(large: Path, backend: Any) -> None:
         assert tokens(finish(engine)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_core_that_dies_in_its_sleep_is_followed_by_one_that_sleeps(
     undisturbed: dict[str, list[int]], level: int
@@ -241,6 +244,7 @@ def test_a_core_that_dies_in_its_sleep_is_followed_by_one_that_sleeps(
         assert tokens(finish(engine, seen)) == undisturbed
 
 
+@pytest.mark.slow
 def test_the_async_engine_sleeps_too(undisturbed: dict[str, list[int]]) -> None:
     async def run() -> None:
         async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs()) as engine:
@@ -337,6 +341,7 @@ def test_users_state_is_told_and_restored() -> None:
     assert len(run_core(other)) == 1
 
 
+@pytest.mark.slow
 def test_kernels_hear_of_it_that_their_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
     monkeypatch.setattr(ReferenceBackend, "forget_graphs", lambda self: told.append(self))

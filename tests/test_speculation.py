@@ -153,8 +153,8 @@ def test_the_longest_match_is_found_wherever_it_is() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_num_seqs": 3, "async_scheduling": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"max_num_seqs": 3, "async_scheduling": True}, marks=pytest.mark.slow),
         {"num_gpu_blocks_override": 36, "block_size": 8, "max_model_len": 160, "max_num_batched_tokens": 24},
     ],
     ids=["at rest", "two steps in flight", "chunked and preempted"],
@@ -187,6 +187,7 @@ def test_windows_are_given_up_behind_what_is_accepted_only(tmp_path: Path) -> No
         assert stats_of(guessing).accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_requests_die_with_the_core_and_go_on(model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
     args = EngineArgs(model=str(model), max_model_len=256, max_logprobs=-1, speculative_config=NGRAM)
     names = [name for name in expected if name != "processed"]
@@ -209,6 +210,7 @@ def test_requests_die_with_the_core_and_go_on(model: Path, expected: dict[str, t
     assert {name: outcome(one)[:4] for name, one in found.items()} == {name: expected[name][:4] for name in names}
 
 
+@pytest.mark.slow
 def test_a_daemon_speculates_for_all() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[300, 301])
     with LLM() as own:

@@ -48,12 +48,14 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_without_what_only_compiling_and_training_need(llama: Path) -> None:
     modules = set(in_a_new_process(LOADS, str(llama)).split())
     assert "transformers.models.llama.modeling_llama" in modules
     assert not modules & {"sympy", "scipy", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"}
 
 
+@pytest.mark.slow
 def test_names_of_transformers_models_are_there_when_asked_for() -> None:
     code = """
 import mainspring.core.model
@@ -83,6 +85,7 @@ print(kept(models, prefix="models") == kept.args[0](models, prefix="models"))
 """
 
 
+@pytest.mark.slow
 def test_the_names_in_model_files_are_kept_as_transformers_finds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +99,7 @@ def test_the_names_in_model_files_are_kept_as_transformers_finds_them(
     assert sorted(file.read_bytes()) == sorted(before)
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_scipy_finds_it_when_it_is_called() -> None:
     pytest.importorskip("scipy")
     code = """

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import references
 import tiny
 from late_device import LateDevice
 from mainspring import LLMEngine, LoRARequest, SamplingParams
@@ -23,15 +24,16 @@ from mainspring.ipc.errors import UnsupportedModelError
 from peft_folders import make_lora
 from plain import collect, make_engine
 from plain import run as run_jobs
-from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
+from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests
 from test_late_device import late, run  # noqa: F401  # a fixture
+from tiers import fast_only
 
 LAYERS = 6
 PROMPT = {"prompt_token_ids": list(range(5, 45))}
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
 
-@pytest.fixture(params=[True, False], ids=["at once", "late"])
+@pytest.fixture(params=fast_only([False], [True, False]), ids=["at once", "late"])
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
     """The devices that weights are streamed to; a CPU passes for a GPU."""
     devices: list[LateDevice] = []
@@ -65,7 +67,15 @@ def make_path(folder: Path, architecture: str = "llama", **overrides: Any) -> Pa
     return tiny.make(architecture, folder, num_hidden_layers=LAYERS, **overrides)
 
 
-@pytest.mark.parametrize(("architecture", "layers"), [("llama", 1), ("llama", 100), ("gpt2", 2), ("mixtral", 1)])
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [
+        ("llama", 1),
+        pytest.param("llama", 100, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_generate(
     architecture: str,
     layers: int,
@@ -77,7 +87,7 @@ def test_tokens_are_those_of_generate(
     blocks = NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS)
     size = (layers - 0.5) * layer_bytes(path) / 2**30
     got, engine = run(path, reqs, num_gpu_blocks_override=blocks, cpu_offload_gb=size, **SETTINGS)
-    assert got == transformers_outputs(path, reqs)
+    assert got == references.greedy(path, reqs)
     assert len(streamed_of(engine)._layers) == min(layers + 2, LAYERS)
     assert late[-1].num_replays > 20
     assert len(streams) == 1

@@ -144,6 +144,7 @@ def test_streams_go_on_however_their_core_dies_and_the_log_says_how(
     assert one.client._connection.reconnections >= 1
 
 
+@pytest.mark.slow
 def test_a_death_outside_a_step_accuses_nobody(start: Callable[..., Supervised]) -> None:
     one = start()
     for _ in range(2):
@@ -153,6 +154,7 @@ def test_a_death_outside_a_step_accuses_nobody(start: Callable[..., Supervised])
     assert not one.supervisor._suspects.suspects
 
 
+@pytest.mark.slow
 def test_the_next_core_repeats_what_the_first_found_out(start: Callable[..., Supervised]) -> None:
     one = start()
     facts = one.client.call("facts")
@@ -162,6 +164,7 @@ def test_the_next_core_repeats_what_the_first_found_out(start: Callable[..., Sup
     assert one.client.call("facts", timeout=GUARD) == facts
 
 
+@pytest.mark.slow
 def test_what_users_have_set_outlives_the_core(start: Callable[..., Supervised]) -> None:
     one = start()
     one.client.call("pause_generation", "keep", False)
@@ -173,6 +176,7 @@ def test_what_users_have_set_outlives_the_core(start: Callable[..., Supervised])
     assert collect(one.client, 1, GUARD)[0][-1] == 199
 
 
+@pytest.mark.slow
 def test_an_async_client_has_a_supervised_core_too() -> None:
     import asyncio
 
@@ -194,12 +198,13 @@ def test_an_async_client_has_a_supervised_core_too() -> None:
 # ---------------------------------------------------------------------- whoever is to blame
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "crashes", "cause"),
     [
         (SEGV, 3, "by signal SIGSEGV"),
         (RAISE, 3, "with exit code 1"),
-        pytest.param(EXIT, 3, "with exit code 7", marks=pytest.mark.slow),
+        (EXIT, 3, "with exit code 7"),
         (KILL, 4, "by signal SIGKILL"),
     ],
     ids=["segv", "exception", "exit", "kill"],
@@ -221,6 +226,7 @@ def test_a_request_that_kills_its_core_fails_alone_and_soon_and_all_others_finis
     assert one.supervisor.restarts == crashes
 
 
+@pytest.mark.slow
 def test_one_that_kills_in_the_middle_of_its_output_keeps_what_it_has_and_fails(
     start: Callable[..., Supervised],
 ) -> None:
@@ -259,6 +265,7 @@ def test_a_frontend_that_comes_back_hears_of_its_quarantined_request_only(start:
 # ---------------------------------------------------------------------- hangs
 
 
+@pytest.mark.slow
 def test_a_core_that_hangs_is_killed_and_the_log_says_where_it_hung(
     start: Callable[..., Supervised], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,6 +278,7 @@ def test_a_core_that_hangs_is_killed_and_the_log_says_where_it_hung(
     assert "in die\n" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_core_that_is_stopped_is_killed_too(
     start: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +313,7 @@ def test_an_idle_core_is_not_taken_for_hanging(start: Callable[..., Supervised])
 # ---------------------------------------------------------------------- too often
 
 
+@pytest.mark.slow
 def test_past_max_restarts_it_stays_down_and_all_hear_why(start: Callable[..., Supervised]) -> None:
     one = start(max_restarts=2)
     one.client.add_request(harmless(0, LONG))
@@ -316,6 +325,7 @@ def test_past_max_restarts_it_stays_down_and_all_hear_why(start: Callable[..., S
     assert one.client.error is not None
 
 
+@pytest.mark.slow
 def test_deaths_that_end_in_a_quarantine_do_not_count(start: Callable[..., Supervised]) -> None:
     one = start(max_restarts=4)
     for handle in range(2):
@@ -335,6 +345,7 @@ def test_restarts_longer_ago_than_the_window_do_not_count(start: Callable[..., S
     assert one.client.call("echo", 1, timeout=GUARD) == [1]
 
 
+@pytest.mark.slow
 def test_a_core_that_does_not_start_again_is_tried_again_and_named_with_its_own_error(
     start: Callable[..., Supervised], tmp_path: Path
 ) -> None:
@@ -401,6 +412,7 @@ def test_a_core_that_loads_can_be_stopped(tmp_path: Path) -> None:
     assert no_children()
 
 
+@pytest.mark.slow
 def test_a_core_that_loads_again_can_be_stopped(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("")
@@ -459,6 +471,7 @@ def test_stopping_lets_the_core_finish_what_it_has_accepted_and_leaves_the_rest_
         client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stops", "drain_timeout"), [(2, GUARD), (1, 0.2)], ids=["stopped twice", "past the limit"])
 def test_draining_ends_by_a_second_stop_or_the_limit(stops: int, drain_timeout: float) -> None:
     with Alone(config(), drain_timeout=drain_timeout) as one:
@@ -477,6 +490,7 @@ def test_draining_ends_by_a_second_stop_or_the_limit(stops: int, drain_timeout: 
     assert no_children()
 
 
+@pytest.mark.slow
 def test_a_core_that_does_not_end_when_it_is_told_to_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainspring.ipc.supervisor.END_SECONDS", 0.2)
     with Alone(config(watchdog_timeout=0.0)) as one:

@@ -22,6 +22,7 @@ from daemons import Daemon, short_folder
 from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from mainspring.engine.observe import tracing
 from mainspring.ipc.errors import EngineDeadError, InvalidArgumentError, InvalidRequestError, NotSupportedError
+from tiers import fast_only
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"Traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=opaque"}
@@ -134,7 +135,7 @@ def check_whole(collector: Collector, root: Span, began: float, ended: float) ->
         assert found[f"gen_ai.latency.{name}"] == pytest.approx(seconds, abs=1e-5)
 
 
-@pytest.mark.parametrize("multiprocess", [False, True])
+@pytest.mark.parametrize("multiprocess", fast_only([False], [False, True]))
 def test_each_request_is_one_span_with_its_phases_and_what_it_asked_for(
     collector: Collector, multiprocess: bool
 ) -> None:
@@ -189,6 +190,7 @@ def test_an_abort_and_an_error_are_spans_too(collector: Collector) -> None:
     assert collector.paths == {"/own/path"}
 
 
+@pytest.mark.slow
 def test_a_request_that_goes_on_after_its_core_was_killed_is_still_one_span(collector: Collector) -> None:
     args = EngineArgs(otlp_traces_endpoint=collector.endpoint, served_model_name="m")
     with LLMEngine.from_engine_args(args) as engine:
@@ -208,6 +210,7 @@ def test_a_request_that_goes_on_after_its_core_was_killed_is_still_one_span(coll
     assert root.attributes["gen_ai.usage.completion_tokens"] == 200
 
 
+@pytest.mark.slow
 def test_requests_of_a_core_that_is_gone_for_good_end_in_spans_with_the_error(collector: Collector) -> None:
     args = EngineArgs(otlp_traces_endpoint=collector.endpoint, max_restarts=0)
     with LLMEngine.from_engine_args(args) as engine:
@@ -220,6 +223,7 @@ def test_requests_of_a_core_that_is_gone_for_good_end_in_spans_with_the_error(co
     assert (root.status[0], root.attributes["error.type"]) == (2, "EngineDeadError")
 
 
+@pytest.mark.slow
 def test_the_async_engine_traces_its_streams(collector: Collector) -> None:
     async def main() -> tuple[float, float]:
         args = AsyncEngineArgs(otlp_traces_endpoint=collector.endpoint)
@@ -247,6 +251,7 @@ def test_the_async_engine_traces_its_streams(collector: Collector) -> None:
     assert roots["left"].attributes["gen_ai.response.finish_reasons"] == ["abort"]
 
 
+@pytest.mark.slow
 def test_a_connected_frontend_traces_to_the_daemons_collector_or_its_own_or_not_at_all() -> None:
     theirs, mine = Collector(), Collector()
     with short_folder() as folder:
@@ -348,6 +353,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         LLMEngine.from_engine_args(EngineArgs(otlp_traces_endpoint="http://127.0.0.1:1"), None, None, False)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_library_is_loaded_only_where_there_is_an_endpoint(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom mainspring import EngineArgs, LLMEngine, SamplingParams\n"

@@ -56,7 +56,9 @@ def expected(checkpoints: list[Path]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("multiprocess", [False, True], ids=["in-process", "multi-process"])
+@pytest.mark.parametrize(
+    "multiprocess", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in-process", "multi-process"]
+)
 def test_it_is_the_model_it_was_sent(
     checkpoints: list[Path],
     expected: list[list[int]],
@@ -155,6 +157,7 @@ def test_half_an_update_is_never_served(
     assert tokens(engine) == expected[1]
 
 
+@pytest.mark.slow
 def test_a_core_that_comes_back_without_them_refuses_until_they_are_sent_again(
     checkpoints: list[Path], expected: list[list[int]]
 ) -> None:
@@ -200,6 +203,7 @@ def test_quantized_weights_are_not_replaced(tmp_path: Path) -> None:
         assert tokens(engine) == before
 
 
+@pytest.mark.slow
 def test_on_a_daemon_a_sender_that_leaves_half_way_is_everybodys_error_until_somebody_sends_all(
     checkpoints: list[Path], expected: list[list[int]]
 ) -> None:

@@ -25,6 +25,7 @@ from mainspring.kernels.native.decoder import PHASES, NativeDecoder
 from mainspring.kernels.reference.backend import ReferenceBackend
 from native_here import why_not
 from test_stack import SIZES, TAKEN, build
+from tiers import fast_only
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -40,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
     "scaled_rows": ("gemma3", {"hidden_size": 80}),  # by a number that half precision rounds
 }
+FAST_MODELS = ("llama", "gemma2", "granite", "ungated")  # those of the fast tier
 LENGTHS = (37, 26)  # both longer than the windows
 SEQUENCES = [
     torch.randint(2, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
@@ -111,7 +113,7 @@ def test_dense_models_of_known_layers_run_as_a_whole(native: NativeBackend, arch
     assert model.row_multiple == (1 if model.whole else ROW_MULTIPLE)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", fast_only(FAST_MODELS, MODELS))
 def test_logits_are_the_model_s_own(native: NativeBackend, name: str) -> None:
     own = own_logits(build_one(name))
     got = logits_of(made(native, name), native)
@@ -120,7 +122,10 @@ def test_logits_are_the_model_s_own(native: NativeBackend, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.bfloat16) for name in MODELS), *((name, torch.float16) for name in ("ungated", "scaled_rows"))],
+    [
+        *(pytest.param(name, torch.bfloat16, marks=() if name in FAST_MODELS else pytest.mark.slow) for name in MODELS),
+        *((name, torch.float16) for name in ("ungated", "scaled_rows")),
+    ],
     ids=str,
 )
 def test_in_half_precision_they_are_as_near_to_the_exact_ones(
@@ -235,7 +240,7 @@ def test_rows_are_not_padded(native: NativeBackend) -> None:
 
 
 @pytest.mark.parametrize(("threads", "bits"), [(1, None), (2, 8), (2, 4)])
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", fast_only(FAST_MODELS, sorted(MODELS)))
 def test_any_rows_have_logits_in_any_order(native: NativeBackend, name: str, threads: int, bits: int | None) -> None:
     """Where few rows have any, the last layer leaves the others out."""
     torch.set_num_threads(threads)
@@ -329,7 +334,7 @@ def test_a_quantized_parameter_that_is_set_is_quantized_again(native: NativeBack
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.1)])
-@pytest.mark.parametrize("name", ["llama_biases", "ungated", "olmo2", "gemma3"])
+@pytest.mark.parametrize("name", fast_only(["ungated", "gemma3"], ["llama_biases", "ungated", "olmo2", "gemma3"]))
 def test_quantized_weights_are_near_and_logits_are_theirs(
     native: NativeBackend, name: str, bits: int, most: float
 ) -> None:
