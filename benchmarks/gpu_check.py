@@ -90,7 +90,7 @@ import json, sys, time
 began = float(sys.argv[1])
 import torch, transformers
 from mainspring import EngineArgs
-from mainspring.core.work import executor
+from mainspring.core.work import generation_worker, runner, worker
 from mainspring.core.loop import EngineCore
 spent = {"imports": time.time() - began}
 memory = []
@@ -107,13 +107,13 @@ def watch(owner, name, part):
             if part == "graphs":
                 memory.append(before - free())
     setattr(owner, name, timed)
-watch(executor, "choose_backend", "kernels found")
-watch(executor, "load_model", "weights, trial run, kernels loaded")
-watch(executor, "count_blocks", "profile")
-watch(executor.ModelRunner, "warm_up", "graphs")
+watch(worker, "choose_backend", "kernels found")
+watch(generation_worker, "load_model", "weights, trial run, kernels loaded")
+watch(worker, "count_blocks", "profile")
+watch(runner.ModelRunner, "warm_up", "graphs")
 core = EngineCore(EngineArgs(**json.loads(sys.argv[2])).create_engine_config())
 spent["the rest"] = time.time() - began - sum(spent.values())
-print(json.dumps({"spent": spent, "graphs": core.executor.runner.graph_sizes, "bytes": sum(memory)}))
+print(json.dumps({"spent": spent, "graphs": core.worker.runner.graph_sizes, "bytes": sum(memory)}))
 """
 
 

@@ -290,12 +290,12 @@ def _check_sleep(setup: Setup, say: Say) -> None:
 
     def around_sleep(client: CoreClient) -> tuple[list[list[list[int]]], list[list[int]]]:
         core: Any = client.core  # type: ignore[attr-defined]  # in this process
-        tokens, sizes = [complete(client, requests)], [core.executor.runner.graph_sizes]
+        tokens, sizes = [complete(client, requests)], [core.worker.runner.graph_sizes]
         for level in (1, 2):
             client.call("sleep", level)
             client.call("wake_up")
             tokens.append(complete(client, requests))
-            sizes.append(core.executor.runner.graph_sizes)
+            sizes.append(core.worker.runner.graph_sizes)
         return tokens, sizes
 
     tokens, sizes = with_client(setup, MODEL_PATH, around_sleep, dtype="bfloat16")

@@ -22,8 +22,8 @@ from typing import Any
 from compare import Machine, measure_machine
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan.step import Step
-from mainspring.core.work.executor import UniprocExecutor
+from mainspring.core.plan.step import StepPlan
+from mainspring.core.work.generation_worker import GenerationWorker
 from mainspring.ipc import codec
 from mainspring.ipc.inproc_client import InprocClient
 from report import MODELS, publish, table
@@ -78,7 +78,7 @@ def watch_codec(core: EngineCore, clock: Clock) -> None:
     core.step = step_and_encode  # type: ignore[method-assign]
 
 
-def least_seconds(config: Any, steps: list[Step], machine: Machine) -> dict[str, float]:
+def least_seconds(config: Any, steps: list[StepPlan], machine: Machine) -> dict[str, float]:
     """Of each phase that multiplies, over all steps."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     dim = getattr(config, "head_dim", None) or hidden // heads
@@ -117,8 +117,9 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
     assert isinstance(client, InprocClient)
     core = client.core
     assert isinstance(core, EngineCore)
-    executor = core.executor
-    assert isinstance(executor, UniprocExecutor)
+    worker = core.worker
+    assert isinstance(worker, GenerationWorker)
+    runner = worker.runner
 
     def serve(requests: list[Ask], tag: str) -> int:
         for number, ask in enumerate(requests):
@@ -131,19 +132,18 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
         return steps
 
     serve(asks(workload, core.model.vocab_size, seed=1)[:2], "first")  # buffers grow, memory is touched
-    decoder = executor.model.whole.decoder if executor.model.whole else None
+    decoder = worker.model.whole.decoder if worker.model.whole else None
     before = decoder.seconds() if decoder else {}
     clock, steps_run = Clock(), []
-    execute = executor.execute
+    execute = runner.execute
 
-    def remember(step: Step) -> Any:
-        steps_run.append(step)
-        return execute(step)
+    def remember(plan: StepPlan) -> Any:
+        steps_run.append(plan)
+        return execute(plan)
 
-    executor.execute = remember  # type: ignore[method-assign]
-    clock.watch(executor, "execute", "forward")
-    for method in ("sample", "tokens"):
-        clock.watch(executor, method, "sampling")
+    runner.execute = remember  # type: ignore[method-assign]
+    clock.watch(runner, "execute", "forward")
+    clock.watch(runner, "sample", "sampling")
     for method in ("schedule", "update"):
         clock.watch(core.scheduler, method, "scheduler")
     watch_codec(core, clock)
@@ -169,7 +169,7 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
         "client and output processor": total - spent["core"],
         "the core's loop around them": spent["core"] - model - spent["scheduler"] - spent["codec"],
     }
-    config = executor.model.model.config
+    config = worker.model.model.config
     least = {PHASES[phase]: s for phase, s in least_seconds(config, steps_run, machine).items()}
     rows = []
     for part, s in parts.items():

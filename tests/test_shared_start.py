@@ -15,9 +15,9 @@ from mainspring.core.model.learn import fuse
 from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load import sliced_reading
 from mainspring.core.model.load.loader import build_model, load_model, read_config
-from mainspring.core.work import executor
+from mainspring.core.work import worker
 from mainspring.core.work.decisions import Decisions
-from mainspring.core.work.executor import executor_for
+from mainspring.core.work.worker import make_worker
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import CacheConfig, DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
@@ -132,23 +132,23 @@ def config_of(path: Path, **cache: Any) -> EngineConfig:
 
 
 def test_a_second_worker_repeats_what_the_first_found_out(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = executor_for(config_of(llama, kv_cache_memory_bytes=1 << 20))
+    first = make_worker(config_of(llama, kv_cache_memory_bytes=1 << 20))
     found = first.decisions
-    assert (found.num_blocks, found.max_model_len) == (first.num_blocks, first.max_model_len) != (0, 0)
+    assert (found.num_blocks, found.max_model_len) == (first.facts.num_blocks, first.facts.max_model_len) != (0, 0)
     assert any(decision.fused for decision in found.fusing.values())
 
     sent = encode_value(found)
     assert bytes(encode_value(decode_value(sent, Decisions))) == bytes(sent)
-    monkeypatch.setattr(executor, "count_blocks", None)
+    monkeypatch.setattr(worker, "count_blocks", None)
     monkeypatch.setattr(fuse._Fusing, "decide", None)
     for given in (found, decode_value(sent, Decisions), decode_value(sent)):
         # a rank with less memory of its own, which is not asked for
-        second = executor_for(config_of(llama, kv_cache_memory_bytes=1 << 12), given)
+        second = make_worker(config_of(llama, kv_cache_memory_bytes=1 << 12), given)
         assert bytes(encode_value(second.decisions)) == bytes(sent)
-        assert (second.num_blocks, second.max_model_len) == (first.num_blocks, first.max_model_len)
+        assert second.facts == first.facts
         assert second.explain() == first.explain()
 
 
 def test_what_is_no_decision_is_refused(llama: Path) -> None:
     with pytest.raises(msgspec.ValidationError):
-        executor_for(config_of(llama), {"fusing": {"model.norm": 3}})
+        make_worker(config_of(llama), {"fusing": {"model.norm": 3}})
