@@ -24,7 +24,7 @@ from .errors import InvalidArgumentError
 STEPS = 4  # that may be in flight
 MAX_SUSPECTS = 4096
 
-_HEAD = np.dtype([("phase", "<i8"), ("beat", "<f8"), ("num_suspects", "<i8")])
+_HEAD = np.dtype([("phase", "<i8"), ("num_suspects", "<i8")])
 _STEP = np.dtype([("in_flight", "<i8"), ("solo", "<i8"), ("rows", "<i8")])
 
 
@@ -53,11 +53,15 @@ def request_key(session: bytes, handle: int) -> int:
 
 
 class Journal:
-    """One mapped file. `create` makes it, in the supervisor; `open` maps it, in the core."""
+    """One mapped file. `create` makes it, in the supervisor; the core maps it by its descriptor.
 
-    def __init__(self, fd: int, max_num_seqs: int) -> None:
+    Args:
+        workers: processes of the core that run the model, each with a heartbeat of its own; the planner writes the rest.
+    """
+
+    def __init__(self, fd: int, max_num_seqs: int, workers: int = 1) -> None:
         self.fd = fd
-        size = _size(max_num_seqs)
+        size = _size(max_num_seqs, workers)
         if os.fstat(fd).st_size < size:
             raise InvalidArgumentError(f"the journal has {os.fstat(fd).st_size} bytes; {size} are needed")
         self._map = mmap.mmap(fd, size)
@@ -70,16 +74,17 @@ class Journal:
             return array
 
         self._head = column(_HEAD, 1)
+        self._beats = column("<f8", workers)
         self._steps = column(_STEP, STEPS)
         self._keys = column("<u8", STEPS, max_num_seqs)
         self._positions = column("<i8", STEPS, max_num_seqs)
         self._suspects = column("<u8", MAX_SUSPECTS)
 
     @classmethod
-    def create(cls, max_num_seqs: int) -> Journal:
+    def create(cls, max_num_seqs: int, workers: int = 1) -> Journal:
         with tempfile.TemporaryFile(prefix="mainspring-journal-") as file:
-            file.truncate(_size(max_num_seqs))
-            return cls(os.dup(file.fileno()), max_num_seqs)
+            file.truncate(_size(max_num_seqs, workers))
+            return cls(os.dup(file.fileno()), max_num_seqs, workers)
 
     def close(self) -> None:
         """Close the file. The mapping ends with the object."""
@@ -91,9 +96,9 @@ class Journal:
         self.beat()
         self._head["phase"] = phase
 
-    def beat(self) -> None:
-        """Note that the main loop is alive."""
-        self._head["beat"] = time.monotonic()
+    def beat(self, worker: int = 0) -> None:
+        """The main loop of a worker process is alive. Worker 0 is in the planner's process."""
+        self._beats[worker] = time.monotonic()
 
     def launched(self, step: int, keys: np.ndarray, positions: np.ndarray, solo: bool) -> None:
         """Called before step number `step` is launched: uint64 `keys` of its requests, int64 `positions` of the tokens
@@ -124,8 +129,8 @@ class Journal:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last sign of life."""
-        return time.monotonic() - float(self._head["beat"][0])
+        """Seconds since the last heartbeat of the worker that has been silent longest."""
+        return time.monotonic() - float(self._beats.min())
 
     def accused(self) -> list[Accused]:
         """The requests of all steps that were in flight."""
@@ -143,8 +148,9 @@ class Journal:
         """Reset for the next core, which starts with these suspects."""
         self._steps["in_flight"] = 0
         self.set_suspects(set(suspects))
+        self._beats[:] = time.monotonic()
         self.set_phase(Phase.STARTING)
 
 
-def _size(max_num_seqs: int) -> int:
-    return _HEAD.itemsize + STEPS * (_STEP.itemsize + 16 * max_num_seqs) + 8 * MAX_SUSPECTS
+def _size(max_num_seqs: int, workers: int) -> int:
+    return _HEAD.itemsize + 8 * workers + STEPS * (_STEP.itemsize + 16 * max_num_seqs) + 8 * MAX_SUSPECTS

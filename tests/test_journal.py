@@ -80,10 +80,21 @@ def test_clearing_begins_anew_with_the_suspects_given(journal: Journal) -> None:
     ids=["beat", "launched", "retired", "phase"],
 )
 def test_whatever_a_core_does_is_a_sign_of_life(journal: Journal, act: object) -> None:
-    journal._head["beat"] = time.monotonic() - 100
+    journal._beats[:] = time.monotonic() - 100
     assert journal.silent_s >= 100
     act(journal)  # type: ignore[operator]
     assert journal.silent_s < 50
+
+
+def test_the_worker_that_is_silent_longest_counts() -> None:
+    journal = Journal.create(4, workers=3)
+    journal._beats[:] = time.monotonic() - 100
+    journal.beat(0)
+    journal.beat(2)
+    assert journal.silent_s >= 100
+    journal.beat(1)
+    assert journal.silent_s < 50
+    journal.close()
 
 
 def test_a_journal_too_small_for_its_configuration_is_refused(journal: Journal) -> None:

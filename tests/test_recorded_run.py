@@ -1,5 +1,5 @@
-"""Plans alone drive a worker: a recorded run gives the same results in another process, and a plan of several steps gives
-those of as many plans."""
+"""Plans alone drive a worker: a recorded run gives the same results in another process, and a plan of several steps
+gives those of as many plans."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan_of(slots: list[int], starts: list[int], token_ids: list[list[int]], **f
         np.array(slots, np.int32),
         np.array(starts, np.int32),
         np.array([len(ids) for ids in token_ids], np.int32),
-        np.array(sum(token_ids, []), np.int32),
+        np.array([token for ids in token_ids for token in ids], np.int32),
         np.ones(len(slots), bool),
         np.zeros(len(slots), np.int32),
         released=np.zeros(0, np.int32),
