@@ -56,7 +56,7 @@ class Journal:
     """One mapped file. `create` makes it, in the supervisor; the core maps it by its descriptor.
 
     Args:
-        workers: processes of the core that run the model, each with a heartbeat of its own; the planner writes the rest.
+        workers: processes of the core that run the model, each with its own heartbeat; the planner writes the rest.
     """
 
     def __init__(self, fd: int, max_num_seqs: int, workers: int = 1) -> None:
