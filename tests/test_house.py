@@ -337,7 +337,7 @@ def test_importing_the_package_loads_nothing_else_of_it() -> None:
 def test_a_core_does_not_import_what_compiles_models_unless_somebody_asks_for_it() -> None:
     code = """
 import sys
-import mainspring.core.work.worker
+import mainspring.core.work.make_worker
 from transformers.models.llama import modeling_llama
 import torch
 
