@@ -94,7 +94,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
     from .loop import EngineCore
     from .model.load.kept_decisions import KeptDecisions
-    from .work.worker import make_worker
+    from .work.make_worker import make_worker
 
     gc.freeze()
     gc.enable()

@@ -425,7 +425,7 @@ class EngineCore:
 
 
 def _local_worker(config: EngineConfig) -> Worker:
-    from .work.worker import make_worker
+    from .work.make_worker import make_worker
 
     return make_worker(config)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from ...ipc.errors import wire_name, wire_text
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec
-from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.paged_model import PagedModel
 from ..plan.control import (
     Control,
@@ -52,23 +50,6 @@ from .runner import ModelRunner
 
 if TYPE_CHECKING:
     from ..model.run.encoder import EncoderModel
-
-
-def make_worker(
-    config: EngineConfig, decisions: Decisions | Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
-) -> LocalWorker:
-    """The worker of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools.
-
-    Args:
-        decisions: those of the core before, as they are or decoded from a message.
-        kept: for a first core: decisions of fusing from an earlier start.
-    """
-    from ..model.run.pooling import wants_pooling
-    from .generation_worker import GenerationWorker
-    from .pooling_worker import PoolingWorker
-
-    kind = PoolingWorker if wants_pooling(config.model_config, config.load_config) else GenerationWorker
-    return kind(config, None if decisions is None else msgspec.convert(decisions, Decisions), kept)
 
 
 class LocalWorker(Worker):

@@ -1,0 +1,29 @@
+"""Make the worker that a checkpoint needs: one that generates tokens, or one that pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...ipc.config import EngineConfig
+from ..model.load.kept_decisions import KeptDecisions
+from ..model.run.pooling import wants_pooling
+from .decisions import Decisions
+from .generation_worker import GenerationWorker
+from .pooling_worker import PoolingWorker
+from .worker import LocalWorker
+
+
+def make_worker(
+    config: EngineConfig, decisions: Decisions | Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
+) -> LocalWorker:
+    """The worker in this process for the checkpoint of `config`.
+
+    Args:
+        decisions: those of the core before, as they are or decoded from a message.
+        kept: for a first core: decisions of fusing from an earlier start.
+    """
+    kind = PoolingWorker if wants_pooling(config.model_config, config.load_config) else GenerationWorker
+    return kind(config, None if decisions is None else msgspec.convert(decisions, Decisions), kept)
