@@ -24,7 +24,7 @@ from mainspring.core.work.device import Staged
 from mainspring.core.work.step_inputs import Rows
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
 from mainspring.kernels.reference.attention_plan import AttentionPlan
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests, transformers_outputs
 
 SIZES = [1, 3, 8, 16]

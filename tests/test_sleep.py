@@ -20,7 +20,7 @@ from mainspring.core.plan.control import Sleep, Wake
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
