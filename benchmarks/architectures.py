@@ -42,7 +42,7 @@ from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, LayerCache, PagedBatch, SequenceOffsets
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 ENOUGH = 100
 CPU_LIMIT_S = 60

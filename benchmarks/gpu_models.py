@@ -34,8 +34,8 @@ from mainspring.ipc.client import CoreClient
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.messages import AddRequest, Sampling, Stats
 from mainspring.kernels.contract import Backend
-from mainspring.kernels.flashinfer.backend import FlashInferBackend
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.flashinfer.flashinfer_backend import FlashInferBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from report import ROOT
 
 sys.path.append(str(ROOT / "tests"))

@@ -27,7 +27,7 @@ from mainspring.ipc.client import CoreClient
 from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.messages import Sampling
 from mainspring.kernels.contract import AttentionSpec, Backend, DeviceBatch, LayerCache, PagedBatch
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 BF16 = torch.bfloat16
 CACHE_BYTES = 512 << 20  # several times any L2

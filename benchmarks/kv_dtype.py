@@ -21,7 +21,7 @@ from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load.loader import load_model
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.config import LoadConfig, ModelConfig
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from report import publish, table
 
 CACHE_BYTES = 64 << 20

@@ -25,7 +25,7 @@ from mainspring.core.model.load.quantized import BITS
 from mainspring.core.model.run.whole_model import make_whole
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.config import LoadConfig, ModelConfig
-from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.native.native_backend import NativeBackend
 from report import table
 
 LIMITS = {"int8": 0.005, "int4": 0.03}

@@ -16,7 +16,7 @@ from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_n
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags, checked
-from .engine_methods import EngineMethods, coroutine
+from .engine_methods import AsyncEngineMethods, coroutine
 from .frontend import Frontend, ModelFiles
 from .llm_engine import LLMEngine
 from .observe.metrics import StatLoggers
@@ -54,7 +54,7 @@ class AsyncEngineArgs(EngineArgs):
         return parser
 
 
-class AsyncLLMEngine(Frontend["AsyncClient"]):
+class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     """A frontend for one event loop, the first one it is used from, with a core of its own in another process.
 
     It may be made with no loop running; making it blocks until the core is ready. The newest call is
@@ -248,27 +248,6 @@ class AsyncLLMEngine(Frontend["AsyncClient"]):
         if (error := self.dead_error) is not None:
             raise error
 
-    get_tokenizer = coroutine(EngineMethods.get_tokenizer)
-    get_supported_tasks = coroutine(EngineMethods.get_supported_tasks)
-    get_metrics = coroutine(EngineMethods.get_metrics)
-    start_profile = coroutine(EngineMethods.start_profile)
-    stop_profile = coroutine(EngineMethods.stop_profile)
-    reset_prefix_cache = coroutine(EngineMethods.reset_prefix_cache)
-    reset_mm_cache = coroutine(EngineMethods.reset_mm_cache)
-    reset_encoder_cache = coroutine(EngineMethods.reset_encoder_cache)
-    pause_generation = coroutine(EngineMethods.pause_generation)
-    resume_generation = coroutine(EngineMethods.resume_generation)
-    is_paused = coroutine(EngineMethods.is_paused)
-    sleep = coroutine(EngineMethods.sleep)
-    wake_up = coroutine(EngineMethods.wake_up)
-    is_sleeping = coroutine(EngineMethods.is_sleeping)
-    collective_rpc = coroutine(EngineMethods.collective_rpc)
-    apply_model = coroutine(EngineMethods.apply_model)
-    update_weights = coroutine(EngineMethods.update_weights)
-    add_lora = coroutine(EngineMethods.add_lora)
-    remove_lora = coroutine(EngineMethods.remove_lora)
-    list_loras = coroutine(EngineMethods.list_loras)
-    pin_lora = coroutine(EngineMethods.pin_lora)
     get_model_config = coroutine(EngineMembers.get_model_config)
     get_cache_config = coroutine(EngineMembers.get_cache_config)
     get_scheduler_config = coroutine(EngineMembers.get_scheduler_config)

@@ -315,3 +315,29 @@ class EngineMethods:
 
     def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
+
+
+class AsyncEngineMethods:
+    """The methods of `AsyncLLMEngine`."""
+
+    get_tokenizer = coroutine(EngineMethods.get_tokenizer)
+    get_supported_tasks = coroutine(EngineMethods.get_supported_tasks)
+    get_metrics = coroutine(EngineMethods.get_metrics)
+    start_profile = coroutine(EngineMethods.start_profile)
+    stop_profile = coroutine(EngineMethods.stop_profile)
+    reset_prefix_cache = coroutine(EngineMethods.reset_prefix_cache)
+    reset_mm_cache = coroutine(EngineMethods.reset_mm_cache)
+    reset_encoder_cache = coroutine(EngineMethods.reset_encoder_cache)
+    pause_generation = coroutine(EngineMethods.pause_generation)
+    resume_generation = coroutine(EngineMethods.resume_generation)
+    is_paused = coroutine(EngineMethods.is_paused)
+    sleep = coroutine(EngineMethods.sleep)
+    wake_up = coroutine(EngineMethods.wake_up)
+    is_sleeping = coroutine(EngineMethods.is_sleeping)
+    collective_rpc = coroutine(EngineMethods.collective_rpc)
+    apply_model = coroutine(EngineMethods.apply_model)
+    update_weights = coroutine(EngineMethods.update_weights)
+    add_lora = coroutine(EngineMethods.add_lora)
+    remove_lora = coroutine(EngineMethods.remove_lora)
+    list_loras = coroutine(EngineMethods.list_loras)
+    pin_lora = coroutine(EngineMethods.pin_lora)

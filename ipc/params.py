@@ -208,7 +208,7 @@ class BeamSearchParams:
         return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, output_kind=kind, **same)
 
 
-_INTEGERS: dict[str, tuple[int, int | None]] = {  # field → smallest and largest value
+_INTEGERS: dict[str, tuple[int, int | None]] = {  # field → smallest and largest value a user may set
     "n": (1, MAX_COMPLETIONS),
     "top_k": (-1, 2**31 - 1),
     "seed": (-MAX_SEED - 1, MAX_SEED),
@@ -227,6 +227,19 @@ _NUMBERS: dict[str, tuple[float, float | None]] = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "length_penalty": (-10.0, 10.0),
+}
+CORE_RANGES: dict[str, tuple[float, float]] = {  # field of `messages.Sampling` → what any client may send
+    "max_tokens": (1, 2**62),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "temperature": (0.0, 3e38),  # what fp32 holds
+    "top_k": (0, 2**62),
+    "min_p": (0.0, 1.0),
+    "min_tokens": (0, 2**62),
+    "presence_penalty": (-MAX_BIAS, MAX_BIAS),
+    "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
+    "repetition_penalty": (1 / MAX_BIAS, MAX_BIAS),
+    "logprobs": (-1, 2**62),
+    "prompt_logprobs": (-1, 2**62),
 }
 _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"]
 

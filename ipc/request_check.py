@@ -13,22 +13,10 @@ from .adapters import PromptAdapterRequest
 from .config import LoRAConfig
 from .errors import InvalidRequestError, NotSupportedError, shown
 from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
-from .params import MAX_BAD_WORDS, MAX_BIAS, MAX_SEED
+from .params import CORE_RANGES, MAX_BAD_WORDS, MAX_BIAS
 from .structured import MAX_SPEC_BYTES, Kind
 
-_RANGES: dict[str, tuple[float, float]] = {  # field of `Sampling` → smallest and largest value
-    "max_tokens": (1, 2**62),
-    "seed": (-MAX_SEED - 1, MAX_SEED),
-    "temperature": (0.0, 3e38),  # what fp32 holds
-    "top_k": (0, 2**62),
-    "min_p": (0.0, 1.0),
-    "min_tokens": (0, 2**62),
-    "presence_penalty": (-MAX_BIAS, MAX_BIAS),
-    "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
-    "repetition_penalty": (1 / MAX_BIAS, MAX_BIAS),
-    "logprobs": (-1, 2**62),
-    "prompt_logprobs": (-1, 2**62),
-}
+_TOKEN_FIELDS = [name for name, kind in Sampling.__annotations__.items() if kind in (list[int], dict[int, float])]
 
 
 class RequestCheck(NamedTuple):
@@ -121,18 +109,15 @@ class RequestCheck(NamedTuple):
         sampling, size = message.sampling, self.model.vocab_size
         entries: dict[str, tuple[Collection[object], int]] = {
             "bad_words": (sampling.bad_words, MAX_BAD_WORDS),
-            "stop_token_ids": (sampling.stop_token_ids, size),
-            "allowed_token_ids": (sampling.allowed_token_ids, size),
-            "logit_bias": (sampling.logit_bias, size),
+            **{name: (getattr(sampling, name), size) for name in _TOKEN_FIELDS},
         }
         for name, (given, most) in entries.items():
             if len(given) > most:
                 raise InvalidRequestError(f"{name} has {len(given)} entries; the limit is {most}")
         self._check_vocabulary("prompt_token_ids", message.prompt_token_ids)
         self._check_vocabulary("output_token_ids", message.output_token_ids)
-        self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
-        self._check_vocabulary("allowed_token_ids", sampling.allowed_token_ids)
-        self._check_vocabulary("logit_bias", sampling.logit_bias)
+        for name in _TOKEN_FIELDS:
+            self._check_vocabulary(name, getattr(sampling, name))
         for tokens in sampling.bad_words:
             self._check_vocabulary("bad_words", tokens)
         never = {tokens[0] for tokens in sampling.bad_words if len(tokens) == 1}
@@ -150,7 +135,7 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError(f"{name} holds {shown(wrong)}; token ids of this model go from 0 to {size - 1}")
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        for name, (least, most) in _RANGES.items():
+        for name, (least, most) in CORE_RANGES.items():
             if not least <= (value := getattr(sampling, name)) <= most:  # NaN is in no range
                 raise InvalidRequestError(f"{name} is {shown(value)}; it must be from {least:g} to {most:g}")
         if not 0 < sampling.top_p <= 1:

@@ -25,13 +25,13 @@ class Registration(NamedTuple):
 
 
 def _flashinfer(device: torch.device, deterministic: bool, kernels_dir: str | None) -> Backend:
-    from .flashinfer.backend import FlashInferBackend
+    from .flashinfer.flashinfer_backend import FlashInferBackend
 
     return FlashInferBackend(device, deterministic, kernels_dir)
 
 
 def _native(device: torch.device, deterministic: bool, kernels_dir: str | None) -> Backend:
-    from .native.backend import NativeBackend
+    from .native.native_backend import NativeBackend
 
     if device.type != "cpu":
         raise BackendUnavailableError(f"attention_backend='native' is for CPUs, and the device is {device}")
@@ -40,7 +40,7 @@ def _native(device: torch.device, deterministic: bool, kernels_dir: str | None) 
 
 def reference_on(device: torch.device, deterministic: bool = False, kernels_dir: str | None = None) -> Backend:
     """Runs on every device. On a GPU a row's bits depend on the other rows, whatever is asked for."""
-    from .reference.backend import ReferenceBackend
+    from .reference.reference_backend import ReferenceBackend
 
     return ReferenceBackend(deterministic=device.type != "cuda")
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 NUM_MULTIPROCESSORS = 132
 LOG2_E = math.log2(math.e)

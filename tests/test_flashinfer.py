@@ -20,9 +20,9 @@ from mainspring.kernels.contract import AttentionSpec, DeviceBatch, LayerCache, 
 from mainspring.kernels.flashinfer import partition as flashinfer_partition
 from mainspring.kernels.flashinfer import plan as flashinfer_plan
 from mainspring.kernels.flashinfer import prebuilt
-from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
+from mainspring.kernels.flashinfer.flashinfer_backend import FlashInferBackend, Gpu
 from mainspring.kernels.flashinfer.partition import Kind, cut_into_pieces, kv_lengths, two_launches
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from tiers import examples, fast_only
 
 CPU = torch.device("cpu")

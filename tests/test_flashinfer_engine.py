@@ -17,8 +17,8 @@ from flashinfer_double import FlashInferDouble
 from late_device import LateDevice
 from mainspring.core.work import generation_worker, worker
 from mainspring.core.work import runner as model_runner
-from mainspring.kernels.flashinfer import backend as flashinfer
-from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
+from mainspring.kernels.flashinfer import flashinfer_backend as flashinfer
+from mainspring.kernels.flashinfer.flashinfer_backend import FlashInferBackend, Gpu
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests
 from test_late_device import SIZES, run
 from tiers import EACH_ARCHITECTURE, fast_only

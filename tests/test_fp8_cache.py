@@ -18,7 +18,7 @@ from mainspring.core.work.kv_layout import cache_dtype, plan_layout
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.ipc.messages import Stats
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")

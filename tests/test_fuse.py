@@ -28,7 +28,7 @@ from mainspring.core.model.learn.row_invariant import (
 from mainspring.core.model.load.parameters import ParameterMap
 from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 VOCAB = 128
 DTYPES = [torch.float32, torch.bfloat16]

@@ -22,8 +22,8 @@ from mainspring.ipc.config import AttentionBackend, DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.kernels import BackendUnavailableError
 from mainspring.kernels.contract import AttentionSpec
-from mainspring.kernels.flashinfer import backend as flashinfer
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.flashinfer import flashinfer_backend as flashinfer
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from mainspring.kernels.registry import BACKENDS, Registration, automatic
 from native_here import why_not
 

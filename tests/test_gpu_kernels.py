@@ -49,7 +49,7 @@ def test_decode_and_paged_prefill_compile_for_hopper(tmp_path: Path, monkeypatch
     monkeypatch.setattr(prebuilt, "modules_needed", lambda kinds: of_model(kinds)[-3:-1])  # not the small ones, nor fa3
     folder, told = tmp_path / "kernels", []
     kind = Attention(torch.bfloat16, torch.bfloat16, 128)
-    manifest = prebuilt.build([kind], ["9.0a"], folder, told.append)
+    manifest = prebuilt.compile_ahead([kind], ["9.0a"], folder, told.append)
     assert [name.split("_with_")[0] for name in manifest.modules] == ["batch_decode", "batch_prefill"]
     assert [line.split(", ")[-1] for line in told if line.startswith("building")] == [
         "1 left after it",
@@ -63,5 +63,5 @@ def test_decode_and_paged_prefill_compile_for_hopper(tmp_path: Path, monkeypatch
             assert "libcuda.so.1" in needed
             assert "libcudart.so." in needed
     assert prebuilt.read_manifest(folder) == manifest
-    assert prebuilt.build([kind], ["9.0a"], folder, told.append) == manifest
+    assert prebuilt.compile_ahead([kind], ["9.0a"], folder, told.append) == manifest
     assert "0 modules to build" in told[-1]

@@ -39,8 +39,16 @@ ROOMS = {  # room → rooms it may import, besides itself
 MODULE_ROOMS = {  # module → rooms it may import where that is not its room's; nothing may import such a module
     "mainspring.compat.vllm": {"ipc", "engine"},
 }
-CIRCLES_LEFT = {"core"}  # rooms that may still have circles of imports of more than two files
-TWICE_LEFT = {"core", "kernels"}  # rooms that may still have a name twice
+PLANNER = (  # modules and packages of core that plan: without torch, the worker and the model
+    "core.plan",
+    "core.memory",
+    "core.features",
+    "core.loop",
+    "core.lifecycle",
+    "core.calls",
+)
+NOT_FOR_THE_PLANNER = ("torch", "mainspring.core.work", "mainspring.core.model")
+WORKER_OF_THE_PLANNER = ("mainspring.core.loop", "_local_worker")  # the one function that may import a worker
 TORCH_ROOMS = {"core", "kernels", "tools"}
 TRANSFORMERS_ROOMS = {"core"}
 NO_PICKLE_ROOMS = {"", "ipc", "core", "engine", "compat", "serve", "cli"}
@@ -130,6 +138,11 @@ def circles() -> list[list[str]]:
     return components
 
 
+def is_within(module: str, *packages: str) -> bool:
+    """Whether it is one of these modules or packages, or inside one."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
 def is_ignored(path: Path) -> bool:
     """Whether tools made it: hidden folders but for CI's, and what a build leaves."""
     return any(
@@ -200,7 +213,7 @@ def test_rooms_import_only_what_the_table_allows() -> None:
 
 
 def test_circles_of_imports_inside_a_room_have_two_files_at_most() -> None:
-    wrong = [circle for circle in circles() if len(circle) > 2 and room_of(circle[0]) not in CIRCLES_LEFT]
+    wrong = [circle for circle in circles() if len(circle) > 2]
     assert not wrong
 
 
@@ -208,13 +221,12 @@ def test_no_name_stands_for_two_things_in_one_room() -> None:
     """Files, and public classes and functions on the top level of a file."""
     found: dict[tuple[str, str], list[str]] = {}
     for module, path in MODULES.items():
-        room = room_of(module)
-        if room in TWICE_LEFT or path.stem in {"__init__", "__main__"}:
+        if path.stem in {"__init__", "__main__"}:
             continue
         kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         public = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)}
         for name in (path.name, *(name for name in public if not name.startswith("_"))):
-            found.setdefault((room, name), []).append(module)
+            found.setdefault((room_of(module), name), []).append(module)
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
@@ -226,6 +238,29 @@ def test_engine_imports_core_inside_one_function_only() -> None:
     ]
     assert all(found.function for found in to_core), to_core
     assert len({(found.importer, found.function) for found in to_core}) <= 1, to_core
+
+
+def test_the_planner_imports_neither_torch_nor_the_worker_nor_the_model() -> None:
+    planner = [module for module in MODULES if is_within(module, *(f"mainspring.{name}" for name in PLANNER))]
+    assert {module.split(".")[2] for module in planner} == {name.split(".")[1] for name in PLANNER}
+    wrong = [
+        found
+        for module in planner
+        for found in imports_of(module)
+        if is_within(found.imported, *NOT_FOR_THE_PLANNER)
+        and ((found.importer, found.function) != WORKER_OF_THE_PLANNER or found.top == "torch")
+    ]
+    assert not wrong
+
+
+def test_planner_modules_load_without_torch() -> None:
+    planner = [module for module in MODULES if is_within(module, *(f"mainspring.{name}" for name in PLANNER))]
+    run_python(f"""
+import importlib, sys
+sys.modules["torch"] = None  # importing it is an error
+for name in {planner!r}:
+    importlib.import_module(name)
+""")
 
 
 def test_only_core_and_kernels_import_torch_at_all() -> None:

@@ -22,9 +22,9 @@ from mainspring.kernels.contract import (
     SlopeBias,
     TableBias,
 )
-from mainspring.kernels.native.backend import NativeBackend
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.gumbel import keyed_choice
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 from tiers import examples, fast_only

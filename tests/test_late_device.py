@@ -25,7 +25,7 @@ from mainspring.core.work.device import Staged
 from mainspring.core.work.step_inputs import Rows
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
 from mainspring.kernels.reference.attention_plan import AttentionPlan
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests
 from tiers import EACH_ARCHITECTURE, fast_only
 

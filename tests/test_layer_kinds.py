@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainspring.core.memory.block_pool import NULL_BLOCK
-from mainspring.core.memory.block_tables import kind_of
 from mainspring.core.memory.cache_manager import CacheManager
-from mainspring.core.memory.layer_kinds import FixedLength, FullAttention, LayerKind, WindowedAttention
+from mainspring.core.memory.layer_kinds import FixedLength, FullAttention, WindowedAttention, kind_of
+from mainspring.core.memory.layer_rules import LayerKind
 from mainspring.core.memory.recurrent_state import NO_STATE_COPIES, RecurrentState
 from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.request import Request

@@ -30,7 +30,7 @@ from mainspring.core.work.sampler import Sampler
 from mainspring.engine.request.outputs import Logprob
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Outputs, Sampling, Stats
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from plain import Job, Plain, make_engine, run, run_all
 from tiers import fast_only
 

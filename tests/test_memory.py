@@ -13,7 +13,7 @@ from mainspring.core.work.block_count import count_blocks, run_largest_step
 from mainspring.core.work.kv_layout import KVLayout, plan_layout
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from mainspring.core.model.run import attention
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import MainspringError, ModelNotFoundError, UnsupportedModelError
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from tiers import EACH_ARCHITECTURE
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mainspring.core.work.kv_layout import plan_layout
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
-from mainspring.kernels.native.backend import NativeBackend
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 from tiers import examples
@@ -370,7 +370,7 @@ def test_a_large_vocabulary_is_masked_like_the_references(native: NativeBackend)
 def test_the_process_has_one_openmp_runtime() -> None:
     code = """
 import torch
-from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.native.build import openmp_runtimes
 native = NativeBackend()
 torch.set_num_threads(2)

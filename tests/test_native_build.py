@@ -16,7 +16,7 @@ import torch
 
 from mainspring.kernels import BackendUnavailableError
 from mainspring.kernels.native import build as native_build
-from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.native.native_backend import NativeBackend
 from native_here import why_not
 
 REASON = why_not()

@@ -12,7 +12,7 @@ import torch
 
 from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native import weights as native_weights
-from mainspring.kernels.native.weights import PackedWeight, linear, pack, pack_quantized
+from mainspring.kernels.native.weights import PanelWeight, linear, pack, pack_quantized
 from native_here import why_not
 from tiers import fast_only
 
@@ -47,7 +47,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def all_kinds(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> list[PackedWeight]:
+def all_kinds(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
     return [pack(library, weight, gated), pack(library, weight, gated, bits=8), pack(library, weight, gated, bits=4)]
 
 

@@ -161,14 +161,14 @@ def test_without_a_compiler_the_error_says_where_it_was_looked_for(monkeypatch: 
 @pytest.mark.parametrize("arch", ["4.2", "5.2", "hopper", "90a", "9.0x"])
 def test_a_gpu_the_compiler_does_not_know_is_refused_with_those_it_knows(arch: str, nvcc: Path, tmp_path: Path) -> None:
     with pytest.raises(KernelsError, match=rf"arch is '{arch}'; .* knows 8\.0, 9\.0, 12\.0, as in 9\.0a"):
-        prebuilt.build([], [arch], tmp_path, print)
+        prebuilt.compile_ahead([], [arch], tmp_path, print)
 
 
 @pytest.mark.usefixtures("nvcc", "flashinfer")
 def test_a_folder_of_other_kernels_is_not_added_to(tmp_path: Path) -> None:
     folder_with(HOPPER._replace(flashinfer="0.6.14"), tmp_path)
     with pytest.raises(KernelsError, match=r"holds kernels of FlashInfer 0\.6\.14.*not kernels of FlashInfer 0\.6\.15"):
-        prebuilt.build([], ["9.0a"], tmp_path, print)
+        prebuilt.compile_ahead([], ["9.0a"], tmp_path, print)
 
 
 class Module:
@@ -199,7 +199,7 @@ def test_what_fails_to_compile_is_named_and_the_rest_is_built(tmp_path: Path, mo
     monkeypatch.setattr(prebuilt, "modules_needed", lambda _: modules)
     folder, told = tmp_path / "kernels", []
     with pytest.raises(KernelsError, match="1 of 3 modules did not compile: two"):
-        prebuilt.build([], ["9.0a"], folder, told.append)
+        prebuilt.compile_ahead([], ["9.0a"], folder, told.append)
     assert "building one, 2 left after it" in told
     assert "  two did not compile: x.cu:3: fatal error: no x.h" in told
     assert (folder / "three" / "three.so").read_bytes() == b"code"
@@ -263,7 +263,7 @@ def test_options_make_one_kind_for_each_head_size_with_and_without_a_window(
     nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(prebuilt, "build", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(prebuilt, "compile_ahead", lambda *arguments: asked.append(arguments))
     options = "--dtype fp16 --head-dim 64 96 --window --soft-cap --kv-dtype fp8".split()
     assert build_kernels.main(["build", "--arch", "8.0", "9.0a", *options, "--output", str(tmp_path)]) == 0
     assert build_kernels.main(["build", "--arch", "9.0a"]) == 0
@@ -279,7 +279,7 @@ def test_a_models_kernels_are_those_of_its_config(tmp_path: Path, monkeypatch: p
     for weights in path.glob("*.safetensors"):
         weights.unlink()
     asked: list[Any] = []
-    monkeypatch.setattr(prebuilt, "build", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(prebuilt, "compile_ahead", lambda *arguments: asked.append(arguments))
     assert build_kernels.main(["build", "--arch=9.0a", f"--model={path}", "--dtype=bf16"]) == 0
     assert set(asked[0][0]) == {Attention(BF16, BF16, 128, window, True) for window in (False, True)}
     assert build_kernels.main(["build", "--arch=9.0a", f"--model={path}"]) == 1, "an fp32 model has no kernels"

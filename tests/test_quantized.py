@@ -20,8 +20,8 @@ from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
-from mainspring.kernels.native.backend import NativeBackend
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.native.native_backend import NativeBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 
 REASON = why_not()

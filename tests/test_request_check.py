@@ -12,6 +12,7 @@ from mainspring.engine.request.input_processor import InputProcessor
 from mainspring.ipc.config import LoRAConfig
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling, Tensor
+from mainspring.ipc.params import CORE_RANGES
 from mainspring.ipc.request_check import RequestCheck
 
 FACTS = ModelFacts(vocab_size=100, hidden_size=4, max_model_len=16, dtype="float32")
@@ -42,6 +43,11 @@ def request(prompt: int | list[int] = 3, fields: dict[str, Any] | None = None, *
 )
 def test_what_can_be_served_passes(message: AddRequest) -> None:
     CHECK.check(message)
+
+
+def test_every_number_of_the_sampling_parameters_has_a_range() -> None:
+    numbers = {name for name, kind in Sampling.__annotations__.items() if kind in (int, float)}
+    assert numbers - {"top_p"} == set(CORE_RANGES)  # 0 is no top_p, so it is checked by itself
 
 
 def test_a_pooling_prompt_may_fill_the_context() -> None:

@@ -21,7 +21,7 @@ from mainspring.core.work.make_worker import make_worker
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import CacheConfig, DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 CPU = torch.device("cpu")
 INNER = 96  # intermediate size of tiny's models

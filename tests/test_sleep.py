@@ -20,7 +20,7 @@ from mainspring.core.plan.control import Sleep, Wake
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from tiers import fast_only
 
 PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}

@@ -16,7 +16,7 @@ from mainspring.core.model.learn.fuse import STACK, FuseReport, fuse_model
 from mainspring.core.model.learn.fuse_observe import stand_in
 from mainspring.core.model.run.stack import StackedDecoder, StackOptions
 from mainspring.kernels.decoder_contract import DecoderLayer, GatedMLP
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 BACKEND = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16]

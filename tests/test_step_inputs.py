@@ -20,11 +20,11 @@ from mainspring.core.work.kv_layout import plan_layout
 from mainspring.core.work.runner import ModelRunner
 from mainspring.core.work.step_inputs import Rows, StepInputs
 from mainspring.kernels.contract import AttentionSpec, Backend
-from mainspring.kernels.flashinfer import backend as flashinfer
-from mainspring.kernels.flashinfer.backend import FlashInferBackend, Gpu
-from mainspring.kernels.native.backend import NativeBackend
+from mainspring.kernels.flashinfer import flashinfer_backend as flashinfer
+from mainspring.kernels.flashinfer.flashinfer_backend import FlashInferBackend, Gpu
 from mainspring.kernels.native.decoder import NativeDecoder
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.native.native_backend import NativeBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from test_stack import SIZES
 from test_whole import build_one

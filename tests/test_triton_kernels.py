@@ -36,12 +36,12 @@ with in_interpreter:
         hashed = kernels.keyed_bits(tl.load(seeds + row), tl.load(positions + row), tokens)
         at, there = row * num_tokens + tokens, tokens < num_tokens
         tl.store(bits + at, hashed.to(tl.int32, bitcast=True), mask=there)
-        tl.store(noise + at, kernels.gumbel_noise(hashed), mask=there)
+        tl.store(noise + at, kernels.noise_of_bits(hashed), mask=there)
 
     @triton.jit
     def _noise(bits, noise, WIDTH: tl.constexpr):
         at = tl.arange(0, WIDTH)
-        tl.store(noise + at, kernels.gumbel_noise(tl.load(bits + at).to(tl.uint32, bitcast=True)))
+        tl.store(noise + at, kernels.noise_of_bits(tl.load(bits + at).to(tl.uint32, bitcast=True)))
 
 
 multiplies_in_interpreter = pytest.mark.skipif(
@@ -78,7 +78,7 @@ def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def choose(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    return kernels.keyed_choice(*on_device(scores, seeds, positions, sampled)).cpu()
+    return kernels.choose_by_key(*on_device(scores, seeds, positions, sampled)).cpu()
 
 
 def greedy(scores: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_draws_are_those_of_gumbel_and_other_rows_greedy(
     scores = wide[:, 1 : vocab + 1]  # rows start anywhere
     sampled = torch.rand(rows, generator=random) < 0.5
     sampled[:2] = torch.tensor([True, False])
-    got = kernels.keyed_choice(wide.to(DEVICE)[:, 1 : vocab + 1], *on_device(seeds, positions, sampled)).cpu()
+    got = kernels.choose_by_key(wide.to(DEVICE)[:, 1 : vocab + 1], *on_device(seeds, positions, sampled)).cpu()
     assert torch.equal(got[~sampled], scores[~sampled].float().argmax(-1))
     assert_same_draws(got[sampled], scores[sampled], seeds[sampled], positions[sampled])
     assert torch.equal(choose(scores[1:2], seeds[1:2], positions[1:2], sampled[1:2]), got[1:2])
@@ -208,7 +208,7 @@ def test_a_product_is_exact_but_for_rounding(
     shape: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, random: torch.Generator
 ) -> None:
     x, weight, bias = operands(shape, dtype, random)
-    got = kernels.linear(x, weight, bias if with_bias else None)
+    got = kernels.row_invariant_linear(x, weight, bias if with_bias else None)
     want = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
     # fp32 sums of num_in products, then one rounding
     bound = shape[2] * 2.0**-23 * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
@@ -239,12 +239,12 @@ def test_the_bits_of_a_row_depend_neither_on_the_other_rows_nor_on_their_number(
 ) -> None:
     shape = (600, 6144, 4096) if CUDA else (140, 130, 200)
     x, weight, bias = operands(shape, dtype, random)
-    together = kernels.linear(x, weight, bias)
+    together = kernels.row_invariant_linear(x, weight, bias)
     for rows in (1, 2, 63, 64, 65, 129):
-        assert torch.equal(kernels.linear(x[:rows], weight, bias), together[:rows])
-        assert torch.equal(kernels.linear(x[-rows:], weight, bias), together[-rows:])
+        assert torch.equal(kernels.row_invariant_linear(x[:rows], weight, bias), together[:rows])
+        assert torch.equal(kernels.row_invariant_linear(x[-rows:], weight, bias), together[-rows:])
     order = torch.randperm(len(x), generator=random).to(DEVICE)
-    assert torch.equal(kernels.linear(x[order], weight, bias), together[order])
+    assert torch.equal(kernels.row_invariant_linear(x[order], weight, bias), together[order])
 
 
 @multiplies_in_interpreter
@@ -261,12 +261,12 @@ def test_all_tiles_give_the_same_bits(num_in: int, random: torch.Generator) -> N
 @multiplies_in_interpreter
 def test_leading_dimensions_strides_and_no_rows(random: torch.Generator) -> None:
     x, weight, bias = operands((24, 40, 64), HALF, random)
-    want = kernels.linear(x, weight, bias)
-    assert torch.equal(kernels.linear(x.view(2, 3, 4, 64), weight, bias), want.view(2, 3, 4, 40))
-    assert torch.equal(kernels.linear(torch.cat([x, x], 1)[:, :64], weight, bias), want)
-    assert torch.equal(kernels.linear(x.T.contiguous().T, weight, bias), want)
-    assert torch.equal(kernels.linear(x, torch.cat([weight, weight], 1)[:, :64], bias), want)
-    assert kernels.linear(x[:0], weight, bias).shape == (0, 40)
+    want = kernels.row_invariant_linear(x, weight, bias)
+    assert torch.equal(kernels.row_invariant_linear(x.view(2, 3, 4, 64), weight, bias), want.view(2, 3, 4, 40))
+    assert torch.equal(kernels.row_invariant_linear(torch.cat([x, x], 1)[:, :64], weight, bias), want)
+    assert torch.equal(kernels.row_invariant_linear(x.T.contiguous().T, weight, bias), want)
+    assert torch.equal(kernels.row_invariant_linear(x, torch.cat([weight, weight], 1)[:, :64], bias), want)
+    assert kernels.row_invariant_linear(x[:0], weight, bias).shape == (0, 40)
 
 
 def test_operands_that_do_not_match_are_refused(random: torch.Generator) -> None:
@@ -274,7 +274,7 @@ def test_operands_that_do_not_match_are_refused(random: torch.Generator) -> None
     wrong: list[Any] = [(x.float(), weight), (x[:, :32], weight), (x, weight.T.contiguous().T), (x, weight, x[0])]
     for arguments in wrong:
         with pytest.raises(ValueError, match="one dtype, one inner size"):
-            kernels.linear(*arguments)
+            kernels.row_invariant_linear(*arguments)
 
 
 def test_few_rows_get_low_tiles_and_many_high_ones(monkeypatch: pytest.MonkeyPatch) -> None:

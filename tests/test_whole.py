@@ -20,9 +20,9 @@ from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, Backend, SlopeBias
-from mainspring.kernels.native.backend import NativeBackend
 from mainspring.kernels.native.decoder import PHASES, NativeDecoder
-from mainspring.kernels.reference.backend import ReferenceBackend
+from mainspring.kernels.native.native_backend import NativeBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from test_stack import SIZES, TAKEN, build
 from tiers import fast_only

@@ -63,7 +63,7 @@ def _build(args: argparse.Namespace) -> None:
         raise KernelsError("--model says what its attention is: leave out --head-dim, --window and --soft-cap")
     prebuilt.find_nvcc()  # what is missing is said before anything is loaded
     attentions = _of_model(args) if args.model else _by_hand(args)
-    prebuilt.build(attentions, args.arch, args.output or prebuilt.kernels_folder(None), _say)
+    prebuilt.compile_ahead(attentions, args.arch, args.output or prebuilt.kernels_folder(None), _say)
 
 
 def _by_hand(args: argparse.Namespace) -> list[Attention]:

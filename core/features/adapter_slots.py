@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from ...ipc.messages import Adapter
 from ..plan.feature import Feature
-
-if TYPE_CHECKING:
-    from ..plan.request import Request
+from ..plan.request import Request
 
 PATIENCE_STEPS = 64  # that who waits for a place is passed by requests of adapters that have one
 REMEMBERED = 1024  # numbers of adapters that left the worker's memory
-
-
-class LoRAName(NamedTuple):
-    """A request's adapter."""
-
-    digest: bytes  # of its content
-    adapter: Adapter
 
 
 class LoRAs(Feature):

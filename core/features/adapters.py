@@ -23,9 +23,9 @@ from ...ipc.config import LoRAConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OverloadedError
 from ...ipc.messages import Adapter, AddRequest, HeldAdapter
 from ..plan.control import AdapterFacts, DropAdapter, PrepareAdapter, Worker
-from ..plan.request import Request
+from ..plan.request import LoRAName, Request
 from ..plan.scheduler import Scheduler
-from .adapter_slots import LoRAName, LoRAs
+from .adapter_slots import LoRAs
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,8 @@ import numpy as np
 
 from ..plan.request import Request
 from .block_pool import NULL_BLOCK, BlockPool
-from .layer_kinds import FixedLength, FullAttention, LayerKind, WindowedAttention
-from .recurrent_state import RecurrentState
+from .layer_kinds import kind_of
 from .updates import LayerGroup, TableUpdate
-
-
-def kind_of(group: LayerGroup, block_size: int, index: int = 0) -> LayerKind:
-    """The rules of a group of layers, the `index`-th of its model."""
-    if group.kind == "recurrent":
-        return RecurrentState(group, block_size, index)
-    kinds = {"full": FullAttention, "windowed": WindowedAttention, "fixed": FixedLength}
-    return kinds[group.kind](group, block_size)
 
 
 class BlockTables:
@@ -31,7 +22,7 @@ class BlockTables:
 
     def __init__(self, groups: Sequence[LayerGroup], block_size: int, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self.kinds = [kind_of(group, block_size, index) for index, group in enumerate(groups)]
+        self.kinds = [kind_of(group, block_size) for group in groups]
         self.block_size = block_size
         self.held: Counter[int] = Counter()  # by frontend: blocks that its running requests list
         self.num_on_the_way = 0  # blocks that come back when a step in flight retires; shared ones count several times

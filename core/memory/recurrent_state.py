@@ -22,10 +22,11 @@ import numpy as np
 
 from ..plan.request import Request
 from .block_pool import BlockPool, Key
-from .layer_kinds import Find, LayerKind
+from .layer_rules import Find, LayerKind
 from .updates import NO_STATE_COPIES, LayerGroup, StateCopies
 
 INITIAL_STATE = 0
+SNAPSHOT = 0  # in keys of the pool of snapshots, in place of a group: one group of a model is recurrent
 
 
 class RecurrentState(LayerKind):
@@ -37,10 +38,10 @@ class RecurrentState(LayerKind):
     than token by token, so with chunks there are no snapshots of decoded tokens.
     """
 
-    def __init__(self, group: LayerGroup, block_size: int, index: int = 0) -> None:
+    def __init__(self, group: LayerGroup, block_size: int) -> None:
         super().__init__(group, block_size)
         self.snapshots = BlockPool(1 + group.snapshots)
-        self._index, self._slots, self._chunk = index, group.slots, group.chunk
+        self._slots, self._chunk = group.slots, group.chunk
         self._unit = math.lcm(block_size, group.chunk)  # tokens; snapshots of prompts are taken at its multiples
         self._every = max(1, group.snapshot_every // self._unit) * self._unit
         self._taken: dict[Request, list[tuple[int, int]]] = {}  # (tokens, snapshot), of steps that have not retired
@@ -73,7 +74,7 @@ class RecurrentState(LayerKind):
     # ------------------------------------------------------------------ prefix cache
 
     def look_up(self, request: Request, most: int, find: Find) -> list[int | None]:
-        return [self.snapshots.find((self._index, name)) for name in request.digests[:most]]
+        return [self.snapshots.find((SNAPSHOT, name)) for name in request.digests[:most]]
 
     def usable(self, cached: Sequence[int | None], most: int) -> int:
         return next((blocks for blocks in range(min(len(cached), most), 0, -1) if cached[blocks - 1] is not None), 0)
@@ -106,7 +107,7 @@ class RecurrentState(LayerKind):
         self.snapshots.release([snapshot])
 
     def _key(self, request: Request, blocks: int) -> Key:
-        return self._index, request.digests[blocks - 1]
+        return SNAPSHOT, request.digests[blocks - 1]
 
     # ------------------------------------------------------------------ chunking and speculation
 

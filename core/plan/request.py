@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
-from ...ipc.messages import AddRequest, Sampling
+from ...ipc.messages import Adapter, AddRequest, Sampling
 from .step import NewSequence
 
-if TYPE_CHECKING:
-    from ..features.adapter_slots import LoRAName
-
-
 MOST_LOGPROBS = 32  # of a request that speculates: a step brings several times as many of them
+
+
+class LoRAName(NamedTuple):
+    """A request's adapter."""
+
+    digest: bytes  # of its content
+    adapter: Adapter
 
 
 class Request:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...kernels.contract import AttentionSpec, LayerCache
-from ..memory.block_tables import kind_of
+from ..memory.layer_kinds import kind_of
 from ..memory.updates import LayerGroup
 
 

@@ -1,4 +1,4 @@
-"""Which worker a checkpoint needs. Importing this file imports all that a worker needs."""
+"""Make the worker that a checkpoint needs. Importing this file imports all that a worker needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .worker import LocalWorker
 def make_worker(
     config: EngineConfig, decisions: Decisions | Mapping[str, Any] | None = None, kept: KeptDecisions | None = None
 ) -> LocalWorker:
-    """The worker of what a checkpoint is, or is asked to be: one that chooses tokens, or one that pools.
+    """The worker in this process for the checkpoint of `config`: one that generates tokens, or one that pools.
 
     Args:
         decisions: those of the core before, as they are or decoded from a message.

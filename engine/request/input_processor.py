@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 
 ALL_TOKENS = 2**31 - 1
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_BY_TYPE: dict[Any, Callable[[Any], Any]] = {  # type of a field of `Sampling` → its value from the user's
+    float: float,
+    int: int,
+    bool: bool,
+    list[int]: lambda tokens: [int(token) for token in tokens or ()],
+    dict[int, float]: lambda values: {int(token): float(value) for token, value in (values or {}).items()},
+}
+_MADE = {  # fields of `Sampling` that `core_message` computes; the others are copied from the field of the same name
+    "max_tokens", "seed", "top_k", "stop_token_ids", "logprobs", "prompt_logprobs", "bad_words", "grammar",
+}  # fmt: skip
+_COPIED = {name: _BY_TYPE[kind] for name, kind in Sampling.__annotations__.items() if name not in _MADE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +218,10 @@ def core_message(
             max_tokens=int(max_tokens),
             seed=int(params.seed) if params.width == 1 else child_seed(params.seed, index),
             top_k=int(max(params.top_k, 0)),
-            min_tokens=int(params.min_tokens),
             stop_token_ids=stops,
-            **{name: float(getattr(params, name)) for name in _FLOATS},  # msgpack refuses an int of more than 64 bits
+            **{name: convert(getattr(params, name)) for name, convert in _COPIED.items()},
             logprobs=_count(logprobs),
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
-            logit_bias={int(token): float(bias) for token, bias in (params.logit_bias or {}).items()},
-            allowed_token_ids=[int(token) for token in params.allowed_token_ids or ()],
             bad_words=request.bad_words,
             grammar=[str.__str__(text) for text in request.grammar],
         ),

@@ -47,7 +47,7 @@ class Part(NamedTuple):
     rows: slice
 
 
-class AttentionPlan(NamedTuple):
+class FlashInferPlan(NamedTuple):
     """One step's attention for the layers of one spec and group."""
 
     spec: AttentionSpec
@@ -102,9 +102,9 @@ class Planner:
         self._hopper = hopper
         self._float_workspace: torch.Tensor | None = None
         self._lanes: dict[tuple[Kind, int, str, int], _Lane] = {}  # by kind, KV group, what for, and which of these
-        self._graph_plans: dict[tuple[Kind, int, int], AttentionPlan] = {}
+        self._graph_plans: dict[tuple[Kind, int, int], FlashInferPlan] = {}
 
-    def plan(self, kind: Kind, batch: PagedBatch, turn: int, graph: bool) -> AttentionPlan:
+    def plan(self, kind: Kind, batch: PagedBatch, turn: int, graph: bool) -> FlashInferPlan:
         """Share the rows out and plan each wrapper; see `contract.Backend.plan`."""
         requests = len(batch.last_page_len)
         on_device = batch.on_device or DeviceBatch(batch.kv_indptr, batch.kv_indices, batch.last_page_len)
@@ -119,7 +119,7 @@ class Planner:
             parts = [self._plan_decode(kind, batch, on_device, turn, singles)] if singles else []
             if singles < requests:
                 parts.append(self._plan_prefill(kind, batch, on_device, turn, singles))
-        return AttentionPlan(kind.spec, int(batch.qo_indptr[-1]), parts)
+        return FlashInferPlan(kind.spec, int(batch.qo_indptr[-1]), parts)
 
     def _plan_decode(self, kind: Kind, batch: PagedBatch, on_device: DeviceBatch, turn: int, requests: int) -> Part:
         """The first requests, of one row each."""
@@ -234,7 +234,7 @@ class Planner:
         )
         lane.planned = True
 
-    def _plan_graph(self, kind: Kind, batch: PagedBatch, on_device: DeviceBatch, turn: int) -> AttentionPlan:
+    def _plan_graph(self, kind: Kind, batch: PagedBatch, on_device: DeviceBatch, turn: int) -> FlashInferPlan:
         """Requests of one row each, in a lane for this number of them; → the same object each time.
 
         Raises:
@@ -254,7 +254,7 @@ class Planner:
             self._plan_rows(kind, lane, batch, twins, turn, graph=True)
         key = kind, batch.group, requests
         if key not in self._graph_plans:
-            self._graph_plans[key] = AttentionPlan(kind.spec, requests, [Part(lane.wrapper, slice(0, requests))])
+            self._graph_plans[key] = FlashInferPlan(kind.spec, requests, [Part(lane.wrapper, slice(0, requests))])
         return self._graph_plans[key]
 
     def forget_graphs(self) -> None:

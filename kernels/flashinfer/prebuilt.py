@@ -140,7 +140,9 @@ def compile_missing(modules: Iterable[Module]) -> None:
         _compile(module)
 
 
-def build(attentions: Iterable[Attention], archs: Sequence[str], folder: Path, say: Callable[[str], None]) -> Manifest:
+def compile_ahead(
+    attentions: Iterable[Attention], archs: Sequence[str], folder: Path, say: Callable[[str], None]
+) -> Manifest:
     """Compile what these kinds of attention need, for GPUs of `archs` (such as ``9.0a``), into `folder`.
 
     What is there already stays. `say` is told of each module before it is built. To be called before anything imports

@@ -48,7 +48,7 @@ def keyed_bits(seed, position, tokens):
 
 
 @_jit()
-def gumbel_noise(bits):
+def noise_of_bits(bits):
     """uint32 → standard Gumbel noise, fp32: from the uniforms that gumbel.py takes, so equal up to ulps of log.
 
     Triton's language has no log1p. ``log(1 - u)`` is the log of the rounded ``1 - u``, plus what the rounding took:
@@ -70,7 +70,7 @@ def _choose_in_part(scores, sampled, seeds, positions, best, vocab, row_stride, 
     values = tl.load(scores + row.to(tl.int64) * row_stride + tokens, mask=tokens < vocab, other=float("-inf"))
     values = values.to(tl.float32)
     if tl.load(sampled + row):
-        values += gumbel_noise(keyed_bits(tl.load(seeds + row), tl.load(positions + row), tokens))
+        values += noise_of_bits(keyed_bits(tl.load(seeds + row), tl.load(positions + row), tokens))
     # As integers, floats of one sign are in order. NaN is the largest, as for torch.argmax; -0 equals 0.
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     bits = tl.where(values != values, 0x7FFFFFFF, bits)
@@ -87,7 +87,7 @@ def _choose_among_parts(best, chosen, parts, WIDTH: tl.constexpr):
     tl.store(chosen + row, 0x7FFFFFFF - (largest & 0x7FFFFFFF))
 
 
-def keyed_choice(
+def choose_by_key(
     scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
 ) -> torch.Tensor:
     """gumbel.py's `keyed_choice` of the rows that are sampled, the largest score of the others; one pass, no waiting.
@@ -227,7 +227,7 @@ def _fitting(tile: _Tile, limits: _Limits) -> _Tile:
     return tile._replace(num_stages=max(1, min(tile.num_stages, (limits.shared_memory - 1024) // stage)))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def row_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` in which a row's bits depend on that row alone, however many there are.
 
     Sums are fp32, in one order; the bias joins them before the only rounding.

@@ -12,7 +12,7 @@ import torch
 from .. import host_memory
 from ..contract import LayerCache
 from ..decoder_contract import GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
-from .weights import GATE, PackedWeight, linear, pack, pack_quantized
+from .weights import GATE, PanelWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
@@ -51,7 +51,7 @@ class NativeDecoder:
         self._handle = None
         self._run = library.mainspring_decoder_run
         self._held: list[Any] = [norm]  # what C++ has addresses of
-        self.weights: dict[int, PackedWeight | _InterleavedBias] = {}
+        self.weights: dict[int, PanelWeight | _InterleavedBias] = {}
         self._bits, self._quantized = bits, quantized or {}
         self._dtype, self._vocab = norm.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
@@ -78,7 +78,7 @@ class NativeDecoder:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = self.weights[id(weight)]
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, PanelWeight)
         kept = None if bias is None else self.weights.get(id(bias))
         return linear(self._library, x, packed, bias if kept is None else kept.unpack())
 
@@ -139,7 +139,7 @@ class NativeDecoder:
     def _linear(self, linear: Linear, bits: int | None, gated: bool = False) -> bytes:
         weight, bias = linear
         packed = self.weights.get(id(weight))
-        if not isinstance(packed, PackedWeight):
+        if not isinstance(packed, PanelWeight):
             packed = self.weights[id(weight)] = self._pack(weight, bits, gated)
             weight.data = torch.empty(0, dtype=weight.dtype)
         if bias is not None and gated:
@@ -148,7 +148,7 @@ class NativeDecoder:
         self._held.append(bias)
         return _LINEAR.pack(*packed.words(), 0 if bias is None else bias.data_ptr())
 
-    def _pack(self, weight: torch.Tensor, bits: int | None, gated: bool) -> PackedWeight:
+    def _pack(self, weight: torch.Tensor, bits: int | None, gated: bool) -> PanelWeight:
         given = self._quantized.get(id(weight))
         if given is not None:
             host_memory.give_back(weight)

@@ -5,7 +5,7 @@
 
 namespace mainspring {
 
-enum class Dtype : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, fp8 = 3 };  // as backend.py numbers them
+enum class Dtype : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, fp8 = 3 };  // as native_backend.py numbers them
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::fp8 ? 1 : 2; }
 

@@ -1,5 +1,5 @@
 // What Python calls. Every function takes one array of 64-bit integers: addresses, sizes, strides in elements, and fp64
-// numbers by their bits; see backend.py, which packs them.
+// numbers by their bits; see native_backend.py, which packs them.
 #include <cstring>
 
 #include "attention.h"

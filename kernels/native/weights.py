@@ -28,7 +28,7 @@ _ALONE = 16_384  # numbers of rows that are read sooner than others are woken
 _WORDS = {count: struct.Struct(f"={count}q") for count in (5, 9, 10, 11, 13)}
 
 
-class PackedWeight(NamedTuple):
+class PanelWeight(NamedTuple):
     """``[out_features, in_features]`` in panels."""
 
     kernels: ctypes.CDLL
@@ -75,7 +75,7 @@ class PackedWeight(NamedTuple):
 
 def pack(
     library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False, bits: int | None = None
-) -> PackedWeight:
+) -> PanelWeight:
     """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits`, group by group.
 
     gated: its rows are all of gate, then all of up, as many of each, a multiple of `GATE`. release: the memory of
@@ -97,7 +97,7 @@ def pack_quantized(
     zeros: torch.Tensor,
     dtype: torch.dtype,
     gated: bool = False,
-) -> PackedWeight:
+) -> PanelWeight:
     """Given 4-bit values, uint8 ``[out, in]``, with fp16 scales and zeros ``[out, groups]``; `dtype` is that of the
     rows it is to take. Raises ValueError where a group is no multiple of 32, and otherwise as `pack`."""
     group = q.shape[1] // scales.shape[1]
@@ -110,7 +110,7 @@ def pack_quantized(
 
 
 def linear(
-    library: ctypes.CDLL, x: torch.Tensor, weight: PackedWeight | torch.Tensor, bias: torch.Tensor | None = None
+    library: ctypes.CDLL, x: torch.Tensor, weight: PanelWeight | torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` for ``[..., in]`` of the weight's dtype, rounded once. A row's bits depend on nothing but
     the row, the weight and the bias: not on whether the weight, ``[out, in]``, is packed before or as it is used."""
@@ -149,12 +149,12 @@ def _kind(weight: torch.Tensor) -> int:
 
 def _allocate(
     library: ctypes.CDLL, weight: torch.Tensor, kind: int, group: int, dtype: torch.dtype, gated: bool
-) -> PackedWeight:
+) -> PanelWeight:
     rows, columns = weight.shape
     if gated and rows % (2 * GATE):
         raise ValueError(f"{rows} rows of gate and up; each must have a multiple of {GATE}")
     size = function(library, "weight_bytes", ctypes.c_int64)(_WORDS[5].pack(kind, 0, rows, columns, group))
-    return PackedWeight(library, _memory.take(size), kind, rows, columns, group, dtype, gated)
+    return PanelWeight(library, _memory.take(size), kind, rows, columns, group, dtype, gated)
 
 
 class _Memory:

@@ -6,7 +6,7 @@ import torch
 
 from ..contract import Backend, LayerCache
 from .attention_plan import AttentionPlan
-from .backend import ReferenceBackend
+from .reference_backend import ReferenceBackend
 
 
 class ReferenceFallback(ReferenceBackend):

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ....kernels.contract import Backend
 from ....kernels.decoder_contract import LayerNames
 from ..run.fused import FusedRMSNorm, ProjectionPart
-from ..run.stack import RotaryOptions, StackedDecoder, StackOptions, Step, build_layer, cos_sin, run_layer
+from ..run.stack import LayerInputs, RotaryOptions, StackedDecoder, StackOptions, build_layer, cos_sin, run_layer
 from .fuse_match import TOLERANCE, NotRecognisedError, random_rows, row_differences
 from .fuse_observe import SEED, TEXT_ROWS, own_values, run_rows, stand_in
 
@@ -259,7 +259,7 @@ class _Matching:
             return own_values(query, key, value)
 
         layer = build_layer(module, names)
-        step = Step(self.backend, cos_sin(self.decoder, self.rotaries, self.seen.positions), attend)
+        step = LayerInputs(self.backend, cos_sin(self.decoder, self.rotaries, self.seen.positions), attend)
         got.append(torch.add(*run_layer(step, layer, x, None)))
         *states, output = map(row_differences, expected, got)
         # a router may send a row that was rounded otherwise to another expert

@@ -23,7 +23,7 @@ from transformers.utils.import_utils import is_accelerate_available
 from ....ipc.config import LoadConfig, ModelConfig
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....kernels.contract import AttentionSpec, Backend
-from ....kernels.reference.backend import ReferenceBackend
+from ....kernels.reference.reference_backend import ReferenceBackend
 from ...work.device import device_for
 from ..learn.fuse import Decision, fuse_model
 from ..learn.probe import record_attention

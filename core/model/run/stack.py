@@ -30,7 +30,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 """query, key and value ``[rows, heads, dim]``, sinks ``[heads]`` or None → ``[rows, query heads, value dim]``."""
 
 
-class Step(NamedTuple):
+class LayerInputs(NamedTuple):
     """What the layers of one step share."""
 
     backend: Backend
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     attend: Attend
 
 
-def run_layers(step: Step, layers: Sequence[LayerTensors], norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
+def run_layers(step: LayerInputs, layers: Sequence[LayerTensors], norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
     """All layers and the final norm, on embeddings ``[rows, hidden]``, which may be overwritten."""
     added = None  # is added to `hidden` by the kernel of the next norm
     for layer in layers:
@@ -47,7 +47,7 @@ def run_layers(step: Step, layers: Sequence[LayerTensors], norm: Norm, hidden: t
 
 
 def run_layer(
-    step: Step, layer: LayerTensors, hidden: torch.Tensor, added: torch.Tensor | None
+    step: LayerInputs, layer: LayerTensors, hidden: torch.Tensor, added: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer on ``hidden + added`` → two tensors whose sum is its output."""
     backend, rows = step.backend, len(hidden)
@@ -179,7 +179,7 @@ class StackedDecoder:
         # what is given from outside may be needed there, and the kernels overwrite
         hidden = self.embed(input_ids) if inputs_embeds is None else self.scaled(inputs_embeds.clone())
         attend = self._attention.mainspring_calls.run if implementation == IMPLEMENTATION else own_values
-        step = Step(self._backend, cos_sin(self.decoder, self.rotaries, position_ids), attend)
+        step = LayerInputs(self._backend, cos_sin(self.decoder, self.rotaries, position_ids), attend)
         return MoeModelOutputWithPast(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
 
 

@@ -24,7 +24,7 @@ from ..learn.verify import TOLERANCE, paged_logits, random_sequences, schedule
 from ..load.quantized import JoinedWeights
 from .attention import StepAttention
 from .paged_model import PagedModel, position_ids
-from .stack import Attend, StackedDecoder, Step, cos_sin, run_layers
+from .stack import Attend, LayerInputs, StackedDecoder, cos_sin, run_layers
 
 FIRST_POSITIONS = 2048  # positions in a table of angles at first; the table doubles when a step has a later one
 
@@ -98,7 +98,7 @@ class WholeModel:
         self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor
     ) -> torch.Tensor:
         stack = self._stack
-        step = Step(self._products, cos_sin(stack.decoder, stack.rotaries, position_ids(positions)), attend)
+        step = LayerInputs(self._products, cos_sin(stack.decoder, stack.rotaries, position_ids(positions)), attend)
         hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings))
         return self._head.finish(self.decoder.linear(hidden[wanted], *self._head.linear))
 

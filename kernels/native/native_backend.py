@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
-from ..reference.backend import ReferenceBackend
+from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder
 from .weights import linear

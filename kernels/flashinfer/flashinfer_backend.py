@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from .. import BackendUnavailableError
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
-from ..reference.backend import FP8_LARGEST, ReferenceBackend
+from ..reference.reference_backend import FP8_LARGEST, ReferenceBackend
 from . import prebuilt
 from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
-from .plan import AttentionPlan, Planner
+from .plan import FlashInferPlan, Planner
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
@@ -136,7 +136,7 @@ class FlashInferBackend(Backend):
 
     def plan(
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
-    ) -> AttentionPlan:
+    ) -> FlashInferPlan:
         """Share the rows out among FlashInfer's wrappers, and plan these.
 
         Raises:
@@ -152,7 +152,7 @@ class FlashInferBackend(Backend):
         self._planner.forget_graphs()
 
     def run(
-        self, plan: AttentionPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
+        self, plan: FlashInferPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero."""
         spec, dim = plan.spec, cache.keys.shape[-1]
@@ -229,9 +229,9 @@ class FlashInferBackend(Backend):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """torch's own; with `deterministic` one in which a row's bits do not depend on how many there are."""
         if self.deterministic and x.device.type == "cuda":
-            from .triton_kernels import linear
+            from .triton_kernels import row_invariant_linear
 
-            return linear(x, weight, bias)
+            return row_invariant_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
     # ------------------------------------------------------------------ sampling
@@ -266,9 +266,9 @@ class FlashInferBackend(Backend):
         """The keyed Gumbel choice, in one kernel."""
         if scores.device.type != "cuda":
             return self._plain.choose(scores, seeds, positions, sampled)
-        from .triton_kernels import keyed_choice
+        from .triton_kernels import choose_by_key
 
-        return keyed_choice(scores, seeds, positions, sampled)
+        return choose_by_key(scores, seeds, positions, sampled)
 
     def _count(self, n: int) -> torch.Tensor:
         """0, 1, … n - 1, int32. A graph may go on reading what it was recorded with, so nothing is thrown away."""
