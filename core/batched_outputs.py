@@ -18,7 +18,7 @@ class Held:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[float, Outputs]] = {}  # by frontend, with the first token's time
-        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # impatient requests by frontend
+        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # not patient, by frontend
 
     def added(self, frontend: int, request: AddRequest) -> None:
         if not request.patient:
