@@ -1,4 +1,5 @@
-"""The core process: ``python -P -m mainspring.core``, its configuration on standard input. Started by a supervisor."""
+"""The core process, started by a supervisor as ``python -P -m mainspring.core``. It reads its configuration from
+standard input."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mainspring.core")
 
-PUBLISH_SECONDS = 0.25  # between two snapshots for whoever asks how the core is
-RATE_SECONDS = 5.0  # over which tokens per second are counted
+PUBLISH_SECONDS = 0.25  # seconds between two published status snapshots
+RATE_SECONDS = 5.0  # length in seconds of the window over which the status averages tokens per second
 
 
 def main() -> int:
@@ -53,7 +54,7 @@ def main() -> int:
     logs.set_up("core")
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoreLaunch)
     faulthandler.enable(launch.crash_fd)
-    # Whoever ends this process may end its parent in the same instant, so the folder is not left to the parent alone.
+    # A signal may end this process and its parent at the same moment. So this process removes the runtime folder, too.
     signal.signal(signal.SIGTERM, lambda *_: _leave(launch))
     parent = ProcessWatch(launch.parent_pid, lambda: os.getppid() != launch.parent_pid)
     if os.getppid() != launch.parent_pid:
@@ -62,13 +63,14 @@ def main() -> int:
         return _load_and_serve(launch, parent)
     except BaseException as error:
         _write_down(launch)
-        with contextlib.suppress(OSError):  # nobody waits for it
+        with contextlib.suppress(OSError):  # the supervisor has closed its end of the pipe
             write_message(launch.report_fd, StartReport(wire_name(error), wire_text(error)))
         return 1
 
 
 def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one, and libzmq aborts where none is left
+    # Each connection takes a file descriptor, and libzmq aborts the process when none is left.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     journal = Journal(launch.journal_fd, launch.config.scheduler_config.max_num_seqs)
     journal.set_phase(Phase.LOADING)
@@ -90,8 +92,8 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         parent,
         lambda: _leave(launch),
     )
-    gc.disable()  # what modules make stays, and looking through it again and again takes a tenth of their import
-    from ..kernels import host_memory  # torch and transformers: only now, so that the watch runs beside it
+    gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
+    from ..kernels import host_memory  # imports torch; only after `ProcessWatch` has started, because it takes seconds
     from .loop import EngineCore
     from .model.load.kept_decisions import KeptDecisions
     from .work.make_worker import make_worker
@@ -106,7 +108,8 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         suspects=launch.suspects,
         quarantined=launch.quarantined,
     )
-    gc.collect()  # what loading left; here alone, for the garbage of somebody else's process may be slow to end
+    # Free what loading left. Only the core process does so: in a user's process a collection may take long.
+    gc.collect()
     host_memory.trim()
     core.restore(launch.state)
     core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
@@ -130,20 +133,20 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
 
 
 class ServeLoop:
-    """Drives `core` for the frontends of `server`."""
+    """Runs the steps of `core`, and carries messages between it and the frontends of `server`."""
 
     def __init__(self, core: EngineCore, server: CoreServer, journal: Journal, status: CoreStatus) -> None:
         self._core, self._server, self._journal, self._status = core, server, journal, status
         self._started = time.monotonic()
         self._published = 0.0
-        self._counts: list[tuple[float, int]] = []  # (time, tokens generated), of the last seconds
+        self._counts: list[tuple[float, int]] = []  # (time, tokens generated so far), within RATE_SECONDS
         self._drain_until: float | None = None
         self._held = Held()
         journal.set_phase(Phase.SERVING)
         self._publish(self._started)
 
     def run(self) -> None:
-        """For ever, or until drained."""
+        """Returns only after `drain`."""
         core, server, journal, held = self._core, self._server, self._journal, self._held
         while True:
             journal.beat()
@@ -170,7 +173,8 @@ class ServeLoop:
                 return
 
     def drain(self, seconds: float, end_now: Callable[[], NoReturn]) -> None:
-        """Finish what was accepted, for so long at most; the second time: end at once. For a signal handler."""
+        """Let `run` finish the accepted requests within `seconds`, and then return. A second call ends the process at
+        once. A signal handler may call this."""
         if self._drain_until is not None:
             end_now()
         self._drain_until = time.monotonic() + seconds
@@ -223,7 +227,7 @@ NOTHING = msgspec.Raw(b"\xc0")
 
 
 def _answer(core: EngineCore, server: CoreServer, event: Event) -> None:
-    """At once, or when it is done."""
+    """Answer a utility call: now, or when its future is done."""
     frontend, call = event.frontend, event.message
 
     def tell(result: msgspec.Raw = NOTHING, error: BaseException | None = None) -> None:
@@ -237,7 +241,7 @@ def _answer(core: EngineCore, server: CoreServer, event: Event) -> None:
     try:
         arrays = [read_tensor(tensor, event.tensors) for tensor in call.tensors]
         answer = core.call(call.method, call.args, frontend, arrays)
-    except Exception as error:  # whatever a method raises is the caller's to see, and must not end the core
+    except Exception as error:  # send any error of the method to the caller; it must not end the core
         logger.debug("%s failed: %s", call.method, traceback.format_exc())
         return tell(error=error)
     if not isinstance(answer, Future):
@@ -246,7 +250,7 @@ def _answer(core: EngineCore, server: CoreServer, event: Event) -> None:
 
 
 def _write_down(launch: CoreLaunch) -> None:
-    """Leave the traceback of what is being handled to the supervisor."""
+    """Write the traceback of the current exception to the crash file, which the supervisor reads."""
     with os.fdopen(os.dup(launch.crash_fd), "w") as file:
         traceback.print_exc(file=file)
 

@@ -1,4 +1,4 @@
-"""Tokens that nobody waits for."""
+"""Batching of output messages for requests whose caller does not stream."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 
 from ..ipc.messages import AddRequest, Outputs
 
-HOLD_SECONDS = 0.2  # at most
+HOLD_SECONDS = 0.2  # seconds that a token is kept back at most, so that frontends still see progress
 
 
 class Held:
-    """Keeps tokens back from frontends that have patient requests alone, for each message takes a little of the time
-    of both processes: they go out with the next first token or end, or after `HOLD_SECONDS`."""
+    """Collects the tokens of frontends that have only patient requests, because each message costs both processes some
+    time. The tokens are sent with the next first token or end of a request, or after `HOLD_SECONDS`."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[float, Outputs]] = {}  # by frontend, with the time of the first
-        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # by frontend: requests that are not patient
+        self._held: dict[int, tuple[float, Outputs]] = {}  # by frontend, with the first token's time
+        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # not patient, by frontend
 
     def added(self, frontend: int, request: AddRequest) -> None:
         if not request.patient:
@@ -29,10 +29,10 @@ class Held:
         self._awaited.pop(frontend, None)
 
     def due(self, outputs: Mapping[int, Outputs], now: float, more: bool = True) -> Iterator[tuple[int, Outputs]]:
-        """What is to be told after a step that brought `outputs`; `more`: others follow."""
+        """The messages to send after a step with these `outputs`. more: whether further steps follow."""
         for frontend, new in outputs.items():
             since, held = self._held.pop(frontend, (now, None))
-            if held is not None and new.logprobs:  # which count the tokens of their own message
+            if held is not None and new.logprobs:  # these hold token indices into their own message: no merging
                 yield frontend, held
             elif held is not None:
                 tokens = {"handles": held.handles + new.handles, "token_ids": held.token_ids + new.token_ids}

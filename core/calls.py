@@ -1,4 +1,4 @@
-"""Utility calls: which methods there are, who may call them, and what they are given.
+"""Utility calls: the table of methods, the permission that each needs, and the arguments that it gets.
 
 To add one, add a line to the table in `EngineCore`; frontends reach it through `engine/engine_methods.py`.
 """
@@ -16,24 +16,24 @@ import numpy as np
 from ..ipc.codec import decode_value, encode_value
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotPermittedError, NotSupportedError
 
-MAX_ARGUMENT_BYTES = 64 << 10  # of a call
+MAX_ARGUMENT_BYTES = 64 << 10  # encoded arguments of one call; large arrays travel as tensors instead
 
 
 class Caller(NamedTuple):
-    """Who calls, as methods see it."""
+    """The frontend that calls a method."""
 
     frontend: int
-    owner: bytes  # whose numbers of adapters are its own
-    admin: bool  # whether it may change the engine for everyone
+    owner: bytes  # the namespace of its adapter numbers
+    admin: bool  # whether it may call methods that change the engine for all frontends
 
 
 class Method(NamedTuple):
     """One method that can be called by name."""
 
     function: Callable[..., Any]
-    admin: bool = False  # it changes the engine for everyone
-    gets_caller: bool = False  # its first argument is the `Caller`
-    gets_arrays: bool = False  # its next argument are the arrays that came with the call
+    admin: bool = False  # the method changes the engine for all frontends, so the caller needs `Caller.admin`
+    gets_caller: bool = False  # the first argument is the `Caller`
+    gets_arrays: bool = False  # the next argument is the list of arrays that came with the call
 
 
 class Calls:
@@ -45,11 +45,11 @@ class Calls:
     def call(
         self, caller: Caller, name: str, args: msgspec.Raw, arrays: Sequence[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]:
-        """The encoded result; a future, if steps have to be made first.
+        """Call a method by name. Returns the encoded result, or a future if steps have to run first.
 
         Raises:
-            NotPermittedError: the method changes the engine for everyone, and the caller may not.
-            MainspringError: there is no such method, or what it raised.
+            NotPermittedError: the method needs admin rights, and the caller has none.
+            MainspringError: there is no such method, or the method raised this error.
         """
         method = self.methods.get(name)
         if method is None:

@@ -1,4 +1,4 @@
-"""What a core counts of all its frontends' requests, and what else its statistics say."""
+"""The counters of a core, over the requests of all its frontends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .plan.request import Request
 
 
 class CoreMeter(Meter):
-    """The scheduler's; the attributes are what others tell it."""
+    """The scheduler's meter. The server and the core set the public attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class CoreMeter(Meter):
         self.malformed_frames: Callable[[], int] = lambda: 0
 
     def request_ended(self, request: Request, reason: FinishReason, num_tokens: int, now: float) -> None:
-        """`num_tokens`: of its prompt and its output."""
+        """Count a request that ended. num_tokens: tokens of its prompt and output together."""
         first, prompt = request.first_token_at, request.prompt_len
         ended = Ended(reason, now - request.arrival, prompt, num_tokens - prompt)
         if first is not None:

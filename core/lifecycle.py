@@ -1,7 +1,7 @@
-"""When the core computes at all, and what it keeps meanwhile: pauses, sleep, and new weights.
+"""Pauses, sleep, and weight updates: when the core makes steps, and which memory it keeps while it makes none.
 
-Three things stop the steps, each by itself: a user's pause, sleep, and weights that are being replaced. Requests that
-come meanwhile wait. What users have set is `state`, which the supervisor keeps for the next core.
+Each of the three stops the steps on its own, and requests that arrive meanwhile wait. `state` is what users have set;
+the supervisor keeps it for the next core.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from .plan.scheduler import PauseMode, Scheduler
 
 logger = logging.getLogger(__name__)
 
-TAGS = ("scheduling", "weights", "kv_cache")  # what can sleep
+TAGS = ("scheduling", "weights", "kv_cache")  # the parts of a core that can sleep and wake separately
 
 
 class _Update(NamedTuple):
-    """New weights that are coming in."""
+    """An unfinished weight update."""
 
     frontend: int
     version: str
-    parts: int  # messages so far
+    parts: int  # messages received so far
 
 
 class Lifecycle:
-    """Not thread-safe: for the thread that drives the core.
+    """Not thread-safe: only the thread that drives the core may call it.
 
     Args:
-        busy: whether a step is in flight.
-        on_state, on_model: told when these change.
+        busy: returns whether a step is in flight.
+        on_state: called after each change of `state`.
+        on_model: called with `model` after each change of it.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class Lifecycle:
     ) -> None:
         self._scheduler, self._worker, self._busy = scheduler, worker, busy
         self._on_state, self._on_model = on_state, on_model
-        self.model = model  # with the fingerprint of the weights that are there
+        self.model = model  # with the fingerprint of the current weights
         self.state = DesiredState()
         self._pause_mode: PauseMode = "keep"
         self._sleep_mode: PauseMode = "keep"
-        self._pausing: list[tuple[Future[None], bool]] = []  # who waits for a pause; whether cached prefixes go
-        self._falling: list[Future[None]] = []  # who waits for the sleep that is to come
+        self._pausing: list[tuple[Future[None], bool]] = []  # unanswered pauses; whether each clears the cache
+        self._falling: list[Future[None]] = []  # unanswered calls of `sleep`
         self._update: _Update | None = None
-        self._lost: str | None = None  # version of the weights that would be needed
+        self._lost: str | None = None  # version of the weights that users must send again
         self._fingerprint = hashlib.blake2b(digest_size=16)
 
     def restore(self, state: DesiredState) -> None:
-        """Be as the core before was. Weights that users have sent are gone."""
+        """Take over the state of the previous core. Weights that users had sent to it are lost."""
         if state.weights_version is not None:
             self._lost = state.weights_version
             self.model = msgspec.structs.replace(self.model, fingerprint=state.fingerprint)
@@ -75,7 +76,7 @@ class Lifecycle:
         self._settle()
 
     def check(self) -> None:
-        """Raises `WeightsLostError` where requests would be computed with other weights than they should."""
+        """Raises `WeightsLostError` if the weights that users have sent are lost or incomplete."""
         if self._lost is not None:
             raise WeightsLostError(
                 f"the weights of version {self._lost!r}, which update_weights had brought, are lost: send them again"
@@ -85,16 +86,16 @@ class Lifecycle:
 
     @property
     def paused(self) -> bool:
-        """By a user."""
+        """Whether a user has paused the core."""
         return self.state.paused
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """Compute nothing more until `resume`; requests that come wait. Done when nothing is computed any more.
+        """Make no more steps until `resume`; requests that arrive wait. The future is done when no step is in flight.
 
         Args:
-            mode: what becomes of those that are here: ``abort`` ends them, ``keep`` leaves them as they are, ``wait``
-                lets those that have begun to run go on to their end.
-            clear_cache: forget cached prefixes.
+            mode: ``abort`` ends the present requests, ``keep`` leaves them as they are, ``wait`` lets those that have
+                begun to run go on to their end.
+            clear_cache: drop the prefix cache.
 
         Raises:
             InvalidArgumentError: no such mode.
@@ -115,16 +116,16 @@ class Lifecycle:
 
     @property
     def sleeping(self) -> bool:
-        """Whether anything sleeps, or is about to."""
+        """Whether some part of the core sleeps, or a call of `sleep` is not answered yet."""
         return bool(self.state.asleep or self._falling)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
-        """Compute nothing until `wake_up`. Done when it sleeps.
+        """Make no steps until `wake_up`. The future is done when the core sleeps.
 
         Args:
-            level: 0: that is all. 1: the KV cache's memory is given back, and the GPU's memory for weights, which move
-                to the host's. 2: weights are dropped; the checkpoint is read again to wake.
-            mode: of requests, as in `pause`.
+            level: 0 stops the steps only. 1 also frees the KV cache and moves the weights from the GPU to host memory.
+                2 frees the KV cache and the weights; `wake_up` reads the checkpoint again.
+            mode: what becomes of requests, as in `pause`.
 
         Raises:
             InvalidArgumentError: no such level or mode.
@@ -142,7 +143,7 @@ class Lifecycle:
         return done
 
     def advance(self) -> None:
-        """Do what is due when nothing is computed any more, if that is so; after each step."""
+        """Answer `pause` and `sleep` once no step is in flight. Called after each step."""
         if not (self._falling or self._pausing):
             return
         if self._busy() or (self._scheduler.paused == "wait" and self._scheduler.has_begun):
@@ -159,8 +160,8 @@ class Lifecycle:
             if level:
                 self._scheduler.reset_prefix_cache(True)
                 self._worker.control(Sleep(level))
-        except Exception as error:  # the host may lack the memory
-            if level == 2:  # some may be dropped
+        except Exception as error:  # host memory may be too small
+            if level == 2:  # some weights may be dropped already
                 self._lose_sent()
             self._worker.control(Wake(True, True))
             self._scheduler.sleep_level = 0
@@ -170,10 +171,10 @@ class Lifecycle:
         _answer(falling)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Go on: with everything, or first with parts of it. Steps go on when weights and cache are there.
+        """Wake all parts, or some of them. Steps start again when the weights and the KV cache are back.
 
         Args:
-            tags: some of ``scheduling``, ``weights`` and ``kv_cache``; None: all.
+            tags: some of ``scheduling``, ``weights`` and ``kv_cache``; None means all.
 
         Raises:
             InvalidArgumentError: there is no such tag.
@@ -198,7 +199,7 @@ class Lifecycle:
         self._set(asleep=[tag for tag in TAGS if tag in left], sleep_level=self._scheduler.sleep_level)
 
     def _lose_sent(self) -> None:
-        """The checkpoint is read again, which has other weights than users have sent, if they have."""
+        """Note that the weights sent by users are lost, if there were any: the worker reads the checkpoint again."""
         if self.state.weights_version is not None:
             self._lost = self.state.weights_version
             try:
@@ -211,25 +212,25 @@ class Lifecycle:
         self._worker.control(Wake(weights, weights and "kv_cache" not in asleep))
 
     def forget(self, frontend: int) -> None:
-        """A frontend has left: weights that it was sending are incomplete."""
+        """A frontend has left. If it was sending weights, that update stays incomplete."""
         if self._update is not None and self._update.frontend == frontend:
             self._lose_update("its sender left")
 
     # ------------------------------------------------------------------ new weights
 
     def update_weights(self, frontend: int, version: str, number: int, parts: list[ParameterRows], last: bool) -> None:
-        """Take in message `number` of new weights, from 0; no step is made until the `last`. Then cached prefixes are
-        forgotten, and running requests compute anew all they have.
+        """Set the weights of message `number`, counted from 0. No step is made until the `last` message. Then the
+        prefix cache is dropped, and running requests compute all their tokens again.
 
         Raises:
-            InvalidRequestError: a parameter or shape that the model does not have, or messages before are missing. If
-                some were replaced, no request is served until a complete update.
+            InvalidRequestError: the model has no such parameter or shape, or earlier messages are missing. If some
+                weights were replaced already, no request is served until a complete update.
         """
-        begun = self._update is not None  # and has replaced some parameters
+        begun = self._update is not None  # earlier messages have replaced some parameters
         if number == 0 and (self._update is None or self._update.frontend == frontend):
             if self._falling:
                 raise InvalidRequestError("the core is about to sleep: send weights when it is awake")
-            self._worker.control(SetParameters([]))  # raises while they sleep
+            self._worker.control(SetParameters([]))  # raises if the weights sleep
             self._update = _Update(frontend, version, 0)
             self._settle()
         if self._update is not None and self._update.frontend != frontend:
@@ -275,7 +276,7 @@ class Lifecycle:
         _answer([done for done, _ in pausing])
 
     def _abort_or(self, mode: PauseMode) -> PauseMode:
-        """End all requests, if `mode` says so; what becomes of the others, and of those that come."""
+        """Abort all requests if `mode` says so. Returns how the scheduler treats those that remain or arrive."""
         if mode not in get_args(PauseMode):
             raise InvalidArgumentError(f"mode is {mode!r:.80}; it must be one of {', '.join(get_args(PauseMode))}")
         if mode == "abort":
@@ -288,7 +289,7 @@ class Lifecycle:
         self._on_state()
 
     def _settle(self) -> None:
-        """Let the scheduler stand still, or not."""
+        """Pause or resume the scheduler as the current state asks."""
         mode: PauseMode | None = None
         if self.state.asleep or self._update is not None:
             mode = "keep"
@@ -312,7 +313,7 @@ def _answer(calls: Sequence[Future[None]], error: Exception | None = None) -> No
 
 
 def _sample(values: np.ndarray) -> list[float]:
-    """A few of a parameter's values."""
+    """About eight values of a parameter, for its fingerprint."""
     few = values.reshape(-1)[:: max(1, values.size // 8)]
     if few.dtype == np.uint16:  # bfloat16: the upper half of a float32
         few = (few.astype(np.uint32) << 16).view(np.float32)

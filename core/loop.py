@@ -1,4 +1,4 @@
-"""The core's one loop: plan a step, launch it, take in its result. It knows frontends by number and text not at all."""
+"""The core's loop: plan a step, launch it, take in its result. Frontends are numbers here, and there is no text."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ from .plan.step import PROMPT_LOGITS, Step
 
 logger = logging.getLogger(__name__)
 
-COMPILING_SECONDS = 0.005  # between two looks whether a grammar is compiled, where there is nothing else to do
-TO_ALL = Caller(0, b"", True)  # the process itself
-MAX_LOGPROBS = 24 << 20  # log probabilities of all rows of a step: 8 bytes each, in one message of at most 256 MiB
+COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
+TO_ALL = Caller(0, b"", True)  # the core's own process, which needs no permission
+MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
 
 class _Connection(NamedTuple):
     name: str
     session: bytes
     admin: bool
-    salt: bytes  # of its prefix cache
-    owner: bytes  # whose numbers of adapters are its own
+    salt: bytes  # hashed into the keys of its cached prefixes; empty: frontends share the prefix cache
+    owner: bytes  # the namespace of its adapter numbers
 
 
 class EngineCore:
     """A loaded model, its scheduler and its frontends. Not thread-safe: one thread drives it.
 
     Args:
-        journal: told what each step computes, before it is launched.
-        suspects: keys of requests that are to run in steps of their own until they have brought the token at this
-            output position.
-        quarantined: keys of requests that are refused, and why.
+        journal: gets the requests of each step before the step is launched.
+        suspects: keys of requests that may have crashed a core, each with an output position. Such a request runs alone
+            in its steps until it has produced the token at that position.
+        quarantined: keys of requests to refuse, each with the reason.
 
     Raises:
         MainspringError: the model can't be loaded or served.
@@ -102,7 +102,7 @@ class EngineCore:
         kv = CacheManager(
             facts.groups, cache.block_size, facts.num_blocks, cache.enable_prefix_caching, facts.num_host_blocks
         )
-        self._most_tokens = longest + (facts.pooling is not None)  # after a prompt that is pooled nothing comes
+        self._most_tokens = longest + (facts.pooling is not None)  # a pooled prompt has no output token
         self.scheduler = Scheduler(
             scheduler,
             kv,
@@ -115,18 +115,18 @@ class EngineCore:
         self.scheduler.on_end = self._drop_what_it_named
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None
-        self.num_duplicates = 0  # requests under a handle that was in use
+        self.num_duplicates = 0  # requests dropped because their handle was in use
         self._journal = journal
         self._quarantined = quarantined or {}
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
-        self._unanswered: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # calls that take steps, by frontend
+        self._unanswered: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # calls that need steps, by frontend
         self._draining = False
         overlap = scheduler.async_scheduling
         self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
-        self._num_preparing = 0  # grammars that are compiled, and adapters that are read
-        self._prepared: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what to do with those that are ready
+        self._num_preparing = 0  # grammars being compiled and adapters being read
+        self._prepared: SimpleQueue[Callable[[], None]] = SimpleQueue()  # callbacks of those that are ready
         self._next_grammar = 1
         self.adapters = Adapters(config.lora_config, self.worker, self.scheduler, self._later)
         self.adapters.on_held = self._tell_state
@@ -153,7 +153,7 @@ class EngineCore:
         )
 
     def _methods(self) -> dict[str, Method]:
-        """What can be called by name."""
+        """The utility calls by name."""
         lifecycle, adapters, worker = self.lifecycle, self.adapters, self.worker
         model, folder = self.config.model_config, self.config.load_config.download_dir
         return {
@@ -183,12 +183,12 @@ class EngineCore:
     def connect(
         self, frontend: int, weight: float = 1.0, session: bytes = b"", name: str = "", admin: bool = True
     ) -> None:
-        """Let a frontend in.
+        """Register a frontend.
 
         Args:
-            weight: of its share of the core.
-            session: what its requests' keys are made from, the same whenever it connects anew.
-            admin: whether it may change the engine for everyone.
+            weight: the frontend's weight in fair sharing.
+            session: names the frontend across connections; the keys of its requests are derived from it.
+            admin: whether it may call methods that change the engine for all frontends.
         """
         salt = blake2b(session, digest_size=16).digest() if self.config.service_config.salt_per_frontend else b""
         owner = session or b"frontend %d" % frontend
@@ -197,7 +197,7 @@ class EngineCore:
         self.scheduler.fair.register(frontend, weight)
 
     def disconnect(self, frontend: int) -> None:
-        """Abort whatever the frontend has left."""
+        """Forget a frontend, and abort its requests and calls."""
         if connection := self._connections.pop(frontend, None):
             self.lifecycle.forget(frontend)
             self.adapters.set_gone(connection.owner, True)
@@ -207,7 +207,7 @@ class EngineCore:
             self.lifecycle.advance()
 
     def set_credit(self, frontend: int, given: bool) -> None:
-        """Whether the frontend reads what it is sent; nothing is computed for one that does not."""
+        """Note whether the frontend reads its messages. The core computes nothing for a frontend that does not."""
         if frontend in self._connections:
             self.scheduler.set_credit(frontend, given)
 
@@ -218,8 +218,9 @@ class EngineCore:
         tensors: Sequence[Frame] = (),
         processors: Sequence[Callable[..., Any]] = (),
     ) -> None:
-        """Queue a request. One that can't be served ends at once, with an error; while the core drains it is left to
-        the next core. One under a handle that is in use is dropped: an answer would end the other."""
+        """Queue a request. A request that can't be served ends at once with an error. While the core drains, a new
+        request is ignored and left to the next core. A request whose handle is in use is dropped, because an answer
+        would end the first request of that handle."""
         connection = self._connections[frontend]
         if message.handle in self.scheduler.fair.of(frontend).requests:
             self.num_duplicates += 1
@@ -249,7 +250,7 @@ class EngineCore:
                 waits.append((compiled, lambda _: None))
             if processors:
                 request.functions = self.worker.lend_functions(processors)
-        except Exception as error:  # one request's trouble, which must not become everybody's
+        except Exception as error:  # an error of this request must not end the core
             self.scheduler.refuse(frontend, message.handle, error)
             return
         self.meter.requests_recovered += bool(message.output_token_ids)
@@ -259,12 +260,12 @@ class EngineCore:
             self._later(future, partial(self._give, request, take))
 
     def _later(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
-        """Call `then` at the beginning of a step, once the future is done."""
+        """Call `then` at the beginning of the first step after the future is done."""
         self._num_preparing += 1
         future.add_done_callback(lambda done: self._prepared.put(partial(then, done)))
 
     def _give(self, request: Request, take: Callable[[Any], None], done: Future[Any]) -> None:
-        """Something that a request waited for is there."""
+        """Take in a grammar or adapter that a request waited for. Queue the request if it waits for nothing else."""
         request.pending -= 1
         try:
             take(done.result())
@@ -275,7 +276,7 @@ class EngineCore:
             self.scheduler.queue(request)
 
     def _drop_what_it_named(self, request: Request) -> None:
-        """A request has ended: the worker may forget what it alone had."""
+        """A request has ended: the worker drops its grammar and functions."""
         if request.grammar:
             self.worker.control(DropGrammar(request.grammar))
         if request.functions:
@@ -287,12 +288,12 @@ class EngineCore:
     def call(
         self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]:
-        """A utility call, from the fixed table, by `frontend`; if that is not connected, by the process itself. What
-        takes steps to be done is a future.
+        """Make a utility call for `frontend`; if no such frontend is connected, for the process itself. Returns the
+        encoded result, or a future if steps have to run first.
 
         Raises:
-            NotPermittedError: the method changes the engine for everyone, and the frontend may not.
-            MainspringError: no such method, or what it raised.
+            NotPermittedError: the method needs admin rights, and the frontend has none.
+            MainspringError: there is no such method, or the method raised this error.
         """
         connection = self._connections.get(frontend)
         caller = TO_ALL if connection is None else Caller(frontend, connection.owner, connection.admin)
@@ -304,8 +305,8 @@ class EngineCore:
     # ------------------------------------------------------------------ for everyone
 
     def restore(self, state: DesiredState) -> None:
-        """Be as users have set the core before to be."""
-        self.adapters.restore(state.adapters)  # while there are weights to compare with
+        """Take over the state that users had set in the previous core."""
+        self.adapters.restore(state.adapters)  # before sleep is restored, because reading adapters needs the weights
         self.lifecycle.restore(state)
 
     def _tell_state(self) -> None:
@@ -329,16 +330,16 @@ class EngineCore:
 
     @property
     def phase(self) -> str:
-        """What users have set it to; empty if it serves."""
+        """``asleep`` or ``paused``; empty if the core serves."""
         return "asleep" if self.lifecycle.sleeping else "paused" if self.lifecycle.paused else ""
 
     def drain(self) -> None:
-        """From now on queue no requests, but finish those that are here. May be called in a signal handler."""
+        """From now on accept no requests, and finish the present ones. A signal handler may call this."""
         self._draining = True
 
     @property
     def drained(self) -> bool:
-        """Whether nothing that was accepted is unfinished."""
+        """Whether `drain` was called and all accepted requests have ended."""
         return self._draining and not (self.scheduler.fair.num_requests or self.scheduler.has_work or self._in_flight)
 
     # ------------------------------------------------------------------ how it is
@@ -370,18 +371,18 @@ class EngineCore:
         return self.scheduler.meter
 
     def latencies(self) -> tuple[Latency, Latency]:
-        """Of the latest requests and steps: time to the first token, and between tokens."""
+        """Time to the first token, and time between tokens, of the latest requests and steps."""
         return self.scheduler.times.first.percentiles(), self.scheduler.times.between.percentiles()
 
     # ------------------------------------------------------------------ steps
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` has anything to do."""
         return self.scheduler.has_work or bool(self._in_flight or self._num_preparing)
 
     def step(self) -> dict[int, Outputs]:
-        """Launch what can be launched, take in the oldest step, and return what each frontend is to be told."""
+        """Launch steps until enough are in flight, take in the oldest, and return the output messages by frontend."""
         outputs = self._step()
         self.lifecycle.advance()
         return outputs
@@ -413,7 +414,8 @@ class EngineCore:
         return outputs
 
     def _take_prepared(self) -> None:
-        """Queue the requests whose grammars and adapters are ready. With nothing else to do, wait a moment for one."""
+        """Queue the requests whose grammars and adapters are ready. If there is no other work, wait for the first one
+        for at most `COMPILING_SECONDS`."""
         busy = bool(self.scheduler.has_work or self._in_flight)
         while True:
             try:
@@ -431,7 +433,8 @@ def _local_worker(config: EngineConfig) -> Worker:
 
 
 def _filled_in(config: EngineConfig, facts: WorkerFacts) -> EngineConfig:
-    """The configuration with what only the core knows. Without a cache a prompt is computed at once."""
+    """The configuration with the values that the worker determined. A model without a KV cache computes each prompt in
+    a single step."""
     replace = msgspec.structs.replace
     if not facts.groups:
         whole = replace(config.scheduler_config, enable_chunked_prefill=False)

@@ -1,4 +1,4 @@
-"""Which LoRA adapters are in memory, and which of them running requests have: a fixed number of places."""
+"""The LoRA adapters in memory, and the adapter slots ("places") of those that running requests use."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 from ..plan.feature import Feature
 from ..plan.request import Request
 
-PATIENCE_STEPS = 64  # that who waits for a place is passed by requests of adapters that have one
-REMEMBERED = 1024  # numbers of adapters that left the worker's memory
+PATIENCE_STEPS = 64  # steps for which requests with a loaded adapter may overtake one that waits for an adapter slot
+REMEMBERED = 1024  # unloaded adapter numbers to remember, because a late `put` may still name one of them
 
 
 class LoRAs(Feature):
-    """Adapters by content; the least recently used of those that nobody runs with gives way to another.
+    """LoRA adapters by digest. If memory is full, the least recently used adapter without a running request is evicted.
 
-    A request runs only while its adapter has one of `places`. One that waits for a place is passed by others, but not
-    for ever: after `PATIENCE_STEPS` adapters that have a place get no more requests, until one is free.
+    A request runs only while its adapter occupies one of the `places`. Requests of adapters with a place may overtake a
+    request that waits for one, for `PATIENCE_STEPS` steps. After that they wait, too, until a place is free.
 
     Args:
+        places: most adapters in one step.
         kept: most adapters in memory, at least `places`.
-        is_pinned: whether the adapter of this digest is to stay.
-        missing: told of a request whose adapter is not in memory, when there is a place for it.
-        unload: told the worker's number of an adapter that is to leave its memory.
+        is_pinned: returns whether the adapter with this digest must not be evicted.
+        missing: called with a request for which a place is free, but whose adapter is not in memory.
+        unload: called with the worker's number of an evicted adapter.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class LoRAs(Feature):
     ) -> None:
         self._kept, self._is_pinned, self._missing, self._unload = kept, is_pinned, missing, unload
         self._loaded: OrderedDict[bytes, int] = OrderedDict()  # the worker's number of each
-        self._left: dict[int, None] = {}  # the latest numbers that the worker has unloaded: several may wait for one
+        self._left: dict[int, None] = {}  # the latest unloaded numbers, oldest first (an ordered set)
         self._free = list(range(places, 0, -1))
-        self._running: dict[bytes, tuple[int, int]] = {}  # place, and how many requests run
-        self._names: Counter[str] = Counter()  # of these requests
-        self.live: Counter[str] = Counter()  # requests in flight, by their adapter's name
-        self._first: tuple[Request, int] | None = None  # who waits for a place, and since which step
+        self._running: dict[bytes, tuple[int, int]] = {}  # digest → place and number of running requests
+        self._names: Counter[str] = Counter()  # running requests by adapter name
+        self.live: Counter[str] = Counter()  # running and waiting requests by adapter name
+        self._first: tuple[Request, int] | None = None  # the request that waits for a place longest, and since when
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._loaded
@@ -52,8 +53,8 @@ class LoRAs(Feature):
         return {"running_loras": sorted(running), "waiting_loras": waiting}
 
     def put(self, digest: bytes, number: int) -> bool:
-        """Keep an adapter that the worker has loaded under `number`, unless it is kept already. False: there is no
-        room, or it had to leave again before this was called."""
+        """Register an adapter that the worker has loaded under `number`. If the adapter is in memory already, the new
+        copy is unloaded. Returns False if there is no room, or if `number` was evicted before this call."""
         if number in self._left:
             return digest in self._loaded
         if self._loaded.get(digest, number) != number or (digest not in self._loaded and not self._make_room()):
@@ -72,7 +73,7 @@ class LoRAs(Feature):
         self._unload(number)
 
     def drop(self, digest: bytes) -> None:
-        """Forget an adapter, unless somebody runs with it."""
+        """Unload an adapter, unless a running request uses it."""
         if digest not in self._running and digest in self._loaded:
             self._leave(self._loaded.pop(digest))
 
@@ -120,7 +121,7 @@ class LoRAs(Feature):
         digest = request.lora.digest
         if digest not in self._running:
             self._running[digest] = self._free.pop(), 0
-            self._first = None  # whoever waits now began to wait for the next one
+            self._first = None  # requests that still wait now wait for another place: restart the count
         place, count = self._running[digest]
         self._running[digest] = place, count + 1
         self._names[request.lora.adapter.name] += 1

@@ -1,8 +1,9 @@
-"""Adapters as frontends name them: whose number stands for which folder, and what was read of it.
+"""The adapters that frontends use: maps each frontend's adapter numbers to the adapters that were read.
 
-A frontend's numbers are its own; what they stand for is known by content, so that two frontends share one copy. Folders
-are read in a thread, while their requests are counted but not queued. What a frontend asked to be kept is told the
-supervisor, so that it is there again under the next core; all else comes with the requests.
+Each frontend has its own numbers. Adapters are identified by the digest of their content, so that two frontends share
+one copy. A thread reads an adapter's folder; meanwhile the requests that need it are registered but not queued. The
+supervisor gets a list of the adapters that frontends added or pinned, and the next core loads them again. Other
+adapters come with the requests.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from .adapter_slots import LoRAs
 
 logger = logging.getLogger(__name__)
 
-MAX_BOUND = 4096  # numbers that are remembered, of all frontends
+MAX_BOUND = 4096  # numbers of all frontends together, to limit memory; the least recently used one is forgotten
 
-Wait = tuple[Future[Any], Callable[[Any], None]]  # what a request waits for, and what is done with it
+Wait = tuple[Future[Any], Callable[[Any], None]]  # a result that a request waits for, and its consumer
 
 
 @dataclass(slots=True)
 class _Bound:
-    """What a frontend's number stands for."""
+    """The adapter that a frontend's number stands for."""
 
     adapter: Adapter
     digest: bytes
-    held: bool = False  # the frontend asked for it to be kept
+    held: bool = False  # added by `add` or `pin`: the next core loads it again
     pinned: bool = False
-    gone: bool = False  # the frontend is not connected
+    gone: bool = False  # whether the frontend is disconnected
 
 
 class Adapters:
-    """All of a core's.
+    """All adapters of a core.
 
     Args:
-        worker: reads their folders, and keeps LoRA adapters under numbers of ours.
-        later: called with a future and with what is to be called with that, in the core's thread, once it is done.
+        worker: reads the folders, and keeps LoRA adapters under numbers that this class assigns.
+        later: takes a future and a callback, and calls the callback in the core's thread once the future is done.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Adapters:
         scheduler: Scheduler,
         later: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
     ) -> None:
-        self.on_held: Callable[[], None] = lambda: None  # told when `held` changes
+        self.on_held: Callable[[], None] = lambda: None  # called after each change of `held`
         self._config, self._worker = config, worker
         self._scheduler, self._later = scheduler, later
         self._kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
@@ -86,11 +87,11 @@ class Adapters:
     # ------------------------------------------------------------------ requests
 
     def prepare(self, request: Request, message: AddRequest, owner: bytes) -> list[Wait]:
-        """Give a request of a frontend called `owner` its adapters, as far as they are known. Returns what it has to
-        wait for.
+        """Set the adapters of a request of the frontend `owner`, if they have been read. Returns the reads that the
+        request has to wait for.
 
         Raises:
-            MainspringError: it can't have them.
+            MainspringError: the request can't use these adapters.
         """
         waits: list[Wait] = []
         if (lora := message.lora) is not None:
@@ -120,13 +121,13 @@ class Adapters:
         request.use_virtual_tokens(_embeddings(found), found.digest)
 
     def _load(self, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
-        """Let the worker read an adapter under a new number."""
+        """Let the worker read an adapter. Returns its new number, and the future of the read."""
         number = self._next_number
         self._next_number += 1
         return number, self._worker.control(PrepareAdapter(number, adapter))
 
     def _read(self, owner: bytes, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
-        """As `_load`. Requests that wait for the same adapter share one reading."""
+        """Like `_load`, but requests that wait for the same adapter share one read."""
         if (shared := self._reading.get((owner, adapter))) is not None:
             return shared
         reading = self._reading[owner, adapter] = self._load(adapter)
@@ -137,7 +138,7 @@ class Adapters:
         del self._reading[owner, adapter]
 
     def _read_again(self, request: Request) -> None:
-        """Its adapter gave way to others while it waited."""
+        """Load the adapter of a request again, because it was evicted while the request waited."""
         if not self._rereading:
             self._rereading = True
             assert request.lora is not None
@@ -172,7 +173,7 @@ class Adapters:
         return bound
 
     def _keep(self, owner: bytes, adapter: Adapter, digest: bytes, number: int) -> tuple[_Bound, bool]:
-        """Let the frontend's number stand for what the worker has read as `number`. Returns what it stands for, and
+        """Bind the frontend's number to the adapter that the worker has read under `number`. Returns the binding, and
         whether the adapter is in memory."""
         is_there = self._loras.put(digest, number)
         bound = self._find(owner, adapter)
@@ -184,13 +185,13 @@ class Adapters:
         return bound, is_there
 
     def _is_pinned(self, digest: bytes) -> bool:
-        return digest in self._pinned()[: self._kept - 1]  # frontends that come back may have pinned more together
+        return digest in self._pinned()[: self._kept - 1]  # reconnected frontends may have pinned more in total
 
     def _pinned(self) -> list[bytes]:
         return list(dict.fromkeys(one.digest for one in self._bound.values() if one.pinned and not one.gone))
 
     def set_gone(self, owner: bytes, gone: bool) -> None:
-        """Whether a frontend is away. What it pinned meanwhile may give way."""
+        """Note whether a frontend is disconnected. Adapters pinned by a disconnected frontend may be evicted."""
         for (name, _), bound in self._bound.items():
             if name == owner:
                 bound.gone = gone
@@ -198,10 +199,10 @@ class Adapters:
     # ------------------------------------------------------------------ what frontends call
 
     def add(self, owner: bytes, values: Any) -> Future[bool]:
-        """Bring a LoRA adapter, as in `Adapter`, into memory. True, once it is there.
+        """Load a LoRA adapter into memory. values: the fields of `Adapter`. The future gets True once it is loaded.
 
         Raises:
-            MainspringError: it can't be served, at once or in the future: or there is no room.
+            MainspringError: the adapter can't be served, or there is no room. Raised here or set in the future.
         """
         adapter, loras = msgspec.convert(values, Adapter), self._loras
         _check_lora(adapter)
@@ -229,14 +230,14 @@ class Adapters:
             added.set_exception(error)
 
     def _hold(self, bound: _Bound) -> bool:
-        """Let it be there under the next core too."""
+        """Let the next core load this adapter again."""
         if not bound.held:
             bound.held = True
             self.on_held()
         return True
 
     def remove(self, owner: bytes, number: Any) -> bool:
-        """Forget what a number stands for; what runs with it goes on. False: nothing."""
+        """Forget a number. Requests that run with its adapter go on. Returns False if the number is unknown."""
         loras, bound = self._loras, self._bound.pop((owner, number), None)
         if bound is None:
             return False
@@ -247,15 +248,15 @@ class Adapters:
         return True
 
     def numbers(self, owner: bytes) -> list[int]:
-        """A frontend's, that stand for what is in memory."""
+        """The numbers of a frontend whose adapters are in memory."""
         loras = self._loras
         return sorted(number for (name, number), one in self._bound.items() if name == owner and one.digest in loras)
 
     def pin(self, owner: bytes, number: Any) -> bool:
-        """Let an adapter stay in memory.
+        """Protect an adapter from eviction.
 
         Raises:
-            InvalidArgumentError: it is not there, or would leave no room for others.
+            InvalidArgumentError: the adapter is not loaded, or no room would be left for other adapters.
         """
         loras, bound = self._loras, self._bound.get((owner, number))
         if bound is None or bound.digest not in loras:
@@ -273,11 +274,11 @@ class Adapters:
     # ------------------------------------------------------------------ the next core
 
     def held(self) -> list[HeldAdapter]:
-        """What frontends asked to be kept."""
+        """The adapters that the next core loads again."""
         return [HeldAdapter(owner, one.adapter, one.pinned) for (owner, _), one in self._bound.items() if one.held]
 
     def restore(self, held: Iterable[HeldAdapter]) -> None:
-        """What they had asked the core before this one."""
+        """Load the adapters that the previous core held for its frontends."""
         for owner, adapter, pinned in ((one.owner, one.adapter, one.pinned) for one in held):
             try:
                 number, reading = self._load(adapter)

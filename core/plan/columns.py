@@ -1,4 +1,4 @@
-"""Running requests as columns indexed by slot: what a step needs of them, without touching an object of any."""
+"""The state of running requests as arrays indexed by slot, so that a step handles all requests without a loop."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from .request import Request
 from .step import IN_FLIGHT
 
-NO_STOP, MANY_STOPS = -1, -2  # in the column of stop tokens
-NEVER = 2**62  # more tokens than a request has
+NO_STOP, MANY_STOPS = -1, -2  # values of `Columns.stop` for no stop token, and for more than one
+NEVER = 2**62  # value of `Columns.guess_from` for no guesses: more tokens than any request has
 
 
 class Columns:
-    """One entry for each of `slots` slots; those of slots that nobody has mean nothing."""
+    """Each array has one entry per slot. The entries of a free slot are meaningless."""
 
     def __init__(self, slots: int, max_model_len: int) -> None:
         self.tokens = np.zeros((slots, max_model_len), np.int32)
-        self.num_tokens = np.zeros(slots, np.int64)  # known ones and placeholders
-        self.num_computed = np.zeros(slots, np.int64)  # launched, in steps in flight too
+        self.num_tokens = np.zeros(slots, np.int64)  # known tokens and placeholders of tokens in flight
+        self.num_computed = np.zeros(slots, np.int64)  # computed tokens, those of steps in flight included
         self.num_published = np.zeros(slots, np.int64)  # tokens whose blocks are in the prefix cache
         self.reach = np.zeros(slots, np.int64)  # tokens the block tables have room for
         self.max_len = np.zeros(slots, np.int64)
@@ -27,17 +27,17 @@ class Columns:
         self.frontend = np.zeros(slots, np.int64)
         self.key = np.zeros(slots, np.uint64)
         self.alive = np.zeros(slots, bool)
-        self.silent = np.zeros(slots, bool)  # no token of it was sent yet
-        self.held_up = np.zeros(slots, bool)  # in no step with others: without credit, or on trial
-        self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being made
-        self.looks_back = np.zeros(slots, bool)  # computes nothing while a token of it is in flight
-        self.scored = np.zeros(slots, bool)  # rows of its prompt have logits, see `Request.told`
-        self.guessed = np.zeros(slots, np.int64)  # of the tokens granted, or in flight; then it waits
-        self.trust = np.zeros(slots, np.int64)  # most to guess at once, at least 1
-        self.guess_from = np.full(slots, NEVER)  # number of tokens at which it makes guesses, and waits for its tokens
+        self.silent = np.zeros(slots, bool)  # no output token was sent yet
+        self.held_up = np.zeros(slots, bool)  # joins no step with others: no credit, or on trial after a crash
+        self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being planned
+        self.looks_back = np.zeros(slots, bool)  # is skipped while one of its tokens is in flight
+        self.scored = np.zeros(slots, bool)  # prompt rows need logits, see `Request.told`
+        self.guessed = np.zeros(slots, np.int64)  # guesses among the tokens granted or in flight; the request waits
+        self.trust = np.zeros(slots, np.int64)  # most guesses in one step, at least 1
+        self.guess_from = np.full(slots, NEVER)  # token count from which it speculates, and waits for each step's end
 
     def seat(self, request: Request, cached: int) -> None:
-        """Fill in the row of a request that got its slot, and has so many tokens `cached`."""
+        """Fill in the row of a request that got a slot. cached: its tokens found in the prefix cache."""
         slot, n, stops = request.slot, len(request.tokens), request.stop_tokens
         self.tokens[slot, :n] = request.tokens
         self.num_tokens[slot] = n
@@ -56,30 +56,30 @@ class Columns:
         self.guessed[slot], self.guess_from[slot] = 0, NEVER
 
     def num_computable(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens of the requests at `slots` (int64 ``[n]``) that may be computed, placeholders included. The last token
-        of a request is sampled, never computed."""
+        """How many tokens the requests at `slots` (int64 ``[n]``) may compute, placeholders included. The final token
+        of a request is sampled and never computed."""
         most: np.ndarray = np.minimum(self.num_tokens[slots], self.max_len[slots] - 1)
         return most
 
     def last_in_flight(self, slots: np.ndarray) -> np.ndarray:
-        """Whether the last of these tokens is a placeholder (bool ``[n]``)."""
+        """Whether the last of the `num_computable` tokens is a placeholder (bool ``[n]``)."""
         last: np.ndarray = self.tokens[slots, self.num_computable(slots) - 1] == IN_FLIGHT
         return last
 
     def num_known(self, slot: int) -> int:
-        """Its tokens without placeholders."""
+        """The number of tokens without placeholders."""
         known = int(self.num_tokens[slot])
         while known and self.tokens[slot, known - 1] == IN_FLIGHT:
             known -= 1
         return known
 
     def known_tokens(self, slot: int) -> np.ndarray:
-        """A copy of these."""
+        """A copy of the tokens without placeholders."""
         return self.tokens[slot, : self.num_known(slot)].copy()
 
     def advance(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Launch the next `counts` tokens of `slots`. Returns these tokens, one request's after another's, and which
-        rows sample a new one; that has its place from now on."""
+        """Mark the next `counts` tokens of `slots` as computed. Returns these tokens, concatenated, and which requests
+        sample a new token. Each new token gets a placeholder at once."""
         starts = self.num_computed[slots]
         ends = starts + counts
         samples = ends == self.num_tokens[slots]
@@ -87,7 +87,7 @@ class Columns:
         token_ids = self.tokens[np.repeat(slots, counts), np.repeat(starts, counts) + within]
         self.num_computed[slots] = ends
         sampled = slots[samples]
-        at = self.num_tokens[sampled]  # a row at its full length samples its last one there
+        at = self.num_tokens[sampled]  # all known tokens are computed: the new token goes behind them
         self.tokens[sampled, at] = IN_FLIGHT
         self.num_tokens[sampled] = at + 1
         return token_ids, samples

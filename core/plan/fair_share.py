@@ -1,11 +1,12 @@
-"""Who is next: requests wait per frontend, and frontends share budget, seats and blocks by weight.
+"""Fair sharing: each frontend has a queue, and frontends share the token budget, slots and blocks by weight.
 
-Inside a frontend the order is (priority,) arrival. Between frontends it is the service so far, counted in tokens and
-divided by weight: the one that got least goes first (the virtual token counter of Sheng et al., "Fairness in Serving
-Large Language Models", 2024). One that comes back from idling starts level with the least served, so nobody saves up.
+Requests of one frontend are ordered by priority (if enabled) and arrival. Frontends are ordered by service, which is
+their computed tokens divided by weight: the least served frontend goes first (the virtual token counter of Sheng et
+al., "Fairness in Serving Large Language Models", 2024). A frontend that was idle starts with the service of the least
+served one, so that it cannot save up service.
 
-Service is what the budget is divided by. Seats and blocks are held, not used up: of them a frontend's share is the
-larger of the two, by weight (dominant resource fairness, Ghodsi et al., 2011).
+Service orders the use of the token budget. Slots and blocks are occupied rather than consumed. A frontend's share of
+them is the larger of its two shares, divided by weight (dominant resource fairness, Ghodsi et al., 2011).
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ class Frontend:
     def __init__(self, frontend_id: int, weight: float) -> None:
         self.id = frontend_id
         self.weight = weight
-        self.credit = True  # it reads what it is sent; else nothing is computed for it
-        self.served = 0.0  # tokens computed, by weight
+        self.credit = True  # whether it reads its messages; nothing is computed for it otherwise
+        self.served = 0.0  # tokens computed, divided by the weight
         self.generation_tokens = 0
-        self.tokens_in_flight = 0  # most that its requests can come to
-        self.waiting_tokens = 0  # known tokens of all in the queue
+        self.tokens_in_flight = 0  # sum of the largest lengths of its requests
+        self.waiting_tokens = 0  # known tokens of all queued requests
         self.requests: dict[int, Request] = {}  # by handle, running and waiting
         self.running: dict[int, Request] = {}  # by slot
-        self._queue: list[tuple[Rank, Request]] = []  # heap; finished ones are passed over
-        self._num_queued = 0  # without them
-        self.deferred: list[tuple[Rank, Request]] = []  # out of the queue while a step is made, but counted in it
-        self.kept = 0  # free blocks for them
+        self._queue: list[tuple[Rank, Request]] = []  # a heap; `peek` removes finished requests
+        self._num_queued = 0  # queued requests that are not finished
+        self.deferred: list[tuple[Rank, Request]] = []  # taken off the heap while a step is planned, still counted
+        self.kept = 0  # free blocks reserved for the deferred requests
 
     @property
     def num_running(self) -> int:
@@ -53,13 +54,13 @@ class Frontend:
         return self._queue[0][1] if self._queue else None
 
     def pop(self) -> Request:
-        """Take out what `peek` showed."""
+        """Remove the request that `peek` returned from the queue, and return it."""
         request = heapq.heappop(self._queue)[1]
         self._count(request, queued=False)
         return request
 
     def defer(self) -> None:
-        """Let `peek` show the next request instead, until `undefer`."""
+        """Skip the request that `peek` returned until `undefer`, and reserve its blocks."""
         self.deferred.append(heapq.heappop(self._queue))
         self.kept += self.deferred[-1][1].room
 
@@ -73,7 +74,7 @@ class Frontend:
         heapq.heappush(self._queue, (rank, request))
 
     def finish(self, request: Request) -> None:
-        """A request has ended; if it waits, `peek` will pass it over."""
+        """Mark a request as ended. If it is queued, `peek` removes it later."""
         request.finished = True
         if request.queued:
             self._count(request, queued=False)
@@ -88,11 +89,12 @@ class Frontend:
 
 
 class FairShare:
-    """All frontends of a core, which has so many `seats` and `blocks`; `held`: blocks by frontend, kept by others."""
+    """All frontends of a core. seats, blocks: the core's slots and KV blocks. held: blocks that each frontend occupies;
+    the cache manager updates this mapping."""
 
     def __init__(self, by_priority: bool, seats: int, blocks: int, held: Mapping[int, int]) -> None:
-        self.num_requests = 0  # of all frontends, in flight
-        self.num_tokens = 0  # that these can come to
+        self.num_requests = 0  # running and waiting requests of all frontends
+        self.num_tokens = 0  # sum of their largest lengths
         self._by_priority = by_priority
         self._seats, self._blocks, self._held = seats, blocks, held
         self._frontends: dict[int, Frontend] = {}
@@ -102,7 +104,7 @@ class FairShare:
         self._frontends[frontend] = Frontend(frontend, weight)
 
     def remove(self, frontend: int) -> None:
-        """Forget a frontend, which has no requests any more."""
+        """Forget a frontend, whose requests must all have ended."""
         del self._frontends[frontend]
 
     def of(self, frontend: int) -> Frontend:
@@ -115,13 +117,13 @@ class FairShare:
         return len(self._frontends)
 
     def rank(self, request: Request) -> Rank:
-        """Smaller goes first."""
+        """The sort key of a request in its frontend's queue; the smallest is admitted first."""
         return (request.priority if self._by_priority else 0, request.arrival, request.seq)
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
-        """Count a new request in."""
+        """Register a new request, without queueing it."""
         frontend = self._frontends[request.frontend]
         request.seq = self._next_seq
         self._next_seq += 1
@@ -131,11 +133,11 @@ class FairShare:
         self._count(frontend, request, 1)
 
     def push(self, request: Request) -> None:
-        """Let a request wait: a new one, or one that was preempted."""
+        """Queue a new or preempted request."""
         self._frontends[request.frontend].push(self.rank(request), request)
 
     def end(self, request: Request) -> None:
-        """Count a request out."""
+        """Remove a request that has ended."""
         frontend = self._frontends[request.frontend]
         frontend.finish(request)
         del frontend.requests[request.handle]
@@ -157,7 +159,7 @@ class FairShare:
     # ------------------------------------------------------------------ shares
 
     def charge(self, tokens: np.ndarray) -> None:
-        """Account for a step: `tokens` computed, by frontend id."""
+        """Add the tokens of a step to the service of frontends. tokens: computed tokens, indexed by frontend id."""
         for frontend in np.flatnonzero(tokens).tolist():
             f = self._frontends[frontend]
             f.served += float(tokens[frontend]) / f.weight
@@ -167,18 +169,19 @@ class FairShare:
         return sum(f.competes for f in self)
 
     def next_waiting(self, closed: set[int]) -> Frontend | None:
-        """The least served frontend that has somebody waiting and is not closed."""
+        """The least served frontend that has a queued request and credit, and is not in `closed`."""
         able = [f for f in self if f.credit and f.id not in closed and f.peek() is not None]
         return min(able, key=lambda f: (f.served, self.share(f), f.id), default=None)
 
     def share(self, frontend: Frontend, seats: int = 0, blocks: int = 0) -> float:
-        """What a frontend holds by weight, once it has so many seats and blocks more."""
+        """A frontend's dominant share of slots and blocks, divided by its weight, if it got `seats` more slots and
+        `blocks` more blocks."""
         of_seats, of_blocks = frontend.num_running + seats, self._held[frontend.id] + blocks
         return max(of_seats / self._seats, of_blocks / self._blocks) / frontend.weight
 
     def quotas(self, budget: int, running: Mapping[int, int]) -> dict[int, int]:
-        """The budget divided by weight among frontends, none given more than it wants: what its `running` requests
-        need, plus all that it has waiting."""
+        """Divide the token budget among frontends by weight. No frontend gets more than it wants: the tokens that its
+        `running` requests need, plus all its waiting tokens."""
         wants = dict(running)
         for f in self:
             if f.credit and f.waiting_tokens:
@@ -187,7 +190,7 @@ class FairShare:
         while budget > 0 and (hungry := [f for f in wants if quotas[f] < wants[f]]):
             weight = sum(self._frontends[f].weight for f in hungry)
             share = {f: min(wants[f] - quotas[f], int(budget * self._frontends[f].weight / weight)) for f in hungry}
-            if not any(share.values()):  # less left than one token each: to the least served
+            if not any(share.values()):  # less than one token each is left: the least served frontend gets one
                 share = {min(hungry, key=lambda f: self._frontends[f].served): 1}
             for frontend, n in share.items():
                 quotas[frontend] += n

@@ -1,4 +1,4 @@
-"""What frontends are to be told next: a step's tokens, and which requests have begun and ended."""
+"""Output messages to frontends: the tokens of a step, and the requests that began or ended."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from ...ipc.messages import Finished, Logprobs, Outputs, Pooled, Started, Stats
 from .step import Scores
 
-MOST_POOLED = 64 << 20  # bytes of one message that are not its first vectors
+MOST_POOLED = 64 << 20  # bytes of pooled vectors, to limit a message's size; the first request's vectors always fit
 NO_TOKENS = np.zeros(0, np.int64)
 
 
 class Outbox:
-    """Keeps ends until they are told, with the tokens of the step or without."""
+    """Keeps the ends of requests until a message carries them, with or without tokens of a step."""
 
     def __init__(self) -> None:
         self._finished: dict[int, list[Finished]] = {}  # by frontend
@@ -28,7 +28,7 @@ class Outbox:
         self._finished.setdefault(frontend, []).append(finished)
 
     def pooled(self, frontend: int, vectors: Pooled) -> None:
-        """What is told with the end of its request."""
+        """Keep the vectors of a pooled request. They go into the message that carries the request's end."""
         self._pooled[frontend][vectors.handle] = vectors
 
     def forget(self, frontend: int) -> None:
@@ -36,7 +36,7 @@ class Outbox:
         self._pooled.pop(frontend, None)
 
     def _due(self, frontend: int, finished: list[Finished]) -> tuple[list[Finished], list[Pooled]]:
-        """The ends that one message may tell, with their vectors; the others wait for the next."""
+        """The ends that fit in one message, and their vectors. The other ends wait for the next message."""
         told: list[Pooled] = []
         vectors, room = self._pooled.get(frontend, {}), MOST_POOLED
         for count, one in enumerate(finished):
@@ -60,8 +60,9 @@ class Outbox:
         scores: Sequence[Scores] = (),
         prompts: Sequence[tuple[int, Logprobs]] = (),
     ) -> dict[int, Outputs]:
-        """Outputs by frontend. Token ``tokens[i]`` is of request ``handles[i]`` of frontend ``owners[i]``, all int64;
-        `scores` are of some of these tokens; `started` and `prompts` name the frontend of each."""
+        """Make the messages, by frontend. ``tokens[i]`` belongs to request ``handles[i]`` of frontend ``owners[i]``
+        (all int64). `scores` hold the log probabilities of some of these tokens. In `started` and `prompts` each entry
+        comes with its frontend."""
         finished, self._finished = self._finished, {}
         outputs = {}
         for frontend in {*np.unique(owners).tolist(), *finished, *(f for f, _ in prompts)}:

@@ -1,4 +1,4 @@
-"""One request as the core sees it: token ids in, a reason to end. No text."""
+"""A request in the core, in token ids; the core has no text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ...ipc.messages import Adapter, AddRequest, Sampling
 from .step import NewSequence
 
-MOST_LOGPROBS = 32  # of a request that speculates: a step brings several times as many of them
+MOST_LOGPROBS = 32  # per token of a request that speculates, because one step returns them for several tokens
 
 
 class LoRAName(NamedTuple):
@@ -26,12 +26,12 @@ class Request:
 
     Args:
         arrival: monotonic seconds.
-        key: names it under every core, see `request_key`.
-        salt: at most 64 bytes; only requests of one salt share cached prefixes.
-        functions: numbers of the user's functions that change its logits, see control.py.
+        key: identifies the request also after a restart of the core, see `request_key`.
+        salt: at most 64 bytes; only requests with the same salt share cached prefixes.
+        functions: numbers of the user's functions that change the request's logits, see control.py.
     """
 
-    # many may wait: a fifth of the memory
+    # `__slots__` saves four fifths of a request's memory, and many requests may wait.
     __slots__ = tuple(
         (
             "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
@@ -56,77 +56,78 @@ class Request:
         self.handle = message.handle
         self.key = key
         self.pooling = message.pooling
-        self.keeps_rows = False  # of a prompt that is pooled all hidden states are needed
+        self.keeps_rows = False  # whether pooling needs the hidden states of all prompt tokens
         self.sampling: Sampling = Sampling(1) if message.pooling else message.sampling
         self.priority = message.priority
         self.arrival = arrival
-        self.admitted_at: float | None = None  # first time
-        self.first_token_at: float | None = None  # if this core computed it
+        self.admitted_at: float | None = None  # when it was admitted first
+        self.first_token_at: float | None = None  # None also if a previous core computed the first token
         adapter = message.prompt_adapter
-        self.num_virtual = 0 if adapter is None else adapter.num_virtual_tokens  # tokens before the prompt's own
+        self.num_virtual = 0 if adapter is None else adapter.num_virtual_tokens  # virtual tokens before the prompt
         self.prompt_len = self.num_virtual + len(message.prompt_token_ids)
-        self.max_len = min(self.prompt_len + self.sampling.max_tokens, max_model_len)  # tokens it may come to
+        self.max_len = min(self.prompt_len + self.sampling.max_tokens, max_model_len)  # prompt and output, at most
         tokens = [0] * self.num_virtual + message.prompt_token_ids + message.output_token_ids
         self.tokens = np.array(tokens, dtype=np.int32)
         self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
         self.functions = functions
-        self.grammar = 0  # the number of its grammar, if it has one
-        # prompt tokens whose log probabilities were told, or are not asked for; the first one has none
+        self.grammar = 0  # the number of its grammar; 0: none
+        # Prompt tokens whose log probabilities were sent or are not wanted. The first prompt token has none.
         wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
         self.told = self.num_virtual + 1 if wanted else self.prompt_len
-        self.pending = 0  # what it waits for before it is queued
+        self.pending = 0  # grammars and adapters that must be ready before the request is queued
         self.lora_name = "" if message.lora is None else message.lora.name
-        self.lora: LoRAName | None = None  # once it is known
-        self.lora_number = self.lora_place = 0  # while it runs with an adapter, see adapter_slots.py
-        self.slot = -1  # while running
-        self.seq = 0  # order of arrival, given when it is queued
-        self.started = bool(message.output_token_ids)  # a token of it was sent
+        self.lora: LoRAName | None = None  # set when the adapter has been read
+        self.lora_number = self.lora_place = 0  # set while the request runs with an adapter, see adapter_slots.py
+        self.slot = -1  # -1 unless the request runs
+        self.seq = 0  # order of arrival, assigned when the request is added
+        self.started = bool(message.output_token_ids)  # whether an output token was sent
         self.finished = False
-        self.queued = False  # waits in its frontend's queue
-        self.room = self.hold = 0  # as far as known: free blocks to admit it, blocks that it will hold
-        self.tables: list[list[int]] = []  # one a KV group
-        self.digests: list[bytes] = []  # of the prefixes that end with each full block
+        self.queued = False  # whether the request waits in its frontend's queue
+        self.room = self.hold = 0  # latest estimates: free blocks needed to admit it, blocks that it will hold
+        self.tables: list[list[int]] = []  # one block table per KV group
+        self.digests: list[bytes] = []  # for each full block, the hash of the prefix that ends with it
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        self.num_cached_blocks = 0  # when it was looked up last
-        self.branch = 0  # then: tokens whose keys and values are cached, whether or not recurrent state is, too
-        # What else than tokens the keys and values depend on is hashed into the root of the chain. Each hash has a
-        # domain of its own: no salt can be made that leads into another one's chain.
+        self.num_cached_blocks = 0  # at the latest look-up in the prefix cache
+        self.branch = 0  # at that look-up: tokens with cached keys and values, with or without recurrent state
+        # Keys and values depend on more than the tokens. The salt, embeddings and adapter are hashed into the root of
+        # the chain, each with a `person` of its own, so that no salt can be made to collide with another's chain.
         self.root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16, key=salt, person=b"root").digest()
         if embeds is not None:
             content = np.ascontiguousarray(embeds).tobytes()
             self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"embeds").digest()
 
     def use_lora(self, lora: LoRAName) -> None:
-        """Run with an adapter; said before it is queued, as `use_virtual_tokens`."""
+        """Set the LoRA adapter. Must be called before the request is queued."""
         self.lora = lora
         self.root = hashlib.blake2b(self.root + lora.digest, digest_size=16, person=b"lora").digest()
 
     def use_virtual_tokens(self, embeds: np.ndarray, digest: bytes) -> None:
-        """Embeddings fp32 ``[num_virtual, hidden]`` of the tokens before the prompt's own."""
+        """Set the embeddings of the virtual tokens, fp32 ``[num_virtual, hidden]``. Must be called before the request
+        is queued."""
         self.embeds = embeds
         self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=b"virtual").digest()
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has run, under this core or one before."""
+        """Whether the request has run in this core or a previous one."""
         return self.admitted_at is not None or self.started
 
     @property
     def looks_back(self) -> bool:
-        """Whether its next token can only be chosen when the host knows the one before."""
+        """Whether the host must know all previous tokens before the next one can be chosen."""
         return bool(self.functions) or self.sampling.looks_back
 
     @property
     def may_speculate(self) -> bool:
-        """Whether several of its tokens can be chosen at once: what changes its logits must not depend on the tokens
-        before, and the prompt must be tokens."""
+        """Whether one step may choose several tokens of the request. No rule for its logits may depend on previous
+        tokens, and its prompt must be given as tokens."""
         stateless = not (self.looks_back or self.sampling.is_penalised or self.embeds is not None)
         return stateless and self.sampling.logprobs <= MOST_LOGPROBS
 
     def sequence(self) -> NewSequence:
-        """What a worker must know of it, when it gets its slot."""
+        """The record that tells the worker about the request when it gets a slot."""
         return NewSequence(
             self.slot,
             self.tokens,
@@ -145,8 +146,8 @@ class Request:
 
     @property
     def most_cached(self) -> int:
-        """Tokens that may come out of the prefix cache: at least one is to be computed, and all whose logits or hidden
-        states are asked for."""
+        """The largest prefix-cache hit, in tokens. At least one token must be computed, and so must each token whose
+        logits or hidden state the request needs."""
         if self.keeps_rows:
             return 0
         return min(len(self.tokens), self.told if self.told < self.prompt_len else len(self.tokens)) - 1

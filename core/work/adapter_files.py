@@ -1,7 +1,7 @@
-"""Adapters from PEFT's folders: ``adapter_config.json`` and ``adapter_model.safetensors``, nothing else, never pickle.
+"""Read adapters from folders in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``, no pickle.
 
-A folder may come from anybody. Files are read whole, and no longer than an adapter of this model can be; whatever does
-not fit is an `InvalidRequestError` that names it. The digest of an adapter is of both files.
+Folders are untrusted input. Each file is read at once, up to the largest size that an adapter of this model can have.
+Content that does not fit the model is an `InvalidRequestError` that names it. An adapter's digest covers both files.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..model.load.parameters import ParameterMap
 from ..model.run.lora import Delta, LoRA, Place
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
-HEADER_BYTES = 16 << 20  # that a file of tensors may have beside its values
-MAX_PATTERNS, MAX_PATTERN = 500, 200  # of `alpha_pattern`: how many, and characters of one
+MAX_CONFIG_BYTES = 1 << 20  # of adapter_config.json: far above any real one, small enough to parse quickly
+HEADER_BYTES = 16 << 20  # header of a safetensors file, allowed beside the tensor values
+MAX_PATTERNS, MAX_PATTERN = 500, 200  # keys of `alpha_pattern`, and characters of a key, to bound the matching time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _SAVED = re.compile(r"base_model\.model\.(.+?)(?:\.base_layer)?\.weight")  # saved beside an adapted output layer
-_REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")  # ways to begin that change the model itself
-# Fields that change nothing here, or are read below; any other that is set may mean another computation.
+_REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")  # initialisations that change the base model
+# Fields that have no effect on the result, or are read below. Any other field that is set may change the computation.
 _HARMLESS = set(
     "alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config exclude_modules "
     "fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout "
@@ -43,12 +43,12 @@ _HARMLESS = set(
 
 
 class LoRALimits(NamedTuple):
-    """What an adapter must fit."""
+    """The limits that an adapter must respect."""
 
     places: Mapping[str, Place]
     max_rank: int
-    parameters: ParameterMap  # the model's own; PEFT saves those of an adapted output layer with the adapter
-    saved_bytes: int  # of these, at most
+    parameters: ParameterMap  # the base model's; PEFT saves a copy of an adapted output layer with the adapter
+    saved_bytes: int  # most bytes of such copies in an adapter's file
 
 
 class PromptAdapter(NamedTuple):
@@ -57,7 +57,7 @@ class PromptAdapter(NamedTuple):
 
 
 def read_lora(adapter: Adapter, limits: LoRALimits) -> LoRA:
-    """Raises InvalidRequestError for whatever can't be served as PEFT would compute it."""
+    """Raises InvalidRequestError for an adapter that can't be computed as PEFT would compute it."""
     most = HEADER_BYTES + limits.saved_bytes
     most += sum(4 * limits.max_rank * (place.num_inputs + place.num_outputs) for place in limits.places.values())
     config, tensors, digest = _read(adapter, "LORA", most)
@@ -68,7 +68,8 @@ def read_lora(adapter: Adapter, limits: LoRALimits) -> LoRA:
 
 
 def read_prompt_adapter(adapter: Adapter, hidden_size: int) -> PromptAdapter:
-    """Raises InvalidRequestError for what is no prompt tuning of this model, with as many virtual tokens as said."""
+    """Raises InvalidRequestError unless the folder holds prompt tuning for this hidden size, with as many virtual
+    tokens as `adapter` names."""
     most = HEADER_BYTES + 4 * adapter.num_virtual_tokens * hidden_size
     _, tensors, digest = _read(adapter, "PROMPT_TUNING", most)
     embeddings, shape = tensors.pop("prompt_embeddings", None), [adapter.num_virtual_tokens, hidden_size]
@@ -82,7 +83,7 @@ def read_prompt_adapter(adapter: Adapter, hidden_size: int) -> PromptAdapter:
 
 
 def _read(adapter: Adapter, kind: str, most: int) -> tuple[dict[str, Any], dict[str, torch.Tensor], bytes]:
-    """Its configuration, its tensors, and the digest of both."""
+    """The adapter's configuration, its tensors, and the digest of both files."""
     folder = Path(adapter.path).expanduser()
     text, data = _content(folder / CONFIG, MAX_CONFIG_BYTES), _content(folder / TENSORS, most)
     digest = hashlib.blake2b(hashlib.blake2b(text).digest() + hashlib.blake2b(data).digest(), digest_size=16).digest()
@@ -162,7 +163,7 @@ def _deltas(config: dict[str, Any], tensors: dict[str, torch.Tensor], limits: Lo
 
 
 def _is_own(name: str, tensor: torch.Tensor, parameters: ParameterMap) -> bool:
-    """Whether this is a parameter of the model as it is."""
+    """Whether `tensor` equals the base model's parameter of this name."""
     try:
         held = parameters.slot(name).tensor
     except KeyError:
@@ -173,7 +174,8 @@ def _is_own(name: str, tensor: torch.Tensor, parameters: ParameterMap) -> bool:
 
 
 def _patterns(given: dict[str, Any]) -> list[tuple[re.Pattern[str], float]]:
-    """`alpha_pattern`: regular expressions of the ends of module names, such as take no time to match."""
+    """Compile `alpha_pattern`: regular expressions that match the end of a module name. A pattern that may backtrack
+    for long is refused."""
     found = []
     for key, alpha in given.items():
         slow = "{" in key or len(re.findall(r"[*+?]", key)) > 2 or re.search(r"\)\s*[*+?]", key)

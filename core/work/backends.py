@@ -1,4 +1,4 @@
-"""Choose the device and the kernels, and wait for the device's memory, before a model is loaded."""
+"""Before a model is loaded: choose the device and the kernels, and wait for free device memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...kernels.registry import BACKENDS, automatic, reference_on
 
 logger = logging.getLogger(__name__)
 
-MEMORY_WAIT_SECONDS = 30.0  # to wait at most until the memory of a core that died is free again
+MEMORY_WAIT_SECONDS = 30.0  # seconds to wait at most until the driver has freed the GPU memory of a core that died
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name; ``auto``: a GPU if there is one.
+    """The torch device for the option `device`. ``auto`` means a GPU if there is one.
 
     Raises:
         InvalidArgumentError: the name asks for a GPU, and no GPU can be used.
@@ -62,7 +62,7 @@ def choose_backend(options: DeviceConfig, device: torch.device) -> Backend:
     """The kernels for `device`.
 
     Raises:
-        InvalidArgumentError: the backend that is asked for can't run here.
+        InvalidArgumentError: the requested backend can't run here.
     """
     asked, on_gpu = options.attention_backend, device.type == "cuda"
     name = automatic(device.type) if asked == "auto" else asked
@@ -85,7 +85,7 @@ def backends_for(
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> list[Backend]:
-    """The kernels of each attention call: `backend`, or the reference where `backend` refuses."""
+    """The backend of each attention call: `backend`, or the reference kernels if `backend` refuses the call."""
     fallback = reference_on(device)
     reasons = {spec: backend.refuses(spec, dtype, kv_dtype) for spec in specs}
     for reason in dict.fromkeys(filter(None, reasons.values())):
@@ -103,7 +103,7 @@ def _warn_once(reason: str) -> None:
 def prepare_kernels(
     backend: Backend, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    """Compile the kernels that a model will need and that are not built yet, before the first request waits for them.
+    """Compile the kernels that the model needs and that are not built yet, so that no request has to wait for them.
 
     Raises:
         InvalidArgumentError: the compilation fails.
@@ -115,7 +115,7 @@ def prepare_kernels(
 
 
 def graph_sizes(options: DeviceConfig, device: torch.device, max_num_seqs: int) -> list[int]:
-    """Numbers of decoding requests to capture CUDA graphs for."""
+    """The batch sizes, in decoding requests, for which CUDA graphs are captured."""
     if device.type != "cuda" or options.enforce_eager:
         return []
     wanted = options.cudagraph_capture_sizes

@@ -20,10 +20,10 @@ from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded
-CPU_DEFAULT_BYTES = 4 << 30
-GRAPH_BYTES = 8 << 20  # that a captured graph takes, besides the memory that graphs share
-CHOICE_BYTES = 24  # that each logit takes while tokens are chosen: the logit and masked copies in fp32
+CPU_SHARE = 0.4  # share of host memory free after loading; the rest is for activations and other programs
+CPU_DEFAULT_BYTES = 4 << 30  # largest KV cache on a CPU, unless the user sets a size
+GRAPH_BYTES = 8 << 20  # memory of one captured graph, besides the pool that all graphs share
+CHOICE_BYTES = 24  # memory per logit while tokens are chosen: the logit and its masked copies in fp32
 
 
 def count_blocks(
@@ -34,14 +34,16 @@ def count_blocks(
     graph_sizes: Sequence[int] = (),
     beside: int = 0,
 ) -> tuple[int, int]:
-    """Blocks in the pool, the null block among them, and the length of the longest request that they and the model
-    allow. beside: bytes that a draft model needs for each block.
+    """The number of blocks in the pool (the null block included), and the length of the longest request.
 
-    Without `max_model_len` the limit is the model's, or what the cache can hold if that is less. There are never more
-    blocks than `max_num_seqs` requests can fill.
+    Without `max_model_len` the longest request is the model's limit, or what the cache can hold if that is less. There
+    are never more blocks than `max_num_seqs` requests can fill.
+
+    Args:
+        beside: bytes that a draft model needs for each block.
 
     Raises:
-        OutOfMemoryError: not one request of `max_model_len` tokens would fit.
+        OutOfMemoryError: a single request of `max_model_len` tokens does not fit.
     """
     cache, scheduler = config.cache_config, config.scheduler_config
     budget = scheduler.max_num_batched_tokens
@@ -61,7 +63,7 @@ def count_blocks(
         available = min(available, 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget))
     needed = 1 + layout.blocks_for(limit, budget)
     if needed > available and wanted is None:
-        # blocks needed grow with the length
+        # Binary search: a longer request never needs fewer blocks.
         low = bisect_left(range(limit), available, key=lambda length: layout.blocks_for(length + 1, budget))
         if low > 1:
             logger.warning("max_model_len cut from %d to %d: that is what the KV cache holds", limit, low)
@@ -75,7 +77,7 @@ def count_blocks(
 
 
 def free_host_bytes() -> int:
-    """Memory that can be taken without swapping; if the system does not tell, half of its memory."""
+    """Host memory that is available without swapping. If the system does not report it: half of the total."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -89,20 +91,21 @@ def free_host_bytes() -> int:
 def _profile_cuda(
     config: EngineConfig, layout: KVLayout, model: PagedModel, backend: Backend, graph_sizes: Sequence[int]
 ) -> int:
-    """Bytes of a GPU's memory for the cache: the configured share of the GPU, less the weights, the peak of the largest
-    step or of choosing tokens for `max_num_seqs` requests, the graphs, and the memory of other programs."""
+    """Bytes of GPU memory for the cache: the configured share of the GPU, minus the peak of a step (weights included),
+    the graphs, and the memory of other programs. The peak is that of the largest forward pass, or of choosing tokens
+    for `max_num_seqs` requests if that is higher."""
     cache, scheduler, device = config.cache_config, config.scheduler_config, model.device
     budget = scheduler.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(model, layout, backend, budget)
     choosing = min(scheduler.max_num_seqs + PROMPT_LOGITS, budget) * model.vocab_size * CHOICE_BYTES
     peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + choosing)
-    if graph_sizes:  # graphs keep the memory of the largest of them to themselves
+    if graph_sizes:  # all graphs share one pool, as large as the largest graph needs
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run_largest_step(model, layout, backend, max(graph_sizes), requests=max(graph_sizes))
         peak += torch.cuda.max_memory_allocated(device) - before + GRAPH_BYTES * len(graph_sizes)
-        # each keeps the place of its logits
+        # Each graph keeps its own output buffer for the logits.
         peak += (sum(graph_sizes) - max(graph_sizes)) * model.vocab_size * model.dtype.itemsize
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -121,9 +124,12 @@ def run_largest_step(
     budget: int,
     requests: int = 0,
 ) -> torch.Tensor:
-    """Run a step that fills the whole token budget. All block tables name one block of a pool of two, so the step takes
-    its own memory and not that of a cache. requests: in the step; 0: as few as possible. Returns logits ``[8, vocab]``,
-    or a row for each request if there are more."""
+    """Run a step that fills the whole token budget, and return logits ``[8, vocab]``, or one row per request if there
+    are more. All block tables name one block of a pool of two blocks, so that no KV cache is needed.
+
+    Args:
+        requests: number of requests in the step; 0: as few as possible.
+    """
     longest = budget // requests if requests else min(budget, model.max_position or budget)
     starts = np.arange(0, budget, longest)
     runner = ModelRunner(model, layout, backend, 2, len(starts), longest, budget)

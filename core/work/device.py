@@ -1,9 +1,9 @@
-"""Memory on a device, and the order of work on it.
+"""Device memory, and synchronisation between host and device.
 
-On a GPU nothing is waited for but sampled tokens. What the host writes for a step lies in page-locked memory and is
-copied from there while the host goes on, so it must not be written again before that copy is done: each array has one
-copy for each of two *turns*, and `Mark` tells when a turn's copies are behind. On a CPU everything is done at once and
-the host writes where the model reads.
+On a GPU the host waits only for sampled tokens. It writes the inputs of a step to page-locked memory, and the device
+copies them while the host goes on. The host must not overwrite an input before that copy has finished. So each input
+array exists twice, for two alternating *turns*, and a `Mark` tells when the copies of a turn have finished. On a CPU
+all work is synchronous, and the model reads the arrays that the host writes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ TURNS = 2  # steps in flight
 
 
 class Mark(NamedTuple):
-    """A place in the order of work."""
+    """A point in the device's order of work."""
 
-    wait: Callable[[], object]  # until all before it is done
+    wait: Callable[[], object]  # blocks until all work launched before the mark has finished
 
 
 _NOW = Mark(lambda: None)
 
 
 class Tokens(NamedTuple):
-    """Numbers on their way to the host."""
+    """An array that is being copied to the host."""
 
-    wait: Callable[[], np.ndarray]  # until they are there: the array, its own
+    wait: Callable[[], np.ndarray]  # blocks until the copy has finished, and returns the array
 
 
 class Device:
@@ -48,46 +48,46 @@ class Device:
         return torch.zeros(shape, dtype=dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Of the device's own memory; what nothing is written to costs nothing on a CPU."""
+        """Zeroed device memory. On a CPU, pages that are never written take no physical memory."""
         return host_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def host_blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Of host memory, for the device's own copies there."""
+        """Zeroed host memory that only device copies read and write."""
         return self.zeros(shape, dtype)
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
-        """Where the device reads what `upload` brings from `host`."""
+        """The device tensor that `upload` fills from `host`; on a CPU `host` itself."""
         return host
 
     def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy, without waiting."""
+        """Copy `host` to `twin`, without waiting."""
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """Its own copy on the device, without waiting; for what comes now and then."""
+        """A new copy on the device, without waiting. For occasional uploads: it allocates memory."""
         return host
 
     def download(self, numbers: torch.Tensor) -> Tokens:
-        """Begin to copy."""
+        """Start to copy a tensor to the host."""
         host = numbers.numpy()
         return Tokens(lambda: host)
 
     def mark(self) -> Mark:
-        """After all work so far."""
+        """A mark after all work launched so far."""
         return _NOW
 
     def beside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Launch copies that begin when all work so far is done, and go on beside what is launched next; → what makes
-        work launched after it wait for them."""
+        """Launch copies that start after all work so far and overlap with the work launched next. Returns a function:
+        work launched after its call waits for the copies."""
         work()
         return lambda: None
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """`run` as something to be replayed over the same memory, and where its result then lies. A CPU has no such
-        thing."""
+        """Capture `run` as a graph. Returns a function that replays the graph on the same memory, and the tensor that
+        gets its result. A CPU has no graphs."""
         raise NotImplementedError
 
     def release_memory(self) -> None:
-        """Give back to the system what nothing uses."""
+        """Return unused memory to the system."""
 
 
 class CudaDevice(Device):
@@ -97,8 +97,8 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._pool: object | None = None  # of the memory that graphs share: one runs at a time
-        self._beside: torch.cuda.Stream | None = None  # one for all captures: cuBLAS takes memory for each there is
+        self._pool: object | None = None  # memory pool shared by all graphs, because only one runs at a time
+        self._beside: torch.cuda.Stream | None = None  # one for all captures: cuBLAS allocates a workspace per stream
         self._copies: torch.cuda.Stream | None = None
 
     def page_locked(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -108,8 +108,8 @@ class CudaDevice(Device):
         return torch.zeros(shape, dtype=dtype, device=self.torch)
 
     def host_blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked where it lies: what torch page-locks itself is rounded up to a power of two, and never given
-        back. It is let go with the tensor itself, not with the last view of it."""
+        """Host memory, page-locked in place. torch's own page-locked memory is rounded up to a power of two and never
+        returned. The lock ends with this tensor, not with the last view of it: keep the tensor."""
         memory = Device.zeros(self, shape, dtype)
         if memory.nbytes:
             runtime, address = torch.cuda.cudart(), memory.data_ptr()
@@ -124,7 +124,7 @@ class CudaDevice(Device):
         twin.copy_(host, non_blocking=True)
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        # torch hands page-locked memory out again only when copies out of it are done
+        # torch reuses page-locked memory only after the copies from it have finished.
         return host.pin_memory().to(self.torch, non_blocking=True)
 
     def download(self, numbers: torch.Tensor) -> Tokens:
@@ -154,8 +154,8 @@ class CudaDevice(Device):
         return done.wait
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Runs it twice first, on a stream beside, so that libraries have set themselves up. Raises RuntimeError where
-        it waits for the device."""
+        """Runs `run` twice on a side stream before the capture, so that libraries have allocated their workspaces.
+        Raises RuntimeError if `run` waits for the device."""
         if self._beside is None:
             self._beside, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
@@ -163,7 +163,7 @@ class CudaDevice(Device):
         try:
             with torch.cuda.stream(self._beside):
                 run()
-                # seen here, not in a capture: torch's allocator does not recover from one that fails
+                # Detect waits in this run: torch's allocator does not recover from a capture that fails.
                 torch.cuda.set_sync_debug_mode("error")
                 run()
         finally:
@@ -174,7 +174,7 @@ class CudaDevice(Device):
             with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # type: ignore[arg-type]
                 result = run()
         finally:
-            torch.cuda.set_stream(current)  # which torch leaves undone where a capture fails
+            torch.cuda.set_stream(current)  # torch does not restore the stream if a capture fails
         return graph.replay, result
 
     def release_memory(self) -> None:
@@ -186,9 +186,9 @@ def device_for(device: torch.device) -> Device:
 
 
 class Staged:
-    """An array that the host fills, in each step, and the device reads.
+    """An array that the host fills in each step, and that the device reads.
 
-    ``host[turn]`` is a numpy array, ``device`` the tensor that has its contents after ``send``.
+    ``host[turn]`` is the numpy array to fill. ``device`` is the tensor that has its contents after ``send``.
     """
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -200,6 +200,6 @@ class Staged:
         self.device = device.twin(self.pages[0])
 
     def send(self, turn: int, n: int) -> torch.Tensor:
-        """Copy the first `n` entries to the device; → them there."""
+        """Copy the first `n` entries to the device, and return them as a device tensor."""
         self._device.upload(self.device[:n], self.pages[turn][:n])
         return self.device[:n]

@@ -1,8 +1,8 @@
-"""A draft model: a smaller one with the same vocabulary, which guesses what the target will choose.
+"""Speculation with a draft model: a smaller model with the same vocabulary guesses the tokens of the target model.
 
-Block b of its cache holds the same tokens as block b of the target's first group without a window. So prefix cache,
-preemption and eviction are shared, and nothing else is kept of it: it computes the rows of every step first, to have
-them in its cache, then its guesses one after another.
+Block b of the draft's cache holds the same tokens as block b of the target's first group without a window. So both
+share prefix cache, preemption and eviction, and the draft has no other state. In each step the draft first computes the
+step's known tokens to fill its cache, and then its guesses one after another.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Draft(NamedTuple):
     model: PagedModel
     layout: KVLayout
     backend: Backend
-    group: int  # of the target, whose blocks its own mirror
+    group: int  # the target's group with the same block numbers
 
 
 def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout) -> Draft | None:
-    """The draft model that the configuration names, if any.
+    """Load the draft model that the configuration names, if any.
 
     Raises:
-        InvalidArgumentError: it has another vocabulary, or takes no requests as long as the target's.
+        InvalidArgumentError: the draft model has another vocabulary, or is limited to shorter requests.
         NotSupportedError: its blocks can't mirror the target's.
     """
     speculative, cache = config.speculative_config, config.cache_config
@@ -101,8 +101,8 @@ class Drafter:
         self.runner.warm_up(())
 
     def guess(self, plan: StepPlan) -> np.ndarray:
-        """Compute the rows of `plan`, and the guesses that it has places for: int32 ``[sum of guessed]``. Waits for
-        each guess."""
+        """Compute the known tokens of `plan`, then the guesses that it asks for. Returns these, int32 ``[sum of
+        guessed]``. Waits for the device after each guess."""
         guessed, ends = plan.guessed, np.cumsum(plan.counts)
         bare = replace(plan, scored=[], guessed=np.zeros_like(guessed))
         mine = plan.tables.group == self._group
@@ -130,7 +130,7 @@ class Drafter:
                     starts=(plan.starts + plan.counts - guessed)[rows] + nth,
                     counts=np.ones(len(rows), np.int32),
                     token_ids=tokens.astype(np.int32),
-                    samples=guessed[rows] > nth + 1,  # the last guess is computed to be in the cache
+                    samples=guessed[rows] > nth + 1,  # the last guess is computed only to fill the cache
                     admitted=[],
                     released=plan.released[:0],
                     tables=nothing,

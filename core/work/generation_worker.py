@@ -1,4 +1,4 @@
-"""The worker of a model that chooses tokens."""
+"""The worker of a model that generates tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GenerationWorker(LocalWorker):
         )
         self.decisions.fusing = model.decisions
         self._model = model
-        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that left the GPU, and their copies
+        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # sleeping weights, and their copies in host memory
         self._drafter: Drafter | None = None
         self._make_runners()
         self.facts = replace(self.facts, asynchronous=self.runner.device.asynchronous)
@@ -105,7 +105,7 @@ class GenerationWorker(LocalWorker):
 
     @property
     def model(self) -> PagedModel:
-        """Raises `InvalidRequestError` while its weights are not there."""
+        """Raises `InvalidRequestError` while the weights sleep."""
         if self._dropped or self._on_host:
             raise InvalidRequestError("the weights sleep: call wake_up first")
         return self._model
@@ -183,7 +183,7 @@ class GenerationWorker(LocalWorker):
             model = self._load(self.decisions.fusing)
             if model.whole is not None:
                 self._model = model
-            else:  # others know its tensors by their identity
+            else:  # keep the tensor objects, because other parts of the worker refer to them
                 for tensor, loaded in zip(_resident(self._model), _resident(model), strict=True):
                     tensor.data = loaded.data
                 if self._model.streamed is not None:
@@ -223,7 +223,7 @@ class GenerationWorker(LocalWorker):
 
 
 class _Pending:
-    """A launched plan, and its tokens on their way."""
+    """A launched plan, whose tokens are being copied to the host."""
 
     lacks_memory = False
 
@@ -251,7 +251,7 @@ def _with(plan: StepPlan, guesses: np.ndarray) -> StepPlan:
 
 
 def _next_step(plan: StepPlan) -> StepPlan:
-    """The step after `plan`, over the tokens that it samples."""
+    """The decode step after `plan`; its inputs are the tokens that `plan` samples."""
     token_ids = np.full_like(plan.token_ids, IN_FLIGHT)
     nothing = TableUpdate(*np.zeros((4, 0), np.int32))
     return replace(
@@ -279,7 +279,7 @@ def _grammar_compiler(config: EngineConfig, model: PagedModel) -> GrammarCompile
 
 
 def _resident(model: PagedModel) -> list[torch.Tensor]:
-    """Those that are not streamed."""
+    """The weights and buffers that are not streamed from host memory."""
     streamed = model.streamed.weights if model.streamed is not None else {}
     return [tensor for tensor in tensors_of(model.model) if id(tensor) not in streamed]
 
@@ -289,5 +289,5 @@ def _lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend)
         raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
     places = loras.attach(model)
     model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
-    saved = 2 * 4 * model.hidden_size * model.vocab_size  # output layer and embedding
+    saved = 2 * 4 * model.hidden_size * model.vocab_size  # fp32 copies of the output layer and the embedding
     return LoRALimits(places, config.lora_config.max_lora_rank, model.parameters, saved)

@@ -1,13 +1,18 @@
-"""Structured outputs: which tokens may come next, so that an answer has the form asked for.
+"""Structured outputs: computes which tokens may come next, so that the output matches a grammar.
 
-The library is llguidance (MIT, Rust, no dependencies, wheels for Linux on x86-64 and ARM and for macOS). Against
-xgrammar: nothing is computed for a whole vocabulary ahead, so a schema is ready in milliseconds where that takes
-seconds (at 150,000 tokens); it counts fuel for lexer and parser, so a hostile grammar ends in an error and not in
-minutes; a keyword of JSON schema that it lacks is an error, where xgrammar ignores `multipleOf`; and it imports neither
-torch nor transformers. It releases the GIL while it compiles and makes masks. What it does not bound is refused before
-it sees it (grammar_text.py).
+The library is llguidance (MIT, Rust, no dependencies, wheels for Linux on x86-64 and ARM and for macOS). Its advantages
+over xgrammar:
 
-A matcher may move between threads, but is used by one at a time; a `Grammar` and a `GrammarCompiler` by any.
+- It does not preprocess the whole vocabulary. A schema is ready in milliseconds; with xgrammar it takes seconds for
+  150,000 tokens.
+- It limits the work of lexer and parser, so that a hostile grammar ends in an error and not after minutes.
+- An unsupported keyword of JSON schema is an error, where xgrammar ignores `multipleOf`.
+- It imports neither torch nor transformers, and it releases the GIL while it compiles grammars and computes masks.
+
+grammar_text.py refuses input whose cost llguidance does not limit.
+
+A `Matcher` may move between threads, but only one thread at a time may use it. A `Grammar` and a `GrammarCompiler` are
+thread-safe.
 """
 
 from __future__ import annotations
@@ -30,26 +35,26 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from tokenizers import Tokenizer
 
-MAX_CACHED = 256  # grammars
-MAX_CACHED_BYTES = 128 << 20  # of memory, estimated
-_STACK_BYTES = 256 << 20  # of the thread that compiles: the library descends along references; untouched pages are free
-_BYTES_PER_CHARACTER = 200  # of a compiled grammar's memory, measured at the worst
-# Otherwise text that can be no other is allowed in the tokenizer's own spelling only: which, for a long text, it would
-# look up for each mask.
+MAX_CACHED = 256  # compiled grammars in the cache
+MAX_CACHED_BYTES = 128 << 20  # estimated memory of the cached grammars
+_STACK_BYTES = 256 << 20  # stack of the compiling thread: the library recurses along references; unused pages are free
+_BYTES_PER_CHARACTER = 200  # memory of a compiled grammar per character of its text, the largest that was measured
+# Without this option, text that the grammar forces may only be tokenized as the tokenizer would. For a long text the
+# library would compute that tokenization for each mask.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 class _Vocabulary(NamedTuple):
     tokenizer: LLTokenizer
-    tokenizer_size: int  # some know more tokens than the model
-    size: int  # of the model's
-    text: np.ndarray  # bits of the tokens that are text, int32 [words]
-    eos: np.ndarray  # bits of those that end a document, int32 [words]
+    tokenizer_size: int  # may be larger than the model's vocabulary
+    size: int  # of the model's vocabulary
+    text: np.ndarray  # bits of the text tokens, int32 [words]
+    eos: np.ndarray  # bits of the end-of-sequence tokens, int32 [words]
     eos_ids: frozenset[int]
 
 
 class Matcher:
-    """Where one answer stands in its grammar. Tokens are of the model's vocabulary."""
+    """The state of one output in its grammar. Token ids are those of the model's vocabulary."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
@@ -57,13 +62,14 @@ class Matcher:
         self._ended = False
 
     def fill(self, row: np.ndarray) -> None:
-        """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` for token ``i``. Without the GIL.
+        """Write the mask of tokens that may come next: bit ``i % 32`` of word ``i // 32`` for token ``i``. Releases the
+        GIL.
 
         Args:
             row: int32 ``[ceil(vocab_size / 32)]``, contiguous.
 
         Raises:
-            InvalidRequestError: the grammar needs more work than it may, or leads nowhere from here. It stays so.
+            InvalidRequestError: the grammar exceeds a limit, or allows no token here. Later calls raise it, too.
         """
         matcher, vocabulary = self._matcher, self._vocabulary
         if self.finished:
@@ -80,11 +86,11 @@ class Matcher:
             raise InvalidRequestError(f"the grammar allows no token after {self._num_text} output tokens")
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, and nothing has changed, if it may not come next. With the GIL: microseconds, and
-        some milliseconds in an ambiguous grammar.
+        """Advance by a token. Returns False, without a change, if the token is not allowed. Keeps the GIL: for
+        microseconds, or a few milliseconds in an ambiguous grammar.
 
         Raises:
-            InvalidRequestError: the grammar needs more work than it may. It stays so.
+            InvalidRequestError: the grammar exceeds a limit. Later calls raise it, too.
         """
         vocabulary = self._vocabulary
         if token in vocabulary.eos_ids:
@@ -99,7 +105,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but the end may come."""
+        """Whether only an end-of-sequence token may come next."""
         return self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def _check(self) -> None:
@@ -109,7 +115,7 @@ class Matcher:
 
 
 class Follower:
-    """A matcher that goes on by whatever the output has more than when it was asked last."""
+    """A matcher that is advanced by the tokens added to the output since the previous call."""
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher, self._num_tokens = matcher, 0
@@ -124,24 +130,24 @@ class Follower:
 
 
 class Grammar:
-    """A compiled form."""
+    """A compiled grammar."""
 
     def __init__(self, start: LLMatcher, vocabulary: _Vocabulary, num_bytes: int) -> None:
         self._start, self._vocabulary = start, vocabulary
-        self.num_bytes = num_bytes  # of memory, estimated
+        self.num_bytes = num_bytes  # estimated memory
 
     def matcher(self) -> Matcher:
-        """At the beginning of a document, in some microseconds."""
+        """A matcher at the beginning of an output. Takes some microseconds."""
         return Matcher(self._start.deep_copy(), self._vocabulary)
 
 
 class GrammarCompiler:
-    """Grammars for one model's tokenizer, compiled in a thread of its own, the latest of them kept.
+    """Compiles grammars for one tokenizer in a thread of its own, and caches the most recently used ones.
 
     Args:
-        tokenizer: the content of a tokenizer.json, or what was read from it with all added tokens.
-        vocab_size: of the model; ids that the tokenizer does not know are never allowed.
-        eos_token_ids: what ends a document.
+        tokenizer: the content of a tokenizer.json, or a tokenizer read from it, with all added tokens.
+        vocab_size: size of the model's vocabulary. Ids that the tokenizer does not know are never allowed.
+        eos_token_ids: the tokens that end an output.
     """
 
     def __init__(self, tokenizer: str | Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -154,16 +160,16 @@ class GrammarCompiler:
         self._started = False
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """Wait for `submit`.
+        """Compile a grammar, and wait for it. See `submit`.
 
         Raises:
-            InvalidRequestError: there is no such kind, or the text is wrong, not supported, or too much work.
+            InvalidRequestError: there is no such kind, or the text is wrong, not supported, or exceeds a limit.
         """
         return self.submit(kind, text).result()
 
     def submit(self, kind: str, text: str) -> Future[Grammar]:
-        """The grammar of a `StructuredOutputsParams.spec`, once it is compiled, or what `compile` raises. Who waits for
-        the same one shares it; it can't be cancelled."""
+        """Compile the grammar of a `StructuredOutputsParams.spec`. The future gets the grammar or the error that
+        `compile` raises. Calls for the same grammar share the work. The future can't be cancelled."""
         key = (kind, text)
         with self._lock:
             if (shared := self._pending.get(key)) is not None:
@@ -189,7 +195,7 @@ class GrammarCompiler:
                 found = _compile(self._vocabulary, *key)
             except InvalidRequestError as error:
                 found = error.with_traceback(None)
-            except BaseException as error:  # also the library's panics, which are no Exception
+            except BaseException as error:  # a panic of the library is no Exception
                 found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
             with self._lock:
                 future = self._pending.pop(key)
@@ -204,14 +210,14 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _vocabulary(self) -> _Vocabulary:
-        """Made with the first grammar: seconds, for a large vocabulary."""
+        """Made for the first grammar, because it takes seconds for a large vocabulary."""
         from llguidance import LLTokenizer
 
         source = json.loads(self._source if isinstance(self._source, str) else self._source.to_str())
         known = _token_ids(source)
         special = [token["id"] for token in source["added_tokens"] if token["special"]]
         eos = sorted(token for token in self._eos_token_ids if 0 <= token < self._vocab_size)
-        ends = [token for token in eos if token in known] or special[:1] or [0]  # the library wants one; ours are `eos`
+        ends = [token for token in eos if token in known] or special[:1] or [0]  # the library needs one; ours are `eos`
         source.update(post_processor=None, truncation=None, padding=None)
         size = max(self._vocab_size, max(known, default=-1) + 1)
         tokenizer = LLTokenizer(json.dumps(source), n_vocab=size, eos_token=ends)
@@ -232,7 +238,7 @@ def _compile(vocabulary: _Vocabulary, kind: str, text: str) -> Grammar:
     start = LLMatcher(vocabulary.tokenizer, to_lark(kind, text) + _NO_FORCING, log_level=0, limits=_limits(kind))
     if start.is_error():
         raise InvalidRequestError(f"{kind} can't be used: {reason(start.get_error())}")
-    try:  # the first mask: many a hopeless grammar shows here, and all copies have it
+    try:  # compute the first mask: it detects many unusable grammars, and all copies of `start` reuse it
         Matcher(start, vocabulary).fill(np.empty_like(vocabulary.text))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{kind} can't be used: {error}") from None
@@ -241,8 +247,9 @@ def _compile(vocabulary: _Vocabulary, kind: str, text: str) -> Grammar:
 
 @functools.cache
 def _limits(kind: str) -> LLParserLimits:
-    """Of one mask's work, and of a matcher's memory: some 50 MB at 50,000 states. What a token costs in an ambiguous
-    grammar grows with a row's items; schemas are not ambiguous, and have four for each property that may come next."""
+    """Limits on the work for one mask and on a matcher's memory, which is about 50 MB at 50,000 states. In an ambiguous
+    grammar the time per token grows with the items in a row. Schemas are not ambiguous, but need four items for each
+    property that may come next, so their limit is higher."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -283,7 +290,8 @@ def _settle(future: Future[Grammar], found: Grammar | Exception) -> None:
 
 
 def _start_thread(target: Callable[[], None]) -> None:
-    """A daemon: a process need not wait for a grammar. Threads that start at the same moment get its stack as well."""
+    """Start a daemon thread, so that a process can end during a compilation. The stack size is a setting of the
+    process: threads that start at the same moment get the large stack, too."""
     before = threading.stack_size(_STACK_BYTES)
     try:
         threading.Thread(target=target, name="grammars", daemon=True).start()

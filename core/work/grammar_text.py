@@ -1,7 +1,7 @@
-"""From what a request asks for to Lark, the notation of llguidance (structured.py).
+"""Translate the kinds of structured output (ipc/structured.py) to Lark, the grammar notation of llguidance.
 
-What the library does not bound is refused before it sees it: references so deep that they overflow its stack, divisors
-(`multipleOf`), repetitions that make masks slow.
+Input whose cost the library does not limit is refused here: deep references that overflow its stack, large divisors
+(`multipleOf`), and large repetition counts, which make masks slow.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, TypeGuard, get_args
 from ...ipc.errors import InvalidRequestError
 from ...ipc.structured import MAX_SPEC_BYTES, OPTIONS_KEY, WHITESPACE, Kind
 
-_MAX_BYTES = {"regex": 16 << 10, "grammar": 64 << 10}  # of a text; what is not here may have MAX_SPEC_BYTES
-_MAX_LINES = 2000  # of a grammar: a rule has at least one
-_MAX_REFS = 2000  # of a schema
-_MAX_PROPERTIES = 450  # of an object
-_MAX_STRING = 8 << 10  # characters, inside of a schema
-_MAX_REPEAT = 10_000
-_MAX_DIVISOR = 20_000
+_MAX_BYTES = {"regex": 16 << 10, "grammar": 64 << 10}  # by kind; other kinds may have MAX_SPEC_BYTES
+_MAX_LINES = 2000  # lines of a grammar, to limit its rules: each takes at least one line
+_MAX_REFS = 2000  # references in a schema, to limit the library's recursion
+_MAX_PROPERTIES = 450  # properties of one object: each adds items to a parser row, see `_limits` in grammar.py
+_MAX_STRING = 8 << 10  # characters of a string in a schema
+_MAX_REPEAT = 10_000  # largest count of a repetition, because masks get slower with it
+_MAX_DIVISOR = 20_000  # least common multiple of all `multipleOf`, because the library's automaton grows with it
 _OPTIONS = {"whitespace_flexible", "whitespace_pattern", "coerce_one_of"}
 
 _REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
@@ -34,10 +34,10 @@ _ESCAPE = re.compile(r"\\[xuU]\{[^}]*\}|\\.", re.DOTALL)
 
 
 def to_lark(kind: str, text: str) -> str:
-    """The grammar of a `StructuredOutputsParams.spec`.
+    """The Lark grammar of a `StructuredOutputsParams.spec`.
 
     Raises:
-        InvalidRequestError: there is no such kind, or the text is wrong, or may be too much work.
+        InvalidRequestError: there is no such kind, or the text is wrong or exceeds a limit.
     """
     if kind not in _BUILDERS:
         raise InvalidRequestError(
@@ -53,7 +53,7 @@ def to_lark(kind: str, text: str) -> str:
 
 
 def reason(text: str) -> str:
-    """The library's words, without the text of the grammar around them."""
+    """The library's error message, without the text of the grammar around it."""
     text = text.removesuffix("<non-verbose/>").strip()
     if (at := text.rfind("\nerror: ")) >= 0:
         text = text[at + len("\nerror: ") :]
@@ -66,8 +66,8 @@ def reason(text: str) -> str:
 
 
 class _SchemaCheck:
-    """Refuses what the library would take too long, or too much memory, over. An `object_pairs_hook`, so that it sees
-    keys that are there twice."""
+    """Refuses schemas for which the library would take too much time or memory. It is used as an `object_pairs_hook`
+    of the JSON parser, so that it also sees repeated keys."""
 
     def __init__(self) -> None:
         self._refs, self._divisor = 0, 1
@@ -173,7 +173,7 @@ def _from_grammar(text: str) -> str:
             text = gbnf_to_lark(text)
         except RecursionError:
             raise InvalidRequestError("it is nested too deeply") from None
-        except Exception as error:  # plain ones
+        except Exception as error:  # the converter raises plain `Exception`
             raise InvalidRequestError(reason(str(error))) from None
     if named := _TOKEN.search(_LITERAL.sub('""', text)):
         raise InvalidRequestError(f"it names the token {named.group():.40}; an answer is made of text")
@@ -213,5 +213,5 @@ assert set(_BUILDERS) == set(get_args(Kind))
 
 
 def _filled(value: Any, of: type) -> TypeGuard[list[Any]]:
-    """Whether it is a list of at least one, all of this type."""
+    """Whether `value` is a non-empty list whose elements are all of type `of`."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, of) for one in value)

@@ -1,4 +1,4 @@
-"""Host memory for blocks that the pool evicts: its size, and the copies to and from it."""
+"""Host memory for KV blocks that the pool evicts: its size, and the copies to and from it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .kv_layout import KVLayout
 
 
 class HostBlocks:
-    """The memory of a `HostCache`, ``[slots, block_elements]``, page-locked for a GPU. The host itself does not read or
-    write it: copies are work of the device, in order with its other work."""
+    """The memory of a `HostCache`, ``[slots, block_elements]``, page-locked if the device is a GPU. Only the device
+    copies from and to it, in order with its other work."""
 
     def __init__(self, device: Device, layout: KVLayout, num_slots: int) -> None:
         self._slots = device.host_blocks((num_slots, layout.block_elements), layout.dtype)
 
     def copy(self, copies: Copies, pool: torch.Tensor) -> None:
-        """Launch `copies` from and to `pool` ``[blocks, block_elements]``. Takes no memory of the device."""
+        """Launch `copies` from and to `pool` ``[blocks, block_elements]``. Allocates no device memory."""
         for block, slot in copies.saves:
             self._slots[slot].copy_(pool[block], non_blocking=True)
         for block, slot in copies.loads:
@@ -27,10 +27,10 @@ class HostBlocks:
 
 
 def offloading_bytes(cache: CacheConfig) -> int:
-    """Host memory that cached blocks may take.
+    """Bytes of host memory for evicted blocks, from the configuration.
 
     Raises:
-        InvalidArgumentError: the two names of the option contradict each other, or nothing is cached.
+        InvalidArgumentError: the two names of the option contradict each other, or the prefix cache is disabled.
     """
     size, older = cache.kv_offloading_size, cache.swap_space
     if size is not None and older is not None and size != older:
@@ -45,11 +45,11 @@ def offloading_bytes(cache: CacheConfig) -> int:
 
 
 def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
-    """Blocks of `block_bytes` that `num_bytes` of host memory hold, of which `free_bytes` are free.
+    """The number of blocks of `block_bytes` that fit in `num_bytes`. free_bytes: free host memory.
 
     Raises:
-        InvalidArgumentError: not even one.
-        OutOfMemoryError: there is not as much memory.
+        InvalidArgumentError: `num_bytes` is less than one block.
+        OutOfMemoryError: `num_bytes` is more than `free_bytes`.
     """
     if num_bytes > free_bytes:
         raise OutOfMemoryError(

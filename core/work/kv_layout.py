@@ -1,9 +1,9 @@
-"""Where each layer's keys and values lie in the block pool.
+"""The layout of the block pool: the place of each layer's keys and values in a block.
 
 Layers with equal KV heads, dimensions and window form a group, and a request has one block table per group. Blocks of
-all groups have one byte size, so that one pool serves them all: a block holds `block_size` tokens of
-`layers_per_block` layers, and layers of equal shape that are more than that are split into several groups. The planner
-gets the groups as plain data (core/memory/layer_kinds.py) and does not see where in a block a layer lies.
+all groups have the same size in bytes, so that one pool serves all groups. A block holds `block_size` tokens of
+`layers_per_block` layers. If more layers than that have equal shapes, they form several groups. The planner gets the
+groups as plain data (core/memory/layer_kinds.py) and does not know the places of layers within a block.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ..memory.updates import LayerGroup
 
 
 class KVLayout(NamedTuple):
-    """The plan of a block."""
+    """The layout of a block."""
 
     block_size: int  # tokens
     dtype: torch.dtype
-    block_elements: int  # elements of `dtype` a block takes
+    block_elements: int  # elements of `dtype` per block
     groups: tuple[LayerGroup, ...]
-    specs: tuple[AttentionSpec, ...]  # one a layer: an attention call with keys and values of its own
-    dims: tuple[tuple[int, int], ...]  # how long each layer's key and value heads lie in the cache
+    specs: tuple[AttentionSpec, ...]  # one per layer: an attention call with keys and values of its own
+    dims: tuple[tuple[int, int], ...]  # for each layer, the padded dimensions of a key head and of a value head
     offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
-    layer_of_call: tuple[int, ...]  # which layer each attention call of a forward uses; some share one
-    heads_first: bool = False  # in a block lie a head's keys, its values, the next head's; else keys, values by token
+    layer_of_call: tuple[int, ...]  # the layer that each attention call of a forward uses; calls may share a layer
+    heads_first: bool = False  # True: [head][keys, values][token] within a block; False: [keys, values][token][head]
 
     @property
     def block_bytes(self) -> int:
         return self.block_elements * self.dtype.itemsize
 
     def blocks_for(self, num_tokens: int, budget: int) -> int:
-        """Blocks that one request of `num_tokens` holds at most, computed at most `budget` tokens a step."""
+        """The most blocks that one request of `num_tokens` holds, if a step computes at most `budget` tokens."""
         kinds = [kind_of(group, self.block_size) for group in self.groups]
         return sum(kind.new_blocks(0, num_tokens, budget) for kind in kinds)
 
     def caches(self, pool: torch.Tensor) -> list[LayerCache]:
-        """Views into `pool` ``[blocks, block_elements]``, one pair a layer."""
+        """Views into `pool` ``[blocks, block_elements]``, one pair of keys and values per layer."""
         blocks = pool.shape[0]
         out = []
         for spec, dims, offsets in zip(self.specs, self.dims, self.offsets, strict=True):
@@ -60,7 +60,7 @@ class KVLayout(NamedTuple):
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """What the option `kv_cache_dtype` stands for, in a model of `model_dtype`."""
+    """The dtype that the option `kv_cache_dtype` stands for, in a model of `model_dtype`."""
     if name.startswith("fp8"):
         return torch.float8_e4m3fn
     return model_dtype if name == "auto" else getattr(torch, name)
@@ -74,14 +74,19 @@ def plan_layout(
     cache_dim: Callable[[int], int] = lambda dim: dim,
     heads_first: bool = False,
 ) -> KVLayout:
-    """Group the layers and place them in blocks of `dtype`. `sources` names for each attention call the one whose keys
-    and values it reads: itself, for most. `cache_dim` and `heads_first` are the backend's: how heads lie there."""
+    """Group the layers and place them in blocks of `dtype`.
+
+    Args:
+        sources: for each attention call, the index of the call whose keys and values it reads; for most calls its own.
+        cache_dim: maps a head's dimension to the padded one that the backend needs.
+        heads_first: the order that the backend needs, see `KVLayout`.
+    """
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
     dims = [(cache_dim(s.key_dim), cache_dim(s.value_dim)) for s in specs]
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for layer, s in enumerate(specs):
-        # Blocks are kept as far back as the widest window of all calls that read them.
+        # A block stays allocated for the widest window of all calls that read it.
         windows = [call.window for call, source in zip(calls, sources, strict=True) if source == own[layer]]
         window = None if None in windows else max(w for w in windows if w is not None)
         kinds.setdefault((s.num_kv_heads, *dims[layer], window), []).append(layer)
@@ -90,7 +95,7 @@ def plan_layout(
         return block_size * kind[0] * (kind[1] + kind[2])
 
     def cost(layers_per_block: int) -> float:
-        """Elements a token of context takes in all groups, with 2% for each further table to keep."""
+        """Cache elements per token of context in all groups, plus 2% per group for the work on its block table."""
         block = layers_per_block * max(map(elements, kinds))
         groups = sum(-(-len(layers) // layers_per_block) for layers in kinds.values())
         return block * groups * (1 + 0.02 * groups)
@@ -111,7 +116,7 @@ def plan_layout(
                 offsets[layer] = (at, at + block_size * kind[1] * (1 if heads_first else kind[0]))
                 at += elements(kind)
             largest = max(largest, at)
-    # A block's length divides by every dim, so that the pool can be read as rows of one head.
+    # A block's length is a multiple of every head dimension, so that backends can view the pool as rows of one head.
     unit = math.lcm(*(dim for pair in dims for dim in pair))
     return KVLayout(
         block_size,

@@ -1,18 +1,18 @@
-"""What a request's parameters do to its logits before a token is chosen.
+"""Rules that change a request's logits before a token is chosen, as its sampling parameters ask.
 
 Each rule is a class below, and `RULES` is the order in which they act:
 
-1. `UserFunctions`: the request's own ``logits_processors`` (only where the core runs in the user's process);
+1. `UserFunctions`: the request's own ``logits_processors`` (only if the core runs in the user's process);
 2. `Bias`: ``logit_bias`` is added; tokens outside ``allowed_token_ids`` and single-token ``bad_words`` get -inf;
 3. `MinTokens`: stop tokens get -inf before ``min_tokens``;
-4. `BadWords`: the last token of each of ``bad_words`` gets -inf after the others of it;
+4. `BadWords`: the last token of a word of ``bad_words`` gets -inf if the output ends with the word's other tokens;
 5. `GrammarMask`: tokens that the ``grammar`` does not allow get -inf;
-6. `Penalties`: ``repetition_penalty`` r of a token that stands in prompt or output: a positive logit is divided by r,
-   another one multiplied by it; then, of a token that stands c > 0 times in the output,
-   ``frequency_penalty * c + presence_penalty`` is subtracted.
+6. `Penalties`: first ``repetition_penalty`` r for each token that occurs in prompt or output: a positive logit is
+   divided by r, any other is multiplied by r. Then ``frequency_penalty * c + presence_penalty`` is subtracted from the
+   logit of each token that occurs c > 0 times in the output.
 
-To add one, write its class, and put it into `RULES`. A rule that reads the tokens before the next one makes
-`Sampling.looks_back` true.
+To add a rule, write its class and put it into `RULES`. If the rule reads previous tokens, `Sampling.looks_back` must be
+true for requests that have it.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from .registry import Function, Registry
 
 
 class Choosing(NamedTuple):
-    """The rows of a step for which tokens are being chosen, and what the rules find out about them."""
+    """The rows of a step for which tokens are being chosen, and the findings of the rules about them."""
 
     slots: np.ndarray  # int64 [rows]
-    positions: np.ndarray  # int64 [rows]: index in its sequence of the token to come
-    tokens: Mapping[int, np.ndarray]  # by slot: prompt and output so far, of sequences that look back
-    errors: dict[int, Exception]  # by slot: why no token can be chosen
+    positions: np.ndarray  # int64 [rows]: index of the new token in its sequence
+    tokens: Mapping[int, np.ndarray]  # by slot: prompt and output so far; only of sequences that look back
+    errors: dict[int, Exception]  # by slot: the reason why no token can be chosen
     complete: set[int]  # slots whose grammar allows no further token
 
 
 class Rule:
-    """One rule, with what it keeps of each slot that has it."""
+    """One rule, and its state for each slot that has it."""
 
     def __init__(self, slots: int, vocab_size: int, device: Device, registry: Registry) -> None:
         self.slots, self.vocab_size, self.device, self.registry = slots, vocab_size, device, registry
 
     def admit(self, sequence: NewSequence) -> bool:
-        """Take in a sequence that got a slot. Whether it has this rule."""
+        """Set up the rule for a sequence that got a slot. Returns whether the sequence has this rule."""
         raise NotImplementedError
 
     def release(self, slot: int) -> None:
-        """Forget a slot that may have this rule."""
+        """Drop the state of a slot, which may have none."""
         raise NotImplementedError
 
     def apply(self, logits: torch.Tensor, step: Choosing) -> None:
@@ -60,19 +60,19 @@ class Rule:
         raise NotImplementedError
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
-        """Take in the tokens, int64 ``[rows]`` on the device, that were chosen for `slots`."""
+        """Update the state with the tokens that were chosen for `slots`: int64 ``[rows]``, on the device."""
 
     def bring(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Numbers of the host as a tensor on the device."""
+        """Copy numbers from the host to a new device tensor."""
         return self.device.bring(torch.as_tensor(numbers, dtype=dtype))
 
     def _rows_of(self, slots: Mapping[int, Any], step: Choosing) -> list[tuple[int, int]]:
-        """The step's rows whose slot is among `slots`, each with that slot."""
+        """The step's rows whose slot is in `slots`, each with its slot."""
         return [(row, slot) for row, slot in enumerate(step.slots.tolist()) if slot in slots] if slots else []
 
 
 class _SlotRows:
-    """A row of `width` numbers on the device for each slot that was given one."""
+    """A device matrix with one row of `width` numbers for each slot that needs one."""
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: Device) -> None:
         self._row_of = np.full(slots, -1)
@@ -81,7 +81,7 @@ class _SlotRows:
         self._free: list[int] = []
 
     def give(self, slot: int) -> torch.Tensor:
-        """A row of zeros."""
+        """Assign a row of zeros to `slot`, and return it."""
         if not self._free:
             size = len(self.numbers)
             more = self.numbers.new_zeros((max(1, size), self.numbers.shape[1]))
@@ -94,25 +94,25 @@ class _SlotRows:
         if self._row_of[slot] >= 0:
             self._free.append(int(self._row_of[slot]))
             self._row_of[slot] = -1
-        if self._free and len(self._free) == len(self.numbers):  # no slot has one
+        if self._free and len(self._free) == len(self.numbers):  # no slot has a row: free the memory
             self.numbers, self._free = self.numbers[:0].clone(), []
 
     def find(self, slots: np.ndarray) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Which of `slots` have a row (indices into them), and where those rows are in `numbers`."""
+        """The indices of those `slots` that have a row, and (on the device) the indices of their rows in `numbers`."""
         having = np.flatnonzero(self._row_of[slots] >= 0)
         rows = self._row_of[slots[having]]
         return having, self._device.bring(torch.from_numpy(rows)) if having.size else None
 
 
 class UserFunctions(Rule):
-    """Each function is called with the output so far (where it takes three arguments, with the prompt before that) and
-    the logits, and returns logits."""
+    """Calls each function of the user with the output so far and the logits; it returns the new logits. A function of
+    three parameters gets the prompt as its first argument."""
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
         self._of_slot: dict[
             int, tuple[NewSequence, list[tuple[Function, bool]]]
-        ] = {}  # and whether it takes the prompt
+        ] = {}  # with each function, whether it takes the prompt
 
     def admit(self, sequence: NewSequence) -> bool:
         if sequence.functions:
@@ -133,7 +133,7 @@ class UserFunctions(Rule):
                 for function, takes_prompt in functions:
                     changed = function(prompt, output, changed) if takes_prompt else function(output, changed)
                 logits[row] = changed.to(logits).view_as(logits[row])
-            except Exception as error:  # this request's error alone
+            except Exception as error:  # ends this request only
                 text = f"a logits processor failed: {type(error).__name__}: {error}"
                 step.errors[slot] = RequestFailedError(text)
 
@@ -168,7 +168,7 @@ class Bias(Rule):
 class MinTokens(Rule):
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
-        self._of_slot: dict[int, tuple[int, torch.Tensor]] = {}  # first position that may hold a stop token; these
+        self._of_slot: dict[int, tuple[int, torch.Tensor]] = {}  # first position allowed to stop; stop tokens
 
     def admit(self, sequence: NewSequence) -> bool:
         until = _unstoppable_until(sequence)
@@ -187,7 +187,7 @@ class MinTokens(Rule):
 
 
 class BadWords(Rule):
-    """Words of several tokens; those of one are in `Bias`."""
+    """Words of several tokens. `Bias` handles words of a single token."""
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
@@ -237,17 +237,17 @@ class GrammarMask(Rule):
             logits[at] = logits[at].masked_fill(~self._unpacked(bits), -torch.inf)
 
     def _allowed(self, slot: int, step: Choosing) -> np.ndarray:
-        """Bits of the tokens that the grammar allows, int32 ``[words]``; all, where none is to be chosen."""
+        """The mask of the tokens that the grammar allows, int32 ``[words]``. All bits are set after an error."""
         bits = np.zeros(-(-self.vocab_size // 32), np.int32)
         sequence, follower = self._of_slot[slot]
         tokens = step.tokens[slot]
         try:
             follower.fill(tokens[sequence.prompt_len :], bits)
-        except Exception as error:  # this request's error alone
+        except Exception as error:  # ends this request only
             step.errors[slot], bits[:] = error, -1
             return bits
         if follower.matcher.finished:
-            # Nothing but the end may come: by a stop token, or, where none may be chosen, without one.
+            # The output is complete. If no stop token may be chosen, the request ends without one.
             early = len(tokens) < _unstoppable_until(sequence)
             ends = [t for t in sequence.sampling.stop_token_ids if bits[t >> 5] >> (t & 31) & 1]
             if early or not ends:
@@ -265,7 +265,7 @@ class Penalties(Rule):
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
         self._factors = np.zeros((self.slots, 3), np.float32)  # repetition, frequency, presence
-        self._counts = _SlotRows(self.slots, self.vocab_size, torch.int32, self.device)  # of each token in the output
+        self._counts = _SlotRows(self.slots, self.vocab_size, torch.int32, self.device)  # occurrences in the output
         self._in_prompt = _SlotRows(self.slots, self.vocab_size, torch.bool, self.device)
 
     def admit(self, sequence: NewSequence) -> bool:
@@ -309,15 +309,15 @@ RULES: tuple[type[Rule], ...] = (UserFunctions, Bias, MinTokens, BadWords, Gramm
 
 
 class LogitRules:
-    """All rules, of all slots. A step in which no slot has a rule costs one look-up.
+    """The rules of all slots. A step in which no slot has a rule costs one look-up per row.
 
     Args:
-        slots: of running requests.
+        slots: number of slots.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: Device, registry: Registry) -> None:
         self._rules = [rule(slots, vocab_size, device, registry) for rule in RULES]
-        self._of_slot: dict[int, list[Rule]] = {}  # those it has, where it has any
+        self._of_slot: dict[int, list[Rule]] = {}  # only slots that have a rule
 
     def admit(self, sequence: NewSequence) -> None:
         self.release(sequence.slot)
@@ -330,7 +330,7 @@ class LogitRules:
             rule.release(slot)
 
     def apply(self, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
-        """Logits ``[rows, vocab]`` → changed ones, fp32, or, if no row has a rule, the same tensor."""
+        """Apply the rules to logits ``[rows, vocab]``. Returns new fp32 logits, or `logits` if no row has a rule."""
         if not self._of_slot or not any(slot in self._of_slot for slot in step.slots.tolist()):
             return logits
         changed = logits.float()
@@ -339,14 +339,14 @@ class LogitRules:
         return changed
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
-        """Take in the tokens (int64 ``[rows]``, on the device) of the requests at `slots`."""
+        """Tell the rules which tokens were chosen for `slots`: int64 ``[rows]``, on the device."""
         if self._of_slot:
             for rule in self._rules:
                 rule.chosen(tokens, slots)
 
 
 def _unstoppable_until(sequence: NewSequence) -> int:
-    """The first position that may hold a stop token; 0: any."""
+    """The first position at which a stop token is allowed; 0: every position."""
     sampling = sequence.sampling
     return sequence.prompt_len + sampling.min_tokens if sampling.min_tokens and sampling.stop_token_ids else 0
 

@@ -1,4 +1,4 @@
-"""Log probabilities: of the tokens that were chosen or given, and of the likeliest ones."""
+"""Log probabilities of the chosen (or the prompt's) tokens, and of the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .device import Device, Tokens
 
 
 class Scoring(NamedTuple):
-    """`Scores` on their way to the host."""
+    """`Scores` that are being copied to the host."""
 
     rows: np.ndarray
     token_ids: Tokens
@@ -24,9 +24,16 @@ class Scoring(NamedTuple):
 
 
 def score(logprobs: torch.Tensor, tokens: torch.Tensor, counts: np.ndarray, device: Device) -> list[Scoring]:
-    """Of `tokens` (int64 ``[n]``) under `logprobs` (fp32 ``[n, vocab]``), each with as many of the likeliest tokens as
-    `counts` (``[n]``) says. Rows of one count go together, so that which of two equal ones is left out depends on the
-    row alone."""
+    """Start to copy the log probabilities of `tokens` to the host, each with those of the likeliest tokens.
+
+    Rows are processed by their count. So the choice among tokens of equal probability depends on the row alone, and not
+    on the other rows of the step.
+
+    Args:
+        logprobs: fp32 ``[n, vocab]``.
+        tokens: int64 ``[n]``.
+        counts: how many of the likeliest tokens each row asks for, ``[n]``.
+    """
     found = []
     for count in np.unique(counts).tolist():
         rows = np.flatnonzero(counts == count)

@@ -1,4 +1,4 @@
-"""The worker of a model that gives vectors: the hidden states of a prompt are kept on the host until all have come."""
+"""The worker of a pooling model. It collects a prompt's hidden states on the host until the prompt is complete."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class PoolingWorker(LocalWorker):
-    """See `Worker`. No tokens are chosen: a row that samples brings its request's vectors. Layers run one by one on a
-    CPU too, because a whole model's native call ends in logits."""
+    """See `Worker`. It chooses no tokens: a row that samples produces the vectors of its request. Layers run one by one
+    also on a CPU, because the native call for a whole model returns logits instead of hidden states."""
 
     def __init__(
         self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
@@ -65,7 +65,7 @@ class PoolingWorker(LocalWorker):
         self.decisions.fusing = getattr(trunk, "decisions", {})
         self._explained = self.model.explain()
         self._sequences: dict[int, NewSequence] = {}  # by slot
-        self._rows: dict[int, list[np.ndarray]] = {}  # their hidden states, as far as they have come
+        self._rows: dict[int, list[np.ndarray]] = {}  # hidden states computed so far, by slot
 
     def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PoolingModel:
         config = self._config
@@ -74,7 +74,7 @@ class PoolingWorker(LocalWorker):
         )
 
     def sleep(self, level: int) -> None:
-        """See `control.Sleep`. On a GPU weights are dropped on level 1, too."""
+        """See `control.Sleep`. On a GPU level 1 drops the weights, too."""
         if self._runner is not None:
             self._runner.give_back()
             self._runner = None
@@ -131,8 +131,12 @@ class PoolingWorker(LocalWorker):
         return pooling.second
 
     def take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
-        """The result of `plan`. Its kept hidden states are `rows` (float32 ``[kept rows, hidden]``): `kept` (int64
-        ``[rows]``) says how many of each of the plan's rows."""
+        """Store the hidden states of `plan`, and return its result.
+
+        Args:
+            rows: hidden states, float32 ``[sum of kept, hidden]``.
+            kept: how many of them belong to each sequence of the plan, int64 ``[sequences]``.
+        """
         pooled, errors = [], {}
         parts = np.split(rows, np.cumsum(kept)[:-1])
         for slot, part, ends in zip(plan.slots.tolist(), parts, plan.samples.tolist(), strict=True):
@@ -143,7 +147,7 @@ class PoolingWorker(LocalWorker):
                 tokens, states = sequence.tokens[: sequence.prompt_len], np.concatenate(self._rows.pop(slot))
                 try:
                     pooled.append(self.model.finish(sequence.pooling, tokens, states))
-                except Exception as error:  # from the model's own code: this request's error alone
+                except Exception as error:  # raised by code of the model: ends this request only
                     errors[slot] = error
                     pooled.append(np.zeros(0, np.float32))
         tokens = np.zeros(len(pooled), np.int64)
@@ -151,7 +155,7 @@ class PoolingWorker(LocalWorker):
 
 
 class _Pending:
-    """A launched plan, and its hidden states on their way."""
+    """A launched plan, whose hidden states are being copied to the host."""
 
     lacks_memory = False
 
@@ -163,7 +167,7 @@ class _Pending:
 
 
 def _refuse(config: EngineConfig) -> None:
-    """What is for generating only."""
+    """Raise NotSupportedError for options that only generation has."""
     cache, adapters = config.cache_config, config.lora_config
     for name, value in (
         ("enable_lora", adapters.enable_lora),
@@ -177,7 +181,7 @@ def _refuse(config: EngineConfig) -> None:
 
 
 def _longest(config: EngineConfig, model: PoolingModel, encoder: EncoderModel) -> int:
-    """The longest prompt: what the model allows, and a step holds."""
+    """The length of the longest prompt: limited by the model and by the token budget of a step."""
     wanted, budget = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
     limit = encoder.max_position or 4096
     if wanted and wanted > limit:

@@ -1,4 +1,4 @@
-"""torch's profiler around the steps of a core, written as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+"""Profiles the steps of a core with torch's profiler, and writes a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...ipc.errors import InvalidRequestError
 
-FOLDER = "MAINSPRING_PROFILE_DIR"  # environment variable: where traces go; else into the system's place for such files
-MAX_SECONDS = 600.0  # a profile that nobody stops is dropped then, for every step takes memory of it
+FOLDER = "MAINSPRING_PROFILE_DIR"  # environment variable: folder for traces; if unset, the system's temporary folder
+MAX_SECONDS = 600.0  # longest profile; a longer one is dropped, because each step adds to its memory
 
 
 class Profiler:
-    """One profile at a time. For the thread that drives the core."""
+    """Records one profile at a time. Only the thread that drives the core may use it."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
@@ -28,13 +28,13 @@ class Profiler:
         self._began = 0.0
 
     def start(self, prefix: str | None = None) -> None:
-        """Begin to record; with one under way, nothing happens.
+        """Start a profile. If one is being recorded, nothing happens.
 
         Args:
-            prefix: of the file's name: letters, digits, ``_``, ``-`` and ``.``.
+            prefix: start of the file name: letters, digits, ``_``, ``-`` and ``.``.
 
         Raises:
-            InvalidRequestError: the prefix is something else.
+            InvalidRequestError: the prefix has other characters.
         """
         prefix = "mainspring" if prefix is None else prefix
         if not isinstance(prefix, str) or not re.fullmatch(r"[\w.-]{1,100}", prefix):
@@ -49,13 +49,13 @@ class Profiler:
             self._profile.start()
 
     def stop(self) -> str:
-        """End it and write the trace.
+        """End the profile and write the trace.
 
         Returns:
-            The file, on the core's machine.
+            The path of the trace, on the core's machine.
 
         Raises:
-            InvalidRequestError: none is under way.
+            InvalidRequestError: no profile is being recorded.
         """
         if self._profile is None:
             raise InvalidRequestError("no profile is under way: call start_profile first")
@@ -68,7 +68,7 @@ class Profiler:
         return str(path)
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """What is done in it stands under this name in the trace."""
+        """A context whose operations appear under `name` in the trace."""
         if self._profile is None:
             return nullcontext()
         if time.monotonic() - self._began > MAX_SECONDS:

@@ -1,7 +1,7 @@
-"""What step plans name by number: compiled grammars, LoRA adapters, and the user's functions.
+"""The objects that step plans refer to by number: compiled grammars, LoRA adapters, and the user's functions.
 
-The planner gives the numbers, and says when one is no longer needed. Folders of adapters are read, and grammars
-compiled, in threads: until that is done, their requests are not in any plan.
+The planner assigns the numbers of grammars and adapters, and drops each when it is no longer needed. Threads compile
+grammars and read the folders of adapters. Until that is done, no plan contains their requests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Function = Callable[..., Any]
 
 
 class Registry:
-    """One of a worker.
+    """The registry of a worker.
 
     Args:
-        make_compiler: of grammars, called with the first one; raises where the checkpoint does not allow any.
-        limits: what a LoRA adapter must fit; None: there are none.
-        hidden_size: of prompt adapters.
+        make_compiler: makes the compiler for the first grammar; raises if the checkpoint can't have grammars.
+        limits: the limits of LoRA adapters; None: LoRA is disabled.
+        hidden_size: the model's hidden size, which prompt adapters must have.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class Registry:
         limits: LoRALimits | None = None,
         hidden_size: int = 0,
     ) -> None:
-        self.followers: dict[int, Follower] = {}  # where the output of each grammar's request stands
+        self.followers: dict[int, Follower] = {}  # by grammar number, with the state of its request
         self.adapters: dict[int, LoRA] = {}
         self.functions: dict[int, Function] = {}
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
         self._limits, self._hidden_size = limits, hidden_size
         self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
-        self._wanted: set[tuple[str, int]] = set()  # prepared, or being prepared, and not dropped
+        self._wanted: set[tuple[str, int]] = set()  # numbers prepared or in preparation, and not dropped
         self._lock = threading.Lock()
         self._next_function = 1
 
     # ------------------------------------------------------------------ grammars
 
     def prepare_grammar(self, number: int, kind: str, text: str) -> Future[None]:
-        """Compile a grammar.
+        """Compile a grammar, and register it under `number`.
 
         Raises:
-            NotSupportedError: this checkpoint has none.
+            NotSupportedError: this checkpoint can't have grammars.
         """
         if self._compiler is None:
             if self._make_compiler is None:
@@ -72,7 +72,8 @@ class Registry:
     # ------------------------------------------------------------------ adapters
 
     def prepare_adapter(self, number: int, adapter: Adapter) -> Future[AdapterFacts]:
-        """Read an adapter's folder. A prompt adapter is not kept: its embeddings are among the facts."""
+        """Read an adapter's folder, and register a LoRA adapter under `number`. A prompt adapter is not registered: its
+        embeddings are part of the returned facts."""
         if adapter.num_virtual_tokens:
             prompt = self._thread.submit(read_prompt_adapter, adapter, self._hidden_size)
             return _then(prompt, lambda found: AdapterFacts(found.digest, found.embeddings))
@@ -92,7 +93,7 @@ class Registry:
     # ------------------------------------------------------------------ functions
 
     def lend_functions(self, functions: Sequence[Function]) -> tuple[int, ...]:
-        """Numbers for functions of this process."""
+        """Register functions of this process, and return their numbers."""
         first = self._next_function
         self._next_function += len(functions)
         numbers = tuple(range(first, self._next_function))
@@ -106,7 +107,7 @@ class Registry:
     # ------------------------------------------------------------------ inside
 
     def _keep(self, kind: str, number: int, place: dict[int, Any], value: Any) -> None:
-        """In a thread: unless it was dropped while it was made."""
+        """Register a value, unless its number was dropped meanwhile. Called in the thread that made the value."""
         with self._lock:
             if (kind, number) in self._wanted:
                 place[number] = value
@@ -118,7 +119,7 @@ class Registry:
 
 
 def _then(future: Future[Any], make: Callable[[Any], Any], on_error: Callable[[], None] = lambda: None) -> Future[Any]:
-    """What `make` makes of the future's result, in the thread that brings it."""
+    """A future of `make(result)`. `make` runs in the thread that completes `future`; `on_error` runs if that fails."""
     made: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What `collective_rpc` calls: methods around the model on one device, a user's among them."""
+"""The methods that `collective_rpc` can call on a worker, those of a user's extension class included."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...ipc.errors import InvalidArgumentError, InvalidRequestError
 
 
 class MethodCalls:
-    """A worker's methods by name. A class of the user, named by ``worker_extension_cls``, adds its own: in these
-    ``self`` is this object.
+    """A worker's methods by name. The user's class ``worker_extension_cls`` adds its own methods; their ``self`` is
+    this object.
 
     Args:
-        apply_model: calls a function with the model of transformers.
+        apply_model: calls a function with the transformers model.
     """
 
     rank = local_rank = 0
@@ -25,17 +25,17 @@ class MethodCalls:
         self._apply_model = apply_model
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
-        """``func(model)``, with the module of transformers; what it changes of the parameters is kept. Cached prefixes
-        are not forgotten: `reset_prefix_cache` does that."""
+        """Return ``func(model)``, where `model` is the transformers module. Changes of its parameters take effect. The
+        prefix cache stays: call `reset_prefix_cache` to drop it."""
         if not callable(func):
             raise InvalidRequestError(f"func is {func!r:.80}; it must be a function")
         return self._apply_model(func)
 
     def run(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A method by name, or a function, which is given the worker first.
+        """Call a method by name, or a function with this object as its first argument.
 
         Raises:
-            InvalidRequestError: there is no such method; whatever it raises.
+            InvalidRequestError: there is no such method. Errors of the method pass through.
         """
         if callable(method):
             return method(self, *args, **kwargs)
@@ -50,10 +50,10 @@ class MethodCalls:
 
 
 def with_extension(apply_model: Callable[[Callable[[nn.Module], Any]], Any], extension: str) -> MethodCalls:
-    """The methods, with those of the class ``package.module.Class``.
+    """The methods of a worker, extended by the class ``package.module.Class``.
 
     Raises:
-        InvalidArgumentError: there is no such class, or it has a method of a name that is taken.
+        InvalidArgumentError: there is no such class, or one of its names exists already.
     """
     if not extension:
         return MethodCalls(apply_model)

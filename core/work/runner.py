@@ -1,4 +1,4 @@
-"""A step's arrays in, logits and tokens out: one forward over all rows of a step, launched or replayed."""
+"""Runs the forward pass of a step over all its rows, either kernel by kernel or as a CUDA graph, and samples tokens."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from .step_inputs import Rows, StepInputs
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_SECONDS = 30.0  # for all graphs; sizes that are left when it is over run without
+CAPTURE_SECONDS = 30.0  # for all graphs, to keep a start short; sizes not captured by then run without a graph
 
 
 class Launched(NamedTuple):
-    """A forward on its way."""
+    """A launched forward pass."""
 
     logits: torch.Tensor  # [sampling rows, vocab]
     slots: np.ndarray  # int64 [sampling rows]
-    positions: np.ndarray  # int64 [sampling rows], of the tokens to come
+    positions: np.ndarray  # int64 [sampling rows], of the new tokens
     turn: int
     scored: list[PromptPart]
     prompt_logits: torch.Tensor | None  # [rows of these parts, vocab]
 
 
 class Sampled(NamedTuple):
-    """A step's results on their way to the host."""
+    """The results of a step, which are being copied to the host."""
 
     tokens: Tokens  # int64 [sampling rows]
     logprobs: list[Scoring]  # of the sampling rows that ask for them
     prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
-    errors: dict[int, Exception]  # by slot: why no token can be chosen
+    errors: dict[int, Exception]  # by slot: the reason why no token can be chosen
     complete: set[int]  # slots whose grammar allows no further token
 
 
 class _Graph(NamedTuple):
     replay: Callable[[], None]
-    logits: torch.Tensor  # [size, vocab], where a replay leaves them
+    logits: torch.Tensor  # [size, vocab], overwritten by each replay
 
 
 class ModelRunner:
-    """Owns what a forward needs on the device: the block pool, input buffers, graphs, last tokens by slot.
+    """Owns the device memory of forward passes: the block pool, input buffers, graphs, and each slot's last token.
 
-    An attention call that `backend` refuses is run by the reference kernels.
+    The reference kernels run the attention calls that `backend` refuses.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class ModelRunner:
         self.inputs = StepInputs(
             device, layout, max_num_seqs, max_model_len, max_tokens, model.row_multiple, model.position_axes
         )
-        # zeroed, for rows that are masked are still multiplied by 0
+        # Zeroed, because attention multiplies masked rows by 0, and 0 times NaN is NaN.
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
         self._host = HostBlocks(device, layout, host_blocks)
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype, model.device)
-        self._fallbacks: dict[int, ReferenceFallback] = {}  # by the id of a backend
+        self._fallbacks: dict[int, ReferenceFallback] = {}  # by `id` of the backend
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
-        self._scored: dict[int, NewSequence] = {}  # by slot, those that may ask for log probabilities of their prompt
+        self._scored: dict[int, NewSequence] = {}  # by slot: sequences with prompt log probabilities
         self._registry = registry or Registry()
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
         most_rows = max(max_num_seqs, MOST_GUESS_ROWS)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, most_rows, self._registry)
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
-        self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it for as long as they live
+        self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it, so it must stay alive
         self._graphs: dict[int, _Graph] = {}  # by number of rows, smallest first
-        # One plan a step for each distinct kind of call in a group; the calls of that kind share it.
+        # A step has one attention plan per group and distinct spec. All calls of that group and spec share it.
         self._plans: dict[tuple[int, AttentionSpec], list[int]] = {}
         group_of = {layer: g for g, group in enumerate(layout.groups) for layer in group.layers}
         for call, spec in enumerate(model.layers):
@@ -117,11 +117,11 @@ class ModelRunner:
         return self.inputs.tables
 
     def follow(self, other: ModelRunner) -> None:
-        """Let tokens that are not on the host yet be those that `other` sampled."""
+        """Use the last sampled tokens of `other`, so that placeholders stand for the tokens that `other` sampled."""
         self._last_tokens = other._last_tokens
 
     def give_back(self) -> None:
-        """Let the system have the cache's memory. Nothing can be run any more."""
+        """Return the memory of the KV cache to the system. No step can run after this."""
         host_memory.give_back(self.pool)
         self.model.unbind()
         self._graphs.clear()
@@ -131,11 +131,12 @@ class ModelRunner:
     # ------------------------------------------------------------------ a step
 
     def copy(self, plan: StepPlan) -> None:
-        """Launch the step's copies between pool and host memory, before anything that may find no memory."""
+        """Launch the step's copies between pool and host memory. Must be called first, because the later parts of a
+        step may fail for lack of memory, and the copies must not be lost."""
         self._host.copy(plan.copies, self.pool)
 
     def begin(self, plan: StepPlan) -> None:
-        """Take in what is new in `plan`: block tables, and which slots got or lost a sequence."""
+        """Apply the changes of `plan`: block tables, released slots, and admitted sequences."""
         group, slot, column, block = plan.tables
         self.tables[group, slot, column] = block
         for free in plan.released.tolist():
@@ -147,7 +148,7 @@ class ModelRunner:
         self._sampler.read(plan)
 
     def execute(self, plan: StepPlan) -> Launched:
-        """Launch the forward of `plan`, up to the logits of the rows that sample."""
+        """Launch the forward pass of `plan`, up to the logits of the sampling rows."""
         self.begin(plan)
         slots, starts, counts = (a.astype(np.int64) for a in (plan.slots, plan.starts, plan.counts))
         row, back = plan.choices()
@@ -155,7 +156,7 @@ class ModelRunner:
         wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in plan.scored)])
         sampling, positions = slots[row], (starts + counts)[row] - back
         if len(row) == plan.num_tokens <= max(self._graphs, default=0):
-            # Guesses as if each were a request of one token, for which there are graphs.
+            # Treat each guess as a request of one token, so that a graph can be used.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
         logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
         parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if plan.scored else (logits, None)
@@ -172,9 +173,14 @@ class ModelRunner:
         positions: np.ndarray | None = None,
         reach: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Logits ``[len(rows), vocab]`` of chosen rows of a step, in whose arrays one entry is one request: int64
-        slots, starts and counts, and the token ids of all, one after another, as in `Step`. positions and reach: see
-        `Rows`."""
+        """Run a forward pass, and return the logits ``[len(rows), vocab]`` of the rows in `rows`.
+
+        Args:
+            slots, starts, counts: int64, one entry per request.
+            token_ids: the tokens of all requests, concatenated.
+            rows: the rows that need logits.
+            positions, reach: see `Rows`.
+        """
         self._turn = (self._turn + 1) % TURNS
         self._marks[self._turn].wait()
         step = Rows(slots, starts, counts, token_ids, rows, positions, reach).singles_first()
@@ -217,7 +223,7 @@ class ModelRunner:
         return logits[: len(step.wanted)]
 
     def _with_last_tokens(self, ids: torch.Tensor, count: int) -> torch.Tensor:
-        """Ids with what each slot sampled last in place of `IN_FLIGHT`: such a token never was on the host."""
+        """Replace each `IN_FLIGHT` in `ids` by the last token that its slot sampled, which is only on the device."""
         return torch.where(ids == IN_FLIGHT, self._last_tokens[self.inputs.row_slots.device[:count]], ids)
 
     def _plan(self, batches: list[PagedBatch], count: int, graph: bool = False) -> list[StepAttention]:
@@ -234,7 +240,7 @@ class ModelRunner:
         return attention  # type: ignore[return-value]  # every call has a plan
 
     def _fallback_for(self, backend: Backend) -> ReferenceFallback:
-        """What runs the steps that `backend` does not take."""
+        """The reference kernels for steps that `backend` does not take."""
         if id(backend) not in self._fallbacks:
             logger.warning(
                 "a step in which tokens see later ones is not for the %s kernels: the reference kernels run such "
@@ -248,8 +254,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, sizes: Sequence[int]) -> None:
-        """Run each kind of kernel once, so that none has to be built while somebody waits, and record graphs of steps
-        in which so many requests compute one token each. The largest comes first: its memory serves the others."""
+        """Run each kernel once, so that none has to be compiled while a request waits. Then capture a graph for each of
+        `sizes`: a step in which that many requests compute one token each. The largest graph comes first, because the
+        others reuse its memory."""
         for counts in (np.ones(1, np.int64), np.array([1, 1, 5])[-self._last_tokens.shape[0] :]):
             starts = np.zeros(len(counts), np.int64)
             logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
@@ -263,7 +270,7 @@ class ModelRunner:
                 self._capture(size)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # the model waits for the device in its forward
+            except RuntimeError as error:  # the model's forward waits for the device
                 logger.warning("no graph can be captured, so all steps are launched: %s", str(error).partition("\n")[0])
                 self._graphs.clear()
                 break
@@ -289,7 +296,7 @@ class ModelRunner:
         self._marks[self._turn] = self.device.mark()
 
     def _graph_size(self, step: Rows) -> int | None:
-        """The smallest graph that this step fits in."""
+        """The size of the smallest graph that this step fits in; None if it fits in none."""
         num = len(step.slots)
         adapted = self._adapted is not None and self._adapted.begin(step.slots, step.counts, step.wanted)
         eager = adapted or self._embeds or step.reach is not None
@@ -324,7 +331,7 @@ class ModelRunner:
             self._embeds[slot] = self.device.bring(embeds).to(self.model.dtype)
 
     def _mix_embeds(self, ids: torch.Tensor, step: Rows) -> torch.Tensor | None:
-        """Input rows with prompt embeddings in their places; None if this step computes no such prompt."""
+        """Input embeddings of the step with prompt embeddings inserted; None if no request of the step has any."""
         rows = None
         firsts = np.cumsum(step.counts) - step.counts
         entries = (a.tolist() for a in (step.slots, step.starts, step.counts, firsts))
@@ -344,6 +351,6 @@ class ModelRunner:
 
 
 def _seen_by(backend: Backend, spec: AttentionSpec, cache: LayerCache) -> LayerCache:
-    """A layer's cache without the padding of its heads, where `backend` wants none."""
+    """A view of a layer's cache with the head dimensions that `backend` uses, which may be less than the layout's."""
     keys, values = backend.cache_dim(spec.key_dim), backend.cache_dim(spec.value_dim)
     return LayerCache(cache.keys[..., :keys], cache.values[..., :values])

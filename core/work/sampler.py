@@ -1,6 +1,6 @@
-"""From logits to tokens: rules of the request, masks, then the keyed Gumbel choice.
+"""Sampling: the request's logit rules, then the top-k, top-p and min-p masks, then the keyed Gumbel choice.
 
-The parameters lie in columns by slot, set once when a request gets its slot.
+The sampling parameters are kept in one array per parameter, indexed by slot, and written when a request gets its slot.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 
 
 class Choice(NamedTuple):
-    """What was chosen, on the device, and what the rules found out."""
+    """The chosen tokens, on the device, and the findings of the logit rules."""
 
     tokens: torch.Tensor  # int64 [rows]
     slots: torch.Tensor  # int64 [rows]
     logprobs: list[Scoring]  # of the rows that ask for them
-    errors: dict[int, Exception]  # by slot: why no token can be chosen
+    errors: dict[int, Exception]  # by slot: the reason why no token can be chosen
     complete: set[int]  # slots whose grammar allows no further token
 
 
 class _KnownTokens:
-    """The tokens of one sequence, as the host has them."""
+    """The tokens of one sequence, on the host."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens, self._num = tokens.copy(), len(tokens)
@@ -58,7 +58,7 @@ class _KnownTokens:
 
 
 class Sampler:
-    """Chooses one token for each row of logits. A row's choice depends on its logits, parameters and position alone."""
+    """Chooses a token for each row of logits. The choice depends only on the row's logits, parameters and position."""
 
     def __init__(
         self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int, registry: Registry
@@ -86,7 +86,8 @@ class Sampler:
         self._known.pop(slot, None)
 
     def read(self, plan: StepPlan) -> None:
-        """Take in the tokens that a step computes. Where rules look back all of them are known."""
+        """Store the tokens that a step computes, for sequences whose rules look back. These tokens are never
+        placeholders."""
         if not self._known:
             return
         ends = np.cumsum(plan.counts)
@@ -95,13 +96,17 @@ class Sampler:
                 known.write(int(plan.starts[row]), plan.token_ids[ends[row] - plan.counts[row] : ends[row]])
 
     def choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
-        """`logits` ``[rows, vocab]``, for the tokens at `positions` of the sequences at `slots` (both ``[rows]``) →
-        a token for each row. May change `logits`."""
+        """Choose a token for each row. May change `logits`.
+
+        Args:
+            logits: ``[rows, vocab]``.
+            slots, positions: of the new tokens, int64 ``[rows]``.
+        """
         on_device = self._send("slot", slots, turn)
         asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
         if asked.size:
             index = self._device.bring(torch.from_numpy(asked))
-            logprobs = logits[index].float().log_softmax(1)  # of the logits as the model made them
+            logprobs = logits[index].float().log_softmax(1)  # of the model's logits, before rules and masks
         known = {slot: known.read() for slot, known in self._known.items()}
         choosing = Choosing(slots, positions, known, {}, set())
         tokens = self._choose(self._rules.apply(logits, choosing), slots, positions, turn)

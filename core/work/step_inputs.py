@@ -1,6 +1,7 @@
-"""What a forward pass reads, filled by the host in each step: ids, positions, places in the cache, block tables.
+"""The input arrays of a forward pass, filled by the host in each step: ids, positions, cache places, block tables.
 
-The index of a token in its sequence says where its keys and values lie. Its positions go into rotary embedding alone.
+The index of a token in its sequence determines the cache place of its keys and values. Its positions are used only for
+the rotary embedding.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from .kv_layout import KVLayout
 
 
 class Rows(NamedTuple):
-    """The requests of a step. In the first three arrays one entry is one request; `token_ids` has the tokens of all
-    requests, one request after the other."""
+    """The requests of a step. The first three arrays have one entry per request; `token_ids` has the tokens of all
+    requests, concatenated."""
 
     slots: np.ndarray  # int64 [requests]
-    starts: np.ndarray  # int64 [requests]: tokens computed before
+    starts: np.ndarray  # int64 [requests]: tokens computed in earlier steps
     counts: np.ndarray  # int64 [requests]: tokens to compute
     token_ids: np.ndarray  # [sum of counts]
     wanted: np.ndarray  # int64 [n]: the rows that need logits, each below the sum of counts
     positions: np.ndarray | None = None  # int64 [axes, sum of counts]; None: on each axis the index of the token
-    reach: np.ndarray | None = None  # int32 [sum of counts]: the last index that a row sees; None: its own
+    reach: np.ndarray | None = None  # int32 [sum of counts]: the last index that a row attends to; None: its own
 
     def singles_first(self) -> Rows:
-        """The same step with the requests of a single row in front."""
+        """The same step, reordered so that requests with a single row come first."""
         many = self.counts > 1
         if not (many[:-1] & ~many[1:]).any():
             return self
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A step as it lies in the arrays."""
+    """A step whose arrays have been filled."""
 
     num_rows: int  # of the forward pass, padding included
     batches: list[PagedBatch]  # one for each KV group
@@ -60,7 +61,7 @@ class Filled(NamedTuple):
 
 
 class StepInputs:
-    """The arrays of a step, and the block tables that they are made from."""
+    """The input arrays of a step, and the block tables from which they are made."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class StepInputs:
         self._multiple = multiple
         groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
         rows = self.padded(max(max_tokens, max_num_seqs))
-        self.tables = np.zeros((groups, max_num_seqs, columns), np.int32)  # block of each slot's columns
+        self.tables = np.zeros((groups, max_num_seqs, columns), np.int32)  # block numbers, [group, slot, column]
 
         def staged(n: int, dtype: torch.dtype = torch.int64) -> Staged:
             return Staged(device, (n,), dtype)
@@ -85,7 +86,7 @@ class StepInputs:
         self._positions = Staged(device, (rows, axes), torch.int64)
         self._index = np.zeros(rows, np.int64)  # of each row's token in its sequence
         self.places = [staged(rows, torch.int32) for _ in range(groups)]  # the block of each row
-        self.offsets = staged(rows, torch.int32)  # its place in the block
+        self.offsets = staged(rows, torch.int32)  # the place of each row in its block
         self.wanted = staged(rows)
         seqs = self.padded(max_num_seqs)
         self.qo_indptr, self.kv_indptr = staged(seqs + 1, torch.int32), staged(seqs + 1, torch.int32)
@@ -93,23 +94,24 @@ class StepInputs:
         self.kv_indices = [staged(max_num_seqs * columns + seqs, torch.int32) for _ in range(groups)]
         self._block_size = layout.block_size
         self._asynchronous = device.asynchronous
-        # Padding rows have the last position there is. A model whose frequencies depend on the positions of other rows
-        # would fail verification, which pads rows in the same way.
+        # Padding rows get the largest position. Verification pads rows in the same way, so a model whose rotary
+        # frequencies depend on the positions of other rows would fail it.
         self._last_position = max_model_len - 1
 
     def padded(self, n: int) -> int:
-        """The next multiple, at least one."""
+        """`n` rounded up to a multiple, at least one multiple."""
         return max(1, -(-n // self._multiple)) * self._multiple
 
     def positions(self, count: int) -> torch.Tensor:
-        """Of the first rows, on the device: int64 ``[axes, count]``."""
+        """The positions of the first `count` rows, on the device: int64 ``[axes, count]``."""
         return self._positions.device[:count].T
 
     def fill(self, rows: Rows, turn: int, requests: int | None = None) -> Filled:
-        """Write a step's arrays and send them.
+        """Write a step's arrays and send them to the device.
 
-        requests: fill up to this number of requests, all of a single row; those of padding attend to the null block.
-        None: rows are padded to a multiple, and the padding belongs to no request.
+        Args:
+            requests: pad to this number of requests of a single row each; padding requests attend to the null block.
+                None: rows are padded to a multiple, and the padding belongs to no request.
         """
         slots, starts, counts, token_ids, wanted, given_positions, given_reach = rows
         total, num, size = len(token_ids), len(slots), self._block_size

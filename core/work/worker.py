@@ -1,4 +1,4 @@
-"""A worker in the planner's own process, on one device: what all models have in common."""
+"""The base class of workers that run in the planner's process, on one device."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class LocalWorker(Worker):
             wait_for_memory(self._device, decisions.device_bytes)
         self._free_at_first = free_bytes(self._device)
         self._backend = choose_backend(config.device_config, self._device)
-        self._copies = device_for(self._device)  # for copies that are no runner's
-        self._dropped = False  # its weights
+        self._copies = device_for(self._device)  # for copies outside of a runner
+        self._dropped = False  # whether the weights were dropped by sleep
         self._runner: ModelRunner | None = None
         self._registry = Registry()
         self._profiler = Profiler()
@@ -103,11 +103,11 @@ class LocalWorker(Worker):
         raise NotImplementedError
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
-        """What `func` makes of the model, with all parameters in their places."""
+        """Return ``func(model)``. All parameters of the model are unpacked during the call."""
         raise NotImplementedError
 
     def explain(self) -> list[str]:
-        """What was learned of the model and decided, line by line."""
+        """Lines of text about the model's properties and the decisions made for it."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ what is the same for all
@@ -140,7 +140,8 @@ class LocalWorker(Worker):
         graph_sizes: Sequence[int] = (),
         beside: int = 0,
     ) -> tuple[int, int]:
-        """Blocks in the pool and the longest request: those of the core before, or by `count_blocks`."""
+        """The number of blocks and the length of the longest request: those of the previous core, or by
+        `count_blocks`."""
         count = self._given.num_blocks, self._given.max_model_len
         if not self._given.num_blocks:
             count = count_blocks(config, layout, model, self._backend, graph_sizes, beside)
@@ -175,7 +176,7 @@ class LocalWorker(Worker):
         )
 
     def _collect(self) -> None:
-        """Give unused memory back to the system."""
+        """Return unused memory to the system."""
         gc.collect()
         host_memory.trim()
         if self._device.type == "cuda":
@@ -183,7 +184,7 @@ class LocalWorker(Worker):
 
 
 class LackedMemory:
-    """A `PendingStep` for which the device had no memory."""
+    """A `PendingStep` whose launch failed because the device lacked memory."""
 
     lacks_memory = True
 
@@ -196,8 +197,8 @@ class LackedMemory:
 
 
 def lack_in(error: RuntimeError) -> str:
-    """What is said of the device's lack of memory, if `error` is one; else it is raised again. Libraries have their own
-    words for it: cuBLAS found no workspace, FlashInfer's is too small for the step."""
+    """The message of an error that means lack of device memory. Any other error is raised again. Some libraries report
+    it with a text of their own: cuBLAS could not allocate its workspace, or FlashInfer's is too small for the step."""
     said = ("CUBLAS_STATUS_ALLOC_FAILED", "Buffer overflow")
     if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in said):
         raise error
@@ -205,24 +206,25 @@ def lack_in(error: RuntimeError) -> str:
 
 
 def row_errors(plan: StepPlan, errors: Mapping[int, Exception]) -> list[RowError]:
-    """Errors by slot as those of a plan's rows."""
+    """Convert errors by slot to errors by row of the plan."""
     rows = {slot: row for row, slot in enumerate(plan.slots.tolist())} if errors else {}
     return [RowError(rows[slot], wire_name(error), wire_text(error)) for slot, error in errors.items()]
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """All that takes the memory of weights."""
+    """All parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
 
 
 def empty(tensors: Sequence[torch.Tensor]) -> None:
-    """Give up the memory of `tensors`, which stay the same objects."""
+    """Free the memory of `tensors`. The tensor objects stay, so that the weights can be set again."""
     for tensor in tensors:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """Tells weights apart, without reading all of them: every parameter's name, shape, and a few of its values."""
+    """A digest that identifies weights without reading all of them: it covers each parameter's name, shape, dtype, and
+    a few of its values."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in weights.items():
         values = parameter.flatten()[:: max(1, parameter.numel() // 8)].float()
