@@ -398,15 +398,15 @@ def test_who_waits_for_a_place_gets_it_though_others_keep_coming(made: Adapters)
 def test_adapters_load_while_others_stream(made: Adapters, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from mainspring.core.features import adapters
+    from mainspring.core.work import registry
 
-    read, go_on = adapters.read_lora, threading.Event()
+    read, go_on = registry.read_lora, threading.Event()
 
     def slow(*args: Any) -> Any:
         assert go_on.wait(GUARD)
         return read(*args)
 
-    monkeypatch.setattr(adapters, "read_lora", slow)
+    monkeypatch.setattr(registry, "read_lora", slow)
     add(engine, "small", PROMPTS["small"], made.lora("small"))
     add(engine, "gone", PROMPTS["small"], made.lora("large"))
     add(engine, "none", PROMPTS["none"])

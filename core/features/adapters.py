@@ -204,7 +204,11 @@ class Adapters:
         Raises:
             MainspringError: the adapter can't be served, or there is no room. Raised here or set in the future.
         """
-        adapter, loras = msgspec.convert(values, Adapter), self._loras
+        loras = self._loras
+        try:
+            adapter = msgspec.convert(values, Adapter)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"a LoRA adapter is given wrongly: {error}") from None
         _check_lora(adapter)
         bound, added = self._find(owner, adapter), Future[bool]()
         if bound is not None and bound.digest in loras:
