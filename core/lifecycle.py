@@ -133,7 +133,7 @@ class Lifecycle:
         if type(level) is not int or not 0 <= level <= 2:
             raise InvalidArgumentError(f"level is {level!r:.80}; it must be 0, 1 or 2")
         if self._update is not None:
-            raise InvalidRequestError(f"weights of version {self._update.version!r} are coming in: sleep later")
+            raise InvalidRequestError(f"weights of version {self._update.version!r} are being received: sleep later")
         self._sleep_mode = self._abort_or(mode)
         done: Future[None] = Future()
         self._falling.append(done)
@@ -238,7 +238,7 @@ class Lifecycle:
         if self._update != (frontend, version, number):
             if self._update is not None:
                 self._lose_update("its sender gave up")
-            raise InvalidRequestError(f"message {number} of version {version!r} follows nothing: begin again")
+            raise InvalidRequestError(f"message {number} of version {version!r} is out of order: begin again at 0")
         try:
             self._worker.control(SetParameters(parts))
             for part in parts:

@@ -407,7 +407,7 @@ class EngineCore:
         with span("update"):
             outputs = self.scheduler.update(step, results[0])
         if lack := results[0].lack:
-            logger.warning("out of memory in a step of %d tokens, which is cut: %s", step.plan.num_tokens, lack)
+            logger.warning("out of memory in a step of %d tokens, retried in parts: %s", step.plan.num_tokens, lack)
             self.worker.control(ReleaseMemory())
         if self._journal:
             self._journal.retired(step.plan.id)

@@ -1,4 +1,4 @@
-"""What a user names an adapter by: a folder in PEFT's format, on the core's machine, and a number of the user's own."""
+"""How users name adapters: by a folder in PEFT's format on the core's machine, and by a number that they choose."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_NAME, MAX_PATH = 256, 4096  # characters
 @suggests_names
 @dataclass(frozen=True)
 class LoRARequest:
-    """A LoRA adapter. Its number belongs to the engine or connection that uses it: two may give theirs the same.
+    """A LoRA adapter. Each engine or connection has its own numbers, so two of them may use the same number.
 
     Args:
-        lora_name: for outputs and metrics.
-        lora_int_id: from 1 on; one for each adapter.
+        lora_name: shown in outputs and metrics.
+        lora_int_id: at least 1, and different for each adapter.
         lora_path: folder with ``adapter_config.json`` and ``adapter_model.safetensors``, on the core's machine.
         lora_local_path: its older name.
         base_model_name: only None.
@@ -55,8 +55,8 @@ class PromptAdapterRequest:
     """A prompt adapter (PEFT's prompt tuning): embeddings that stand before a prompt as virtual tokens.
 
     Args:
-        prompt_adapter_name: for errors.
-        prompt_adapter_id: from 1 on; see `LoRARequest`.
+        prompt_adapter_name: shown in errors.
+        prompt_adapter_id: at least 1; see `LoRARequest`.
         prompt_adapter_local_path: folder in PEFT's format, on the core's machine.
         prompt_adapter_num_virtual_tokens: how many virtual tokens it has.
 
@@ -95,5 +95,5 @@ def _check_int(name: str, value: object, most: int) -> None:
 
 
 def _exact(text: str) -> str:
-    """A str of a subclass as a plain one, which alone a message holds."""
+    """Convert an instance of a str subclass to a plain str, because messages can only hold plain ones."""
     return str.__str__(text)

@@ -1,7 +1,7 @@
-"""Messages to frames and back.
+"""Encodes messages to frames, and decodes frames to messages.
 
-Frame 0 is a fixed header, frame 1 the msgpack body, each further frame one array, sent and received without a copy.
-Decoding is typed: what does not fit the message's type is a `ProtocolError`, whatever the bytes.
+Frame 0 is a fixed header, frame 1 the msgpack body, and each further frame one array, sent and received without a copy.
+Decoding is typed: any bytes that do not fit the message's type are a `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
 class Array(NamedTuple):
-    """An array that is to travel."""
+    """An array to send."""
 
     values: np.ndarray  # uint16 for bfloat16
     dtype: str  # as in `Tensor`
 
 
 class Envelope(NamedTuple):
-    """A decoded message with what its header said."""
+    """A decoded message, with the fields of its header."""
 
     instance_id: bytes
     epoch: int
@@ -75,7 +75,7 @@ def decode(frames: Sequence[Frame]) -> Envelope:
 
 
 def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
-    """The array a body refers to: a read-only view of its frame. bfloat16 comes as uint16."""
+    """The array that a message refers to, as a read-only view of its frame. bfloat16 is returned as uint16."""
     if not 0 <= tensor.frame < len(frames):
         raise ProtocolError(f"tensor frame {tensor.frame} of {len(frames)}")
     names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8"}
@@ -97,15 +97,15 @@ def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
 
 
 def encode_value(value: Any) -> msgspec.Raw:
-    """A utility call's arguments or result, of plain msgpack types or wire structs."""
+    """Encode the arguments or the result of a utility call: plain msgpack types or wire structs."""
     return msgspec.Raw(_encoder.encode(value))
 
 
 def encode_arguments(owner: str, values: Any) -> msgspec.Raw:
-    """`encode_value` of what a user gave.
+    """Encode arguments that a user gave. owner: the method that gets them, for the error message.
 
     Raises:
-        InvalidRequestError: no message can hold it. `owner` is whose arguments they are.
+        InvalidRequestError: the arguments can't be encoded.
     """
     try:
         return encode_value(values)

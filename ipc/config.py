@@ -1,7 +1,7 @@
-"""Configuration, each field once: its type, default and doc. CLI flags and the reference page are made from here.
+"""The configuration: the type, default and doc of each field. CLI flags and the reference page are generated from it.
 
-Users set the flat `EngineArgs` (engine/args.py), whose fields are these; it becomes one frozen `EngineConfig`. The core
-fills in what only it can know (`num_gpu_blocks`, the real dtype, …) and sends the result back in READY.
+Users set the same fields in the flat `EngineArgs` (engine/args.py), which becomes one frozen `EngineConfig`. The core
+fills in the values that it determines (`num_gpu_blocks`, the actual dtype, …) and sends the result back in READY.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 
 import msgspec
 
-SET_BY_CORE = object()  # beside what a field means: it is no user's to set
+SET_BY_CORE = object()  # marks, in a field's annotation, a field that the core sets and users can't
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of the configuration."""
 
-    nested: ClassVar[bool] = False  # whether users set it as a dict, by its own name
+    nested: ClassVar[bool] = False  # whether users set the section as one dict, under its own name
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     @property
     def shown_name(self) -> str:
-        """What metrics and traces call it."""
+        """The model's name in metrics and traces."""
         return self.served_model_name or self.model or ""
 
 
@@ -260,9 +260,9 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 class FieldInfo(NamedTuple):
-    """One field, for whatever is generated from it."""
+    """One field, as the generators of flags and docs need it."""
 
-    section: str  # attribute of EngineConfig; empty for one that is such a section itself
+    section: str  # the field's section, an attribute of EngineConfig; empty if the field is a section itself
     name: str
     type: Any
     default: Any
@@ -271,7 +271,7 @@ class FieldInfo(NamedTuple):
 
 
 def fields() -> Iterator[FieldInfo]:
-    """Every field that users set one by one, and each nested section as one field of no section, in order."""
+    """All fields in order. A nested section counts as a single field without a section."""
     for section in msgspec.structs.fields(EngineConfig):
         kind = SECTIONS[section.name]
         if kind.nested:
@@ -281,7 +281,7 @@ def fields() -> Iterator[FieldInfo]:
 
 
 def fields_of(section: type[Section], name: str) -> Iterator[FieldInfo]:
-    """Those of one section, which is called `name`."""
+    """The fields of one section, whose name is `name`."""
     hints = get_type_hints(section, include_extras=True)
     for field in msgspec.structs.fields(section):
         kind, doc, *marks = get_args(hints[field.name])

@@ -59,12 +59,12 @@ from .transport import ipc_path, lock_holder, make_dealer, readable
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0  # to wait for a daemon at an address
-RECONNECT_SECONDS = 60.0  # to wait for a daemon that was connected before
-LOAD_SECONDS = 1800.0  # to wait for a core that listens but still loads its model
+CONNECT_SECONDS = 5.0  # longest wait for the first answer of a daemon
+RECONNECT_SECONDS = 60.0  # longest wait for a lost daemon to answer again
+LOAD_SECONDS = 1800.0  # longest wait for a core that listens but still loads its model
 SEND_ONCE = frozenset({"collective_rpc"})  # methods with unknown side effects, never sent to a second core
-CLOSE_MS = 100  # to send the last frames before the socket is closed
-LOST_POLL_SECONDS = 0.1  # between two attempts while the connection is lost
+CLOSE_MS = 100  # longest wait for the last frames to be sent before the socket is closed
+LOST_POLL_SECONDS = 0.1  # interval between two attempts to reconnect
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
@@ -72,20 +72,20 @@ _UNLISTED = "it does not know our key; have it listed with mainspring keys allow
 
 
 class CoreOwner(Protocol):
-    """What a connection needs to know of whoever keeps the core running."""
+    """The part of a supervisor or a daemon's address that a connection uses."""
 
     address: str
     token: bytes
 
     def dead_error(self) -> EngineDeadError | None:
-        """Not None once there will be no further core."""
+        """The error to raise if no further core will start; None otherwise."""
 
     def close(self) -> None:
         """Called when the connection is closed."""
 
 
 class RemoteCore:
-    """The core of a daemon. It is not ours to end."""
+    """The core of a daemon. A connection does not end it."""
 
     token = b""
 
@@ -115,7 +115,7 @@ class _LedgerEntry:
 
 
 class _Call:
-    """A utility call without an answer so far."""
+    """An unanswered utility call."""
 
     __slots__ = ("arrays", "call", "sent")
 
@@ -129,16 +129,16 @@ class Connection:
     """Not thread-safe: clients hold a lock, or stay in one event loop.
 
     Args:
-        core: whose core it is.
+        core: the owner of the core, a daemon or the supervisor of an embedded core.
         key, server_key: for tcp: path of the own secret key, and the server's public key or its path.
-        weight: share of the core among frontends that compete.
+        weight: the frontend's weight in fair sharing.
         name: shown by `mainspring status`.
-        reconnect_timeout: seconds for a lost daemon to answer again; then the engine is dead.
-        connect_timeout: seconds for a daemon to answer the first time.
+        reconnect_timeout: seconds that a lost daemon has to answer again; after that the engine is dead.
+        connect_timeout: seconds that a daemon has for its first answer.
 
     Raises:
         ConnectError: no daemon answers, or it refuses the key.
-        MainspringError: the core refused the Hello; its error.
+        MainspringError: the core refused the Hello with this error.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Connection:
 
     @property
     def config(self) -> EngineConfig:
-        """As the core filled it in."""
+        """The configuration as the core completed it."""
         assert self._last_ready is not None
         return msgspec.json.decode(self._last_ready.config, type=EngineConfig)
 
@@ -273,7 +273,7 @@ class Connection:
         return self._next_call
 
     def _send_call(self, asked: _Call) -> None:
-        """Send a call to this core. A call that must not be done twice fails instead if it was sent before."""
+        """Send a call to the connected core. A call of a `SEND_ONCE` method that was sent before fails instead."""
         call = asked.call
         if not (asked.sent and call.method in SEND_ONCE):
             asked.sent = True
@@ -311,8 +311,8 @@ class Connection:
     # ------------------------------------------------------------------ receiving
 
     def receive(self) -> bool:
-        """Process all frames that have arrived, without waiting, and reconnect if the connection is lost. Whether
-        anything has changed."""
+        """Process all frames that have arrived, without waiting, and reconnect if the connection is lost. Returns
+        whether anything has changed."""
         self.check_process()
         changed = False
         while not self.closed and self._dead is None:
@@ -330,7 +330,7 @@ class Connection:
         return changed
 
     def _take(self, message: Any) -> bool:
-        """Process a message. Whether the connection is lost because of it."""
+        """Process a message. Returns whether the connection is lost because of it."""
         match message:
             case Outputs(handles, token_ids):
                 for handle, token in zip(handles, token_ids, strict=True):
@@ -349,7 +349,7 @@ class Connection:
                     return True  # the core has forgotten this session, or has no room just now
                 self._refused = from_wire(message.error, message.reason)
             case Bye():
-                logger.info("the core says goodbye: %s", message.reason)
+                logger.info("the core ended the session: %s", message.reason)
                 self._trouble = message.reason
                 return True
             case Fault():
@@ -377,7 +377,7 @@ class Connection:
             self.dropped_frames += 1
 
     def _look_at_socket(self) -> bool:
-        """Read libzmq's events of the connection. Whether it was lost."""
+        """Read libzmq's events of the connection. Returns whether it was lost."""
         lost = False
         while True:
             try:
@@ -426,7 +426,7 @@ class Connection:
             )
             return
         self.reconnections += 1
-        logger.info("connected to epoch %d; %d requests go on", ready.epoch, len(self._ledger))
+        logger.info("connected to epoch %d; %d requests are resumed", ready.epoch, len(self._ledger))
         for entry in self._ledger.values():
             self._send_entry(entry)
         for asked in list(self._calls.values()):
@@ -441,7 +441,7 @@ class Connection:
             self.outputs.append(Outputs([], [], finished=[Finished(handle, "abort") for handle in ended]))
 
     def _give_up(self) -> bool:
-        """Whether a lost connection will not come back."""
+        """Set `_dead` if a lost connection will not come back. Returns whether that is so."""
         if self._last_ready is None:
             return False  # see `_wait_for_ready`
         waited = time.monotonic() - self._lost_at

@@ -1,4 +1,4 @@
-"""Requests suspected of crashing the core, and the quarantine of those that did it repeatedly."""
+"""Requests suspected of crashing the core, and the quarantine of requests that crashed it repeatedly."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ class _Strikes(NamedTuple):
 
 
 class CrashSuspects:
-    """Kept by the supervisor across restarts of its core.
+    """The supervisor keeps this object across restarts of its core.
 
-    After a crash during a step the requests of that step are suspects. The next core computes each of them in steps of
-    its own until it has produced the token that it was computing. A suspect is quarantined after `STRIKES` crashes in a
-    step of its own at the same output position (`STRIKES_BY_KILL`, if all by SIGKILL): cores refuse it from then on.
+    After a crash during a step, all requests of that step are suspects. The next core computes each suspect alone until
+    the suspect has produced the token that it was computing. A suspect is quarantined after `STRIKES` crashes at the
+    same output position while it was computed alone (`STRIKES_BY_KILL` if all were by SIGKILL). Cores refuse a
+    quarantined request.
     """
 
     def __init__(self) -> None:
-        self.suspects: dict[int, int] = {}  # key → output position that it must get past
-        self.quarantined: dict[int, str] = {}  # key → why
+        self.suspects: dict[int, int] = {}  # key → position of the output token that clears it
+        self.quarantined: dict[int, str] = {}  # key → reason
         self._strikes: dict[int, _Strikes] = {}
 
     def crashed(self, journal: Journal, cause: str, killed: bool) -> bool:
-        """Record a crash. `cause` completes "the core died …"; `killed`: by a SIGKILL that the supervisor did not send.
-        Whether a request is quarantined because of it."""
+        """Record a crash. Returns whether a request is quarantined because of it.
+
+        Args:
+            cause: completes the sentence "the core died …".
+            killed: whether the crash was by a SIGKILL that the supervisor did not send.
+        """
         accused = journal.accused()
         untried = {key: self.suspects[key] for key in journal.suspects() if key in self.suspects}
         self.suspects = {**untried, **{one.key: one.position for one in accused}}
@@ -48,7 +53,7 @@ class CrashSuspects:
                     f"{position}; the last time {cause}"
                 )
                 del self.suspects[key]
-        # A request that is no suspect any more has produced a token since its last strike.
+        # A request that stopped being a suspect has produced a token since its last strike: drop its strikes.
         kept = {key: strike for key, strike in self._strikes.items() if key in self.suspects}
         self._strikes = {**kept, **{key: strike for key, strike in strikes.items() if key in self.suspects}}
         return any(key in self.quarantined for key in strikes)

@@ -1,4 +1,4 @@
-"""Every error a user can catch. Each message is one sentence that names the field, the value and the limit."""
+"""All errors that users can catch. Each message is one sentence that names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnknownArgumentError(MainspringError, TypeError):
 
 
 class InvalidRequestError(InvalidArgumentError):
-    """This request can't be served as it stands; the engine goes on with the others."""
+    """This request can't be served as it is. Other requests are not affected."""
 
 
 class DuplicateRequestError(InvalidRequestError):
@@ -36,7 +36,7 @@ class ModelNotFoundError(MainspringError, OSError):
 
 
 class UnsupportedModelError(MainspringError, ValueError):
-    """The model would not be computed rightly, so it is refused. The message says what stands in the way."""
+    """Mainspring can't compute this model correctly, so it refuses the model. The message says why."""
 
 
 class OutOfMemoryError(MainspringError, MemoryError):
@@ -44,7 +44,7 @@ class OutOfMemoryError(MainspringError, MemoryError):
 
 
 class EngineStartError(MainspringError, RuntimeError):
-    """The core did not start; carries the core's own error text."""
+    """The core did not start. The message holds the core's own error text."""
 
 
 class EngineDeadError(MainspringError, RuntimeError):
@@ -52,11 +52,11 @@ class EngineDeadError(MainspringError, RuntimeError):
 
 
 class ConnectError(MainspringError, ConnectionError):
-    """No daemon answered at this address, or it did not let us in."""
+    """No daemon answered at this address, or the daemon refused the connection."""
 
 
 class AddressInUseError(MainspringError, OSError):
-    """Another process listens at this address, or nobody can."""
+    """This address can't be opened: another process listens there, or the system does not allow it."""
 
 
 class NotPermittedError(MainspringError, PermissionError):
@@ -64,15 +64,15 @@ class NotPermittedError(MainspringError, PermissionError):
 
 
 class OverloadedError(MainspringError, RuntimeError):
-    """A limit on what may be in flight is reached: the same request may be accepted later."""
+    """A limit on requests or tokens in flight is reached. The same request may be accepted later."""
 
 
 class RequestFailedError(MainspringError, RuntimeError):
-    """The core gave up on this one request: it died each time it computed it."""
+    """The core gave up on this request, because cores died repeatedly while they computed it."""
 
 
 class WeightsLostError(MainspringError, RuntimeError):
-    """The weights that `update_weights` brought are gone, and the checkpoint's are not to be served in their place."""
+    """Weights sent by `update_weights` are lost, and the checkpoint's weights must not be served instead."""
 
 
 class WrongProcessError(MainspringError, RuntimeError):
@@ -84,7 +84,7 @@ class WrongEventLoopError(MainspringError, RuntimeError):
 
 
 class ProtocolError(MainspringError, ValueError):
-    """A frame that is not of the protocol, or of another version."""
+    """A frame does not follow the protocol, or has another protocol version."""
 
 
 BY_NAME: dict[str, type[MainspringError]] = {
@@ -101,12 +101,12 @@ def check_process(owner: int) -> None:
 
 
 def wire_name(error: BaseException) -> str:
-    """The name an error travels under; what is not ours travels as `MainspringError`."""
+    """The name of an error in a message. Errors of other libraries are named `MainspringError`."""
     return type(error).__name__ if type(error).__name__ in BY_NAME else "MainspringError"
 
 
 def wire_text(error: BaseException) -> str:
-    """The sentence an error travels with, whatever it quotes; a foreign error keeps its type's name in front."""
+    """The text of an error in a message, always valid UTF-8. For errors of other libraries it begins with the type."""
     text = str(error) if isinstance(error, MainspringError) else f"{type(error).__name__}: {error}"
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -116,8 +116,8 @@ def from_wire(name: str, text: str) -> MainspringError:
 
 
 def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
-    """The error for a keyword that `owner` does not have, with the nearest one it has."""
-    import difflib  # for the rare error, not for everybody who imports the package
+    """The error for a keyword that `owner` does not have. It suggests the most similar one that `owner` has."""
+    import difflib  # imported here to keep `import mainspring` fast
 
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6) if isinstance(name, str) else ()
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -125,7 +125,7 @@ def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgu
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: short, and without failing, as ``repr`` does for an int of 5000 digits."""
+    """A short text of a value for error messages. Never raises, while ``repr`` fails for an int of 5000 digits."""
     try:
         return f"{value!r:.80}"
     except Exception:

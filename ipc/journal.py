@@ -1,9 +1,9 @@
-"""Shared memory that outlives a core: the requests of the steps in flight, and the phase. The supervisor owns it.
+"""The journal: memory shared by supervisor and core, with the requests of the steps in flight and the core's phase.
 
-It is an anonymous file that both processes map. The core writes a step's requests before it launches the step, so that
-the supervisor knows them however the core dies.
+It is an anonymous file that both processes map; the supervisor owns it, so it outlives the core. The core writes a
+step's requests before it launches the step, so that the supervisor knows them however the core dies.
 
-A request's key is the same under every core: `request_key` of its frontend's session and its handle.
+A request keeps its key across cores: `request_key` of its frontend's session and its handle.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 
 from .errors import InvalidArgumentError
 
-STEPS = 4  # that may be in flight
-MAX_SUSPECTS = 4096
+STEPS = 4  # slots for steps, at least as many as can be in flight
+MAX_SUSPECTS = 4096  # slots for suspects; further ones are not recorded
 
 _HEAD = np.dtype([("phase", "<i8"), ("num_suspects", "<i8")])
 _STEP = np.dtype([("in_flight", "<i8"), ("solo", "<i8"), ("rows", "<i8")])
 
 
 class Phase(IntEnum):
-    """What a core is doing. The watchdog acts only on a serving one."""
+    """What a core is doing. The watchdog acts only in the phases SERVING and DRAINING."""
 
     STARTING = 0
     LOADING = 1
@@ -44,11 +44,11 @@ class Accused(NamedTuple):
 
     key: int
     position: int  # output position of the token being computed
-    solo: bool  # in a step of its own, as a suspect
+    solo: bool  # whether the step computed this request alone, as a suspect
 
 
 def request_key(session: bytes, handle: int) -> int:
-    """64 bits that name a request under every core: BLAKE2b of the session and the handle, big-endian."""
+    """The 64-bit key of a request, the same under every core: BLAKE2b of the session and the big-endian handle."""
     return int.from_bytes(blake2b(session + handle.to_bytes(8, "big"), digest_size=8).digest(), "big")
 
 
@@ -101,8 +101,14 @@ class Journal:
         self._beats[worker] = time.monotonic()
 
     def launched(self, step: int, keys: np.ndarray, positions: np.ndarray, solo: bool) -> None:
-        """Called before step number `step` is launched: uint64 `keys` of its requests, int64 `positions` of the tokens
-        being computed; `solo` if the step computes a single suspect."""
+        """Record a step, before it is launched.
+
+        Args:
+            step: number of the step.
+            keys: of its requests, uint64 ``[requests]``.
+            positions: output positions of the tokens being computed, int64 ``[requests]``.
+            solo: whether the step computes a single suspect.
+        """
         slot, rows = step % STEPS, len(keys)
         self._keys[slot, :rows] = keys
         self._positions[slot, :rows] = positions
@@ -110,7 +116,7 @@ class Journal:
         self.beat()
 
     def retired(self, step: int) -> None:
-        """Called when step number `step` has succeeded."""
+        """Remove step number `step`, which has succeeded."""
         self._steps["in_flight"][step % STEPS] = 0
         self.beat()
 

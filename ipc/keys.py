@@ -1,7 +1,7 @@
-"""CURVE keys in files: a pair for each side, and the list of who may come in. A key is 40 characters of Z85.
+"""Files of CURVE keys: a key pair for each side, and the list of allowed public keys. A key is 40 characters of Z85.
 
-`NAME.key` holds a secret key, which only its owner may read; `NAME.pub` the public one and the name. Each line of the
-allow-list is ``PUBLICKEY name [weight=2.5] [admin]``; a line that begins with ``#`` and is no key is a comment.
+`NAME.key` holds a secret key and is readable by its owner only. `NAME.pub` holds the public key and the name. Each line
+of the allow-list is ``PUBLICKEY name [weight=2.5] [admin]``. A line that begins with ``#`` and is no key is a comment.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class KeyPair(NamedTuple):
 
 
 class AllowedKey(NamedTuple):
-    """What a listed key's owner is called and may do."""
+    """The name and the rights of a listed key's owner."""
 
     name: str
-    weight: float = 1.0  # most that its frontends may ask for
+    weight: float = 1.0  # the largest weight that its frontends get
     admin: bool = False
 
 
 def config_folder() -> Path:
-    """Where keys are kept: mainspring/ in `XDG_CONFIG_HOME`, else in ~/.config."""
+    """The folder of keys: mainspring/ in `XDG_CONFIG_HOME`, or in ~/.config if that is not set."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mainspring"
 
 
@@ -46,14 +46,14 @@ def default_allowed() -> Path:
 
 
 def new_keypair(path: Path) -> KeyPair:
-    """Draw a pair and write `path`, the secret, and beside it the public key, with the ending .pub.
+    """Make a key pair. Writes the secret key to `path`, and the public key to the same path with the ending .pub.
 
     Raises:
-        InvalidArgumentError: one of the files is there already, or can't be written.
+        InvalidArgumentError: one of the files exists already, or can't be written.
     """
     while True:
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        if public[0].isalnum():  # neither a comment nor an option where it begins a line or an argument
+        if public[0].isalnum():  # else a line could look like a comment, or an argument like an option
             break
     pub = path.with_suffix(".pub")
     for there in (pub, path):
@@ -69,7 +69,7 @@ def load_keypair(path: str | Path) -> KeyPair:
     """The pair whose secret key is in the file `path`.
 
     Raises:
-        InvalidArgumentError: it can't be read, others can read it, or it holds no key.
+        InvalidArgumentError: the file can't be read, other users can read it, or it holds no key.
     """
     secret = _read(path, "make one with `mainspring keys new`").strip()
     if not _KEY.fullmatch(secret):
@@ -80,7 +80,7 @@ def load_keypair(path: str | Path) -> KeyPair:
 
 
 def load_public(key_or_path: str) -> tuple[str, str]:
-    """A public key and its owner's name, from a file or from the key itself, which has no name: "".
+    """A public key and its owner's name, from a file or from the key itself. A key itself has no name: "".
 
     Raises:
         InvalidArgumentError: it is neither a key nor a file that begins with one.
@@ -97,10 +97,10 @@ def load_public(key_or_path: str) -> tuple[str, str]:
 
 
 def client_keys(key: str | None, server_key: str | None) -> tuple[str, str, str] | None:
-    """Own public key, own secret key and the server's public key; None where nobody uses keys.
+    """The own public key, the own secret key and the server's public key; None if no keys are used.
 
     Args:
-        key: path of the own secret key; None: what `mainspring keys new` makes without a name.
+        key: path of the own secret key; None: the default path of `mainspring keys new`.
         server_key: the server's public key, or its path.
 
     Raises:
@@ -114,10 +114,10 @@ def client_keys(key: str | None, server_key: str | None) -> tuple[str, str, str]
 
 
 def load_allowed(path: str | Path) -> dict[str, AllowedKey]:
-    """Public key → what its owner may do.
+    """The allowed keys: public key → the owner's name and rights.
 
     Raises:
-        InvalidArgumentError: the file can't be read, or one of its lines can't be understood.
+        InvalidArgumentError: the file can't be read, or one of its lines is wrong.
     """
     found = {}
     for number, line in enumerate(_read(path, "make it with `mainspring keys allow`").splitlines(), 1):
@@ -130,7 +130,7 @@ def load_allowed(path: str | Path) -> dict[str, AllowedKey]:
 
 
 def append_allowed(path: Path, key: str, allowed: AllowedKey) -> None:
-    """Let one more key in, from the next connection on.
+    """Add a key to the list of allowed keys. It takes effect for new connections.
 
     Raises:
         InvalidArgumentError: the key is listed already, the name or weight is wrong, or the file can't be written.
@@ -162,7 +162,7 @@ def _allowed(words: list[str], where: str) -> AllowedKey:
 
 
 def _number(text: str) -> float:
-    """0 for what is no finite number."""
+    """The number that `text` holds; 0 if it is not a finite number."""
     try:
         return value if math.isfinite(value := float(text)) else 0.0
     except ValueError:

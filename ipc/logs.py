@@ -1,6 +1,6 @@
-"""Log lines of every process, all on stderr: text, or JSON lines for whoever collects them.
+"""Logging of every process to stderr, as text or as JSON lines for log collectors.
 
-`MAINSPRING_LOG_LEVEL` and `MAINSPRING_LOG_FORMAT` choose; a core inherits them from who starts it.
+`MAINSPRING_LOG_LEVEL` and `MAINSPRING_LOG_FORMAT` set it up; a core inherits them from the process that starts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import InvalidArgumentError
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC), level, process, pid, logger, message, and exception where there is one."""
+    """One JSON object per line: time (UTC), level, process, pid, logger, message, and the exception if there is one."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(process: str) -> None:
-    """Log from now on as the environment says; `process` names this one in each line.
+    """Configure logging from the environment. process: the name of this process in each line.
 
     Raises:
         InvalidArgumentError: there is no such level.

@@ -1,8 +1,8 @@
-"""The messages on the wire: msgpack arrays, fields only ever appended, with defaults. No inheritance, no pickle.
+"""The messages of the wire protocol, encoded as msgpack arrays. New fields are only appended, and have defaults.
 
-A message travels as two or more ZeroMQ frames: a fixed header, the msgpack body, then one frame for each tensor the
-body refers to (codec.py). Frontend to core: Hello, AddRequest, Abort, UtilityCall, Bye; StatusCall without a Hello.
-Core to frontend: Ready or Refused, then Outputs, UtilityResult, Fault and Probe; Status; Bye.
+A message is sent as two or more ZeroMQ frames: a fixed header, the msgpack body, and one frame for each tensor that the
+body refers to (codec.py). A frontend sends Hello, AddRequest, Abort, UtilityCall and Bye; StatusCall needs no Hello.
+A core sends Ready or Refused, then Outputs, UtilityResult, Fault and Probe; also Status, and Bye.
 """
 
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Tensor(msgspec.Struct, array_like=True, frozen=True):
-    """An array that travels as its own frame: which one, and how to read it."""
+    """A reference to an array that is sent in a frame of its own."""
 
     frame: int  # index among the tensor frames
     dtype: str  # numpy name, or "bfloat16"
@@ -38,12 +38,12 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int = -1  # of each token, and so many of the likeliest ones; -1: none
-    prompt_logprobs: int = -1  # likewise, of the prompt's tokens but the first
+    logprobs: int = -1  # number of likeliest tokens to report beside each token; -1: no log probabilities
+    prompt_logprobs: int = -1  # likewise for the prompt's tokens, except the first
     logit_bias: dict[int, float] = {}
-    allowed_token_ids: list[int] = []  # none: all
-    bad_words: list[list[int]] = []  # sequences of tokens whose last one is never chosen after the others
-    grammar: list[str] = []  # what the output has to be: kind and text, see ipc/structured.py
+    allowed_token_ids: list[int] = []  # empty: all tokens
+    bad_words: list[list[int]] = []  # token sequences that the output must not contain
+    grammar: list[str] = []  # the form of the output as [kind, text], see ipc/structured.py; empty: free
 
     @property
     def is_penalised(self) -> bool:
@@ -51,23 +51,23 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def looks_back(self) -> bool:
-        """Whether its next token can only be chosen when the host knows the one before."""
+        """Whether the host must know all previous tokens before the next one can be chosen."""
         return bool(self.grammar) or any(len(words) > 1 for words in self.bad_words)
 
 
 class Pooling(msgspec.Struct, array_like=True, frozen=True):
-    """What a request wants of its prompt's hidden states, in place of tokens."""
+    """A request for pooled vectors of the prompt's hidden states instead of tokens."""
 
     task: str
-    dimensions: int = 0  # of the vector, the first ones; 0: all
+    dimensions: int = 0  # number of leading dimensions of the vector to return; 0: all
     activate: bool | None = (
         None  # normalise an embedding, apply softmax or sigmoid to scores; none: as the model has it
     )
-    second: int = 0  # where the second text of a pair begins; 0: there is none
+    second: int = 0  # index of the token at which the second text of a pair begins; 0: there is no second text
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
-    """What changes the model for one request. Its number belongs to the frontend that chose it."""
+    """A LoRA or prompt adapter. Each frontend has its own adapter numbers."""
 
     number: int
     name: str
@@ -76,36 +76,36 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """A frontend introduces itself. Nothing else is sent before the answer."""
+    """The first message of a frontend. It sends nothing else before the answer."""
 
     protocol_version: int
     token: bytes  # shared secret of an embedded core
     client_name: str
-    weight: float = 1.0  # share of the core among frontends that compete
-    session: bytes = b""  # 16 random bytes, kept over reconnections: what was under way under it is forgotten
+    weight: float = 1.0  # the frontend's weight in fair sharing
+    session: bytes = b""  # 16 random bytes, kept over reconnections; a new Hello ends the session's older connection
 
 
 class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
-    """What a frontend must know of the model."""
+    """Properties of the model that a frontend needs."""
 
     vocab_size: int
     hidden_size: int
     max_model_len: int
     dtype: str
     eos_token_ids: list[int] = []
-    fingerprint: str = ""  # equal for cores that would give the same tokens
-    files_digest: str = ""  # of the tokenizer's files, which the method "tokenizer_files" gives
-    tasks: list[str] = []  # what it can be asked for; none: to generate
+    fingerprint: str = ""  # identifies the weights: cores with equal fingerprints give the same tokens
+    files_digest: str = ""  # digest of the tokenizer's files, which the method "tokenizer_files" returns
+    tasks: list[str] = []  # tasks of a pooling model; empty: the model generates
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """The core accepts the frontend. Again in the same epoch: the model's facts have changed."""
+    """The core accepts the frontend. A second Ready in the same epoch says that the model's facts have changed."""
 
     instance_id: bytes  # random per supervisor
     epoch: int  # grows at every core start
     model: ModelFacts
-    config: bytes  # EngineConfig as the core filled it in, JSON
-    capabilities: list[str] = []  # "admin": may change the engine for everyone
+    config: bytes  # EngineConfig as the core completed it, in JSON
+    capabilities: list[str] = []  # "admin": the frontend may change the engine for all frontends
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -116,22 +116,22 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True):
-    """One completion to compute. `output_token_ids` is empty but for a resumption: what was already sent."""
+    """One completion to compute. A resumed request has its known output tokens in `output_token_ids`."""
 
     handle: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # chosen by the frontend, never reused in a connection
-    request_id: str  # the user's; for logs only
+    request_id: str  # chosen by the user; for logs only
     prompt_token_ids: list[int]
     sampling: Sampling
     priority: int = 0
     output_token_ids: list[int] = []
     cache_salt: str = ""
     prompt_embeds: Tensor | None = None  # [prompt tokens, hidden]; prompt_token_ids then holds zeros
-    age_s: float = 0.0  # seconds since it was first sent: a resumed request keeps its place
-    resumed: bool = False  # sent before, to a core that is gone or over a connection that is
-    pooling: Pooling | None = None  # in place of tokens; `sampling` is then of no use
+    age_s: float = 0.0  # seconds since it was first sent, so that a resumed request keeps its place in the queue
+    resumed: bool = False  # whether it was sent before, to a previous core or over a lost connection
+    pooling: Pooling | None = None  # asks for vectors instead of tokens; `sampling` is ignored then
     lora: Adapter | None = None
     prompt_adapter: Adapter | None = None
-    patient: bool = False  # nobody looks at its tokens before it has ended: they may come several steps' at a time
+    patient: bool = False  # tokens are not needed before the request ends: one message may hold those of many steps
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -150,13 +150,13 @@ class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Bye(msgspec.Struct, array_like=True, frozen=True):
-    """The sender is leaving; everything of its is to be forgotten."""
+    """The sender leaves. The receiver forgets its session, requests and calls."""
 
     reason: str = ""
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """Said once of a request, with its first token."""
+    """Sent once per request, with its first token."""
 
     handle: int
     queued_s: float  # seconds from arrival at the core to the first step
@@ -165,7 +165,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """Said once of a request, with its last token or without one."""
+    """Sent once per request, at its end, with or without a token."""
 
     handle: int
     reason: FinishReason
@@ -176,26 +176,26 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Stats(msgspec.Struct, array_like=True, frozen=True):
-    """State of the core after a step. Counters count from the core's start."""
+    """State of the core after a step. Counters start at 0 when the core starts."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0  # share of blocks in use
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of these, found
+    prefix_hits: int = 0  # those of `prefix_queries` that were found
     num_preemptions: int = 0
     num_steps: int = 0
-    chunked_prefills: int = 0  # steps' shares that left a prompt unfinished
-    mixed_steps: int = 0  # steps with both a prompt's tokens and a decode
+    chunked_prefills: int = 0  # prompt chunks that left their prompt unfinished
+    mixed_steps: int = 0  # steps with both prefill and decode
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0
     frontends_connected: int = 0
     epoch: int = 1
-    requests_recovered: int = 0  # begun under a core that is gone or over a connection that is, and gone on with here
-    requests_quarantined: int = 0  # refused, for cores died of them; under all cores of the supervisor
+    requests_recovered: int = 0  # requests resumed with output tokens of a previous core or a lost connection
+    requests_quarantined: int = 0  # requests refused because cores died of them; of all cores of the supervisor
     malformed_frames: int = 0
-    draft_tokens: int = 0  # guessed, to be checked by the model
-    accepted_tokens: int = 0  # of these, what the model would have written
+    draft_tokens: int = 0  # speculative tokens that the model checked
+    accepted_tokens: int = 0  # those of `draft_tokens` that the model accepted
     sleep_level: int = 0
     host_hits: int = 0  # prompt tokens of `prefix_hits` that were in host memory
     running_loras: list[str] = []  # names
@@ -203,7 +203,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Pooled(msgspec.Struct, array_like=True, frozen=True):
-    """What a pooling request brought. The request ends with it."""
+    """The vectors of a pooling request. The request ends with them."""
 
     handle: int
     shape: list[int]
@@ -211,22 +211,23 @@ class Pooled(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log probabilities of some tokens, in fp32, of the unchanged logits. Row by row: the token itself, then the
-    likeliest ones in descending order. Arrays as bytes, little-endian, ``[rows, width]`` and for ranks ``[rows]``."""
+    """Log probabilities of some tokens in fp32, computed from the model's unchanged logits. Each row has the token
+    itself, then the likeliest tokens in descending order. Arrays are sent as little-endian bytes: ``[rows, width]``,
+    and ``[rows]`` for ranks."""
 
     width: int
     token_ids: bytes  # int32
     logprobs: bytes  # float32
-    ranks: bytes  # int32, of the first of each row: 1 if none is likelier
-    rows: list[int] = []  # which of the outputs' tokens
-    handle: int = -1  # of a prompt instead: whose
-    start: int = 0  # and where in it the first row stands
+    ranks: bytes  # int32, rank of each row's first token; 1 is the likeliest
+    rows: list[int] = []  # for output tokens: the index of each row's token in `Outputs.token_ids`
+    handle: int = -1  # for prompt tokens: the request; -1: the rows are output tokens
+    start: int = 0  # for prompt tokens: the position of the first row in the prompt
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True):
-    """All that a step brought one frontend, column-wise: token `token_ids[i]` belongs to request `handles[i]`.
+    """The results of steps for one frontend, in columns: token `token_ids[i]` belongs to request `handles[i]`.
 
-    A request that got several tokens stands several times, in order."""
+    The handle of a request with several tokens occurs several times, in order."""
 
     handles: list[int]
     token_ids: list[int]
@@ -254,11 +255,11 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True):
-    """Nothing: sent to see whether somebody is there. To be ignored."""
+    """An empty message that the core sends to detect lost connections. The receiver ignores it."""
 
 
 class StatusCall(msgspec.Struct, array_like=True, frozen=True):
-    """Ask how the core is. Answered without a Hello, and while the model loads."""
+    """Ask for the core's status. The core answers without a Hello, and also while the model loads."""
 
     token: bytes = b""
 
@@ -271,13 +272,13 @@ class FrontendStatus(msgspec.Struct, frozen=True):
     weight: float
     num_running: int = 0
     num_waiting: int = 0
-    tokens_in_flight: int = 0  # most tokens, prompt and output, that its requests can come to
+    tokens_in_flight: int = 0  # sum of the largest lengths (prompt and output) of its requests
     generation_tokens: int = 0
-    slow: bool = False  # does not read what it is sent, so nothing is computed for it
+    slow: bool = False  # it does not read its messages, so nothing is computed for it
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Percentiles of the latest observations, in seconds; zeros without any."""
+    """Percentiles of the latest observations, in seconds; zeros if there are none."""
 
     p50: float = 0.0
     p95: float = 0.0
@@ -285,7 +286,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class CoreStatus(msgspec.Struct, frozen=True):
-    """How a core is. The one message encoded as maps, for people and scripts read it."""
+    """The status of a core. Its structs are encoded as maps, because people and scripts read them."""
 
     epoch: int
     core_pid: int
@@ -296,7 +297,7 @@ class CoreStatus(msgspec.Struct, frozen=True):
     last_crash: str = ""
     uptime_s: float = 0.0
     num_blocks: int = 0
-    tokens_per_s: float = 0.0  # generated, over the last seconds
+    tokens_per_s: float = 0.0  # generated tokens per second, averaged over the last seconds
     time_to_first_token: Latency = Latency()
     inter_token_latency: Latency = Latency()
     stats: Stats = Stats()
@@ -305,20 +306,20 @@ class CoreStatus(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, array_like=True, frozen=True):
-    """Observations, counted by size."""
+    """A histogram of observations."""
 
     name: str
-    bounds: list[float]  # upper ones of the buckets, inclusive, ascending
-    counts: list[int]  # one a bucket, and one for what is above the last bound
+    bounds: list[float]  # inclusive upper bounds of the buckets, ascending
+    counts: list[int]  # observations per bucket; the last count is of those above all bounds
     sum: float = 0.0
 
 
 class Measured(msgspec.Struct, array_like=True, frozen=True):
-    """What was counted of requests since the core's start."""
+    """Counters and histograms of requests since the core's start."""
 
-    prompt_tokens: int = 0  # of requests that have brought a token
+    prompt_tokens: int = 0  # of requests that have produced a token
     generation_tokens: int = 0
-    ended: list[int] = []  # requests, by finish reason: stop, length, abort, error
+    ended: list[int] = []  # ended requests by finish reason: stop, length, abort, error
     distributions: list[Distribution] = []
 
 
@@ -330,12 +331,12 @@ class Status(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StartReport(msgspec.Struct, array_like=True, frozen=True):
-    """A starting core's first line to its supervisor, over a pipe: empty error if it is ready."""
+    """The first message of a starting core to its supervisor, over a pipe. `error` is empty if the core is ready."""
 
     error: str = ""
     error_text: str = ""
-    config: EngineConfig | None = None  # as the core filled it in: the next start repeats it
-    decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing: as well
+    config: EngineConfig | None = None  # as the core completed it; the next core starts with it
+    decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # the worker's `Decisions`; the next core reuses them
 
 
 class HeldAdapter(msgspec.Struct, array_like=True, frozen=True):
@@ -347,13 +348,13 @@ class HeldAdapter(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DesiredState(msgspec.Struct, array_like=True, frozen=True):
-    """A core's further lines to its supervisor: what users have set, for the next core to begin with."""
+    """The later messages of a core to its supervisor: the state that users have set, for the next core."""
 
     paused: bool = False
-    asleep: list[str] = []  # of "scheduling", "weights" and "kv_cache"
+    asleep: list[str] = []  # some of "scheduling", "weights" and "kv_cache"
     sleep_level: int = 0
-    weights_version: str | None = None  # of weights that took the checkpoint's place
-    fingerprint: str = ""  # of the model with these
+    weights_version: str | None = None  # of the weights that users have sent; None: the checkpoint's weights
+    fingerprint: str = ""  # of the model with these weights
     adapters: list[HeldAdapter] = []
 
 

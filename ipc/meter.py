@@ -1,4 +1,4 @@
-"""What is counted of requests and steps: by a core of all its frontends, by a frontend of its own requests."""
+"""Counters and histograms of requests and steps. A core counts for all frontends, a frontend for its own requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .messages import Distribution, FinishReason, Measured
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKENS = tuple(float(4**n) for n in range(11))
 
-# name → what is observed, upper bounds of the buckets
+# name → help text, upper bounds of the buckets
 DISTRIBUTIONS: dict[str, tuple[str, tuple[float, ...]]] = {
     "iteration_tokens_total": ("Tokens of a step, of prompts and of outputs.", _TOKENS),
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", _SECONDS),
@@ -26,7 +26,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 class Ended(NamedTuple):
-    """A request that has ended. Times in seconds; without a first token there are only the first four."""
+    """The measurements of a request that has ended, in seconds. The last three are None without a first token."""
 
     finish_reason: FinishReason
     e2e_latency: float
@@ -38,7 +38,8 @@ class Ended(NamedTuple):
 
 
 class Meter:
-    """Counts from its start on. It is told of each step, and when a request begins and ends; never of a token."""
+    """Counts since it was made. Its methods are called per step and at the begin and end of a request, but not per
+    token, because that would cost too much."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = 0
@@ -47,22 +48,27 @@ class Meter:
         self._sums = dict.fromkeys(DISTRIBUTIONS, 0.0)
 
     def stepped(self, num_tokens: int) -> None:
-        """A step computed so many tokens."""
+        """Count a step that computed `num_tokens`."""
         self._observe("iteration_tokens_total", num_tokens)
 
     def brought(self, num_tokens: int, num_firsts: int, gap: float | None) -> None:
-        """So many tokens came at once, `num_firsts` of them a request's first; `gap` seconds after those before."""
+        """Count output tokens that arrived together.
+
+        Args:
+            num_firsts: how many of them are the first token of a request.
+            gap: seconds since the previous tokens.
+        """
         self.generation_tokens += num_tokens
         if gap is not None and num_tokens > num_firsts:
             self._observe("inter_token_latency_seconds", gap, num_tokens - num_firsts)
 
     def began(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A request's first token came, so many seconds after its arrival."""
+        """Count a request's first token, which came `seconds` after the request's arrival."""
         self.prompt_tokens += num_prompt_tokens
         self._observe("time_to_first_token_seconds", seconds)
 
     def ended(self, request: Ended) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.ends[request.finish_reason] += 1
         self._observe("e2e_request_latency_seconds", request.e2e_latency)
         self._observe("request_prompt_tokens", request.num_prompt_tokens)
@@ -72,7 +78,7 @@ class Meter:
                 self._observe(f"request_{name}_time_seconds", seconds)
 
     def measured(self) -> Measured:
-        """What was counted so far."""
+        """All counters and histograms so far."""
         distributions = [
             Distribution(name, [*bounds], [*self._counts[name]], self._sums[name])
             for name, (_, bounds) in DISTRIBUTIONS.items()

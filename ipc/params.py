@@ -1,4 +1,4 @@
-"""What a user asks of one request, range-checked with messages that name the field, the value and the limit."""
+"""The parameters of a request. Errors of the range checks name the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .errors import InvalidArgumentError, shown, suggests_names
 from .structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
-MAX_BAD_WORDS = 4096  # all are looked through for each token
-MAX_COMPLETIONS = 16384
-MAX_BIAS = 1e30  # of a bias or penalty, either way: far inside what fp32 holds
+MAX_BAD_WORDS = 4096  # words after tokenization, because each step compares all of them with the output
+MAX_COMPLETIONS = 16384  # completions of one request
+MAX_BIAS = 1e30  # largest absolute bias or penalty: sums of several stay finite in fp32
 
 
 class RequestOutputKind(IntEnum):
@@ -40,7 +40,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    best_of: int | None = None  # so many are computed, and the `n` of the largest cumulative_logprob given back
+    best_of: int | None = None  # number to compute; the `n` with the largest cumulative_logprob are returned
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -51,25 +51,25 @@ class SamplingParams:
     seed: int | None = None  # none: 64 random bits, fixed when the request is added
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None  # never written; each also with a space before it
+    bad_words: list[str] | None = None  # never generated, neither with nor without a space before them
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16  # none: up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # of each token and of the so many likeliest ones; -1: of all
-    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens but the first
+    logprobs: int | None = None  # number of likeliest tokens to report beside each token; -1: all
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens, except the first
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens; -1: as many as fit
+    truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as many as fit
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None  # an output for the first token, then every so many; none: the engine's
-    logit_bias: dict[int, float] | None = None  # token id → what is added to its logit
-    allowed_token_ids: list[int] | None = None  # no others are chosen
+    stream_interval: int | None = None  # tokens between two outputs, after the first; none: the engine's
+    logit_bias: dict[int, float] | None = None  # token id → number added to its logit
+    allowed_token_ids: list[int] | None = None  # only these are chosen
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     guided_decoding: StructuredOutputsParams | None = None  # its older name
     logits_processors: list[Callable[..., Any]] | None = None  # see core/work/logit_rules.py
-    extra_args: dict[str, Any] | None = None  # for extensions; without effect here
+    extra_args: dict[str, Any] | None = None  # for extensions; the engine ignores it
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     use_beam_search: bool = False  # `best_of` beams (or `n`), by sum of log probabilities; see beam_search.py
     length_penalty: float = 1.0  # of beams: the sum is divided by the length to this power
@@ -87,7 +87,7 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """How many completions are computed."""
+        """The number of completions to compute."""
         return self.best_of or self.n
 
     def clone(self) -> SamplingParams:
@@ -188,7 +188,9 @@ class SamplingParams:
 @suggests_names
 @dataclass
 class BeamSearchParams:
-    """What `LLM.beam_search` looks for: the `beam_width` continuations of the largest score, see `SamplingParams`.
+    """The parameters of `LLM.beam_search`, which finds the `beam_width` continuations with the largest score.
+
+    See `SamplingParams` for the fields.
 
     Raises:
         InvalidArgumentError: a value is out of range.
@@ -245,7 +247,7 @@ _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a str that can be sent: one without half a surrogate pair."""
+    """Whether `value` is a str that UTF-8 can encode, which a lone surrogate prevents."""
     try:
         return isinstance(value, str) and len(value.encode()) >= 0
     except UnicodeEncodeError:
@@ -253,7 +255,7 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def _by_token(bias: dict[Any, Any]) -> dict[Any, Any]:
-    """With ints for keys of digits, which is what JSON makes of them."""
+    """Convert keys that are strings of digits to ints, because JSON objects have only string keys."""
     found = {int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key: bias[key] for key in bias}
     if len(found) < len(bias):
         raise InvalidArgumentError("logit_bias names a token twice, as a str and as an int")

@@ -1,4 +1,4 @@
-"""What a user asks of one request to a pooling model."""
+"""The parameters of a request to a pooling model."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Literal, get_args
 from .errors import InvalidArgumentError, shown, suggests_names
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
-MOST = 2**31 - 1  # dimensions or tokens
+MOST = 2**31 - 1  # largest number of dimensions or tokens
 
 
 @suggests_names
 @dataclass
 class PoolingParams:
-    """Which vector is made of a prompt's hidden states.
+    """How a prompt's hidden states become the returned vector.
 
-    `embed` is one vector, as the checkpoint pools; `token_embed` the hidden state of each token; `classify` the
-    probabilities of the model's labels, `token_classify` those of each token.
+    `embed` returns one vector, pooled as the checkpoint says; `token_embed` the hidden state of each token; `classify`
+    the probabilities of the model's labels; `token_classify` these probabilities for each token.
 
     Raises:
         InvalidArgumentError: a value is out of range. The message names it and the limit.
         UnknownArgumentError: no such field.
     """
 
-    dimensions: int | None = None  # of an embedding, the first ones (Matryoshka); none: all
+    dimensions: int | None = None  # number of leading dimensions of an embedding (Matryoshka); none: all
     use_activation: bool | None = (
         None  # softmax or sigmoid of scores, length 1 of embeddings; none: as the model has it
     )
     normalize: bool | None = None  # the older name, for embeddings
-    task: PoolingTask | None = None  # none: the model's first
+    task: PoolingTask | None = None  # none: the first task of the model
     truncate_prompt_tokens: int | None = (
-        None  # keep the first so many, with what the tokenizer adds; -1: as many as fit
+        None  # number of first tokens to keep, with those that the tokenizer adds; -1: as many as fit
     )
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class PoolingParams:
 
     @property
     def activate(self) -> bool | None:
-        """Either name's value."""
+        """The value of `use_activation`, or of its older name `normalize`."""
         return self.normalize if self.use_activation is None else self.use_activation
 
     def validate(self) -> None:

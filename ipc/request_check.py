@@ -33,7 +33,7 @@ class RequestCheck(NamedTuple):
     max_num_seqs: int = 0  # for the message about `max_carried`
 
     def check(self, message: AddRequest) -> None:
-        """Whatever can be checked without the state of the core."""
+        """Check all that can be checked without the state of the core."""
         self._check_task(message.pooling)
         if message.lora is not None:
             self.check_lora()
@@ -48,7 +48,7 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError(f"{done} output tokens are there already; max_tokens is {most}")
 
     def check_lora(self) -> None:
-        """Whether requests may have LoRA adapters."""
+        """Check that the core serves LoRA adapters."""
         if not self.adapters.enable_lora:
             raise NotSupportedError("lora_request is given, but the core serves none: start it with enable_lora=True")
 

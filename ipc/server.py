@@ -62,14 +62,14 @@ MAX_INBOX_BYTES = 64 << 20
 MAX_BACKLOG_BYTES = 16 << 20  # unread messages of one frontend, above which it is disconnected
 MAX_EARLY = 1000  # Hellos kept while the model loads
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # range of the weight that a frontend may ask for
-MAX_BODY_BYTES = 16 << 20  # of a frontend's message without arrays: decoded, it may be many times as large
-SESSION_BYTES = 16
-FRAMES_A_TURN = 256
-FAREWELL_MS = 500  # to send the last frames before the sockets are closed
-_BACKLOG_POLL_MS = 10
-_PARENT_POLL_MS = 500
-_FAREWELL_S = 1.0  # between two attempts to send Bye to a frontend that was disconnected
-_PROBES_S = (0.05, 1.0)  # after a connection was lost, when to send probes that show whose it was
+MAX_BODY_BYTES = 16 << 20  # body of a frontend's message: small, because it may grow many times when it is decoded
+SESSION_BYTES = 16  # length of a session id
+FRAMES_A_TURN = 256  # messages received from one socket before others get their turn
+FAREWELL_MS = 500  # longest wait for the last frames to be sent before the sockets are closed
+_BACKLOG_POLL_MS = 10  # interval between attempts to send to a slow frontend
+_PARENT_POLL_MS = 500  # interval between checks of the parent process, if the kernel has no pidfd
+_FAREWELL_S = 1.0  # seconds between attempts to send Bye to a frontend that was disconnected
+_PROBES_S = (0.05, 1.0)  # seconds after a lost connection at which probes are sent to find out whose it was
 
 Origin = tuple[int, bytes]  # number of the socket, routing id of the peer
 
@@ -281,7 +281,7 @@ class CoreServer:
     # ------------------------------------------------------------------ receiving
 
     def _receive_some(self) -> bool:
-        """Receive a bounded number of messages from each socket. Whether there may be more."""
+        """Receive a bounded number of messages from each socket. Returns whether there may be more."""
         more = False
         for number, router in enumerate(self._routers):
             left = FRAMES_A_TURN
@@ -396,7 +396,7 @@ class CoreServer:
         return load_allowed(self._endpoints.allowed_keys).get(key.decode())
 
     def _authenticate(self, zap: Socket) -> None:
-        """Answer libzmq's question whether a public key may connect (RFC 27, ZAP)."""
+        """Answer libzmq's authentication request for a public key (RFC 27, ZAP)."""
         with contextlib.suppress(zmq.Again):
             version, call, _, _, _, _, *credentials = zap.recv_multipart(zmq.NOBLOCK)
             key = z85.encode(credentials[0]) if credentials else b""
@@ -458,7 +458,7 @@ class CoreServer:
     # ------------------------------------------------------------------ lost and slow frontends
 
     def _watch_connections(self) -> None:
-        """libzmq reports that a connection was lost, but not whose. A probe to each peer shows it."""
+        """Send probes to all peers after a lost connection, because libzmq does not report which peer was lost."""
         now = time.monotonic()
         for monitor in self._monitors:
             with contextlib.suppress(zmq.Again):

@@ -1,4 +1,4 @@
-"""What a user asks of an answer's form: a JSON schema, a regular expression, a list of choices, a grammar or tags."""
+"""Parameters of structured outputs: a JSON schema, a regular expression, a list of choices, a grammar or tags."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from .errors import InvalidArgumentError, shown, suggests_names
 
-MAX_SPEC_BYTES = 256 << 10
-WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON, at most: some models never end a run of it by themselves
-OPTIONS_KEY = "x-guidance"  # of a schema: where how it is to be written travels
+MAX_SPEC_BYTES = 256 << 10  # largest text of a schema or grammar on the wire
+WHITESPACE = r"[ \n\r\t]{1,40}"  # allowed between parts of JSON; limited, because some models never end a run of it
+OPTIONS_KEY = "x-guidance"  # the schema's key for llguidance's options, such as the whitespace between parts
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
@@ -27,7 +27,7 @@ class StructuredOutputsParams:
     ``end``) and ``triggers``, between which the text is free.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or not exactly one form is asked for; the message names fields.
+        InvalidArgumentError: a value is out of range, or not exactly one form is given. The message names the fields.
         UnknownArgumentError: no such field.
     """
 
@@ -35,13 +35,13 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    json_object: bool | None = None  # False is as None
-    disable_fallback: bool = False  # without effect: there is one implementation, and nothing to fall back to
-    disable_any_whitespace: bool = False  # JSON without any between its parts
-    disable_additional_properties: bool = False  # of objects whose schema lists properties and does not say
-    whitespace_pattern: str | None = None  # regex of what may stand between the parts of JSON
+    json_object: bool | None = None  # False means the same as None
+    disable_fallback: bool = False  # ignored, because there is only one implementation
+    disable_any_whitespace: bool = False  # no whitespace between the parts of JSON
+    disable_additional_properties: bool = False  # for objects whose schema lists properties and has no own setting
+    whitespace_pattern: str | None = None  # regular expression for the whitespace between the parts of JSON
     structural_tag: str | None = None
-    backend: str | None = None  # without effect, as disable_fallback; a field of the older GuidedDecodingParams
+    backend: str | None = None  # ignored; a field of the older GuidedDecodingParams
 
     def __post_init__(self) -> None:
         self.validate()
@@ -76,10 +76,10 @@ class StructuredOutputsParams:
         self.spec()
 
     def spec(self) -> tuple[Kind, str]:
-        """What goes over the wire: the kind of form, and its text.
+        """The form as it is sent: its kind and its text.
 
         Raises:
-            InvalidArgumentError: the schema or the tags are no JSON, or the text is longer than `MAX_SPEC_BYTES`.
+            InvalidArgumentError: the schema or the tags are not JSON, or the text is longer than `MAX_SPEC_BYTES`.
         """
         kind, text = self._spec()
         try:
@@ -143,7 +143,7 @@ def _loads(name: str, text: str) -> Any:
 
 
 def _close(schema: Any) -> None:
-    """Forbid, in place, properties that are not listed, wherever some are."""
+    """Set ``additionalProperties: false``, in place, in every object that lists properties and has no own setting."""
     if isinstance(schema, dict):
         if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
             schema["additionalProperties"] = False

@@ -49,11 +49,11 @@ CORE_ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
 }
-END_SECONDS = 5.0  # for a core to end after SIGTERM, before SIGKILL
-ABORT_SECONDS = 2.0  # for a hung core to write its stacks after SIGABRT
-SETTLED_SECONDS = 2.0  # of serving; if a core dies earlier, the next start is delayed
-MAX_WAIT_SECONDS = 5.0
-_LOOK_SECONDS = 0.5
+END_SECONDS = 5.0  # time that a core has to end after SIGTERM, before SIGKILL
+ABORT_SECONDS = 2.0  # time that a hung core has to write its stacks after SIGABRT
+SETTLED_SECONDS = 2.0  # if a core dies before it has served that long, the next start is delayed
+MAX_WAIT_SECONDS = 5.0  # longest delay of a start after several early crashes
+_LOOK_SECONDS = 0.5  # interval between two checks of a core
 _LENGTH = struct.Struct(">I")
 
 
@@ -110,7 +110,7 @@ class Supervisor:
         """Start the first core, and wait until it serves.
 
         Raises:
-            MainspringError: it did not start; the core's error, with its type.
+            MainspringError: the core did not start; this is the core's error, with its type.
         """
         try:
             self._launch()
@@ -122,7 +122,7 @@ class Supervisor:
         """Watch the core, and start it again whenever it dies, until `stop`.
 
         Raises:
-            EngineDeadError: it died too often.
+            EngineDeadError: the core died too often.
         """
         quick, trouble = 0, ""  # early crashes in a row; why the last start failed
         try:
@@ -286,7 +286,7 @@ class Supervisor:
     # ------------------------------------------------------------------ after a crash
 
     def _account(self, trouble: str) -> None:
-        """Record how the core died and which requests are suspects. `trouble`: more about the cause, if it is known.
+        """Record how the core died, and which requests are suspects. trouble: the error of a failed start, or empty.
 
         Raises:
             EngineDeadError: the limit of restarts is reached.

@@ -33,8 +33,8 @@ class Endpoints(msgspec.Struct, frozen=True):
     """Where a core listens, and which frontends may connect."""
 
     address: str  # ipc://PATH or tcp://HOST:PORT
-    admin_address: str = ""  # connections to this address may change the engine for everyone
-    secret_key: str = ""  # of the server, CURVE in Z85; empty: no CURVE
+    admin_address: str = ""  # connections to this address may change the engine for all frontends
+    secret_key: str = ""  # the server's CURVE key in Z85; empty: no CURVE
     allowed_keys: str = ""  # path of the list of public keys, read anew for each connection
     token: bytes = b""  # a secret that every Hello must hold; then every connection is an admin's
 
@@ -52,9 +52,9 @@ class CoreLaunch(msgspec.Struct):
     crash_fd: int  # where its last traceback goes
     runtime_dir: str  # removed by the core if its parent dies
     drain_timeout: float  # seconds; 0: SIGTERM ends it at once
-    suspects: dict[int, int] = {}  # requests to compute alone until they have brought the token at this output position
-    quarantined: dict[int, str] = {}  # requests to refuse, and why
-    decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # of fusing, by the first core
+    suspects: dict[int, int] = {}  # key → output position up to which the request is computed alone
+    quarantined: dict[int, str] = {}  # key → reason why the request is refused
+    decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # the `Decisions` of the previous core's worker
     state: DesiredState = DesiredState()
     restarts: int = 0
     last_crash: str = ""
@@ -232,7 +232,7 @@ def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None 
 
 
 def readable(fds: Iterable[int], seconds: float | None) -> set[int]:
-    """The descriptors that can be read or have ended. Waits for the first one, at most so many seconds."""
+    """The descriptors that can be read or have ended. Waits for the first one, at most `seconds`; None: no limit."""
     poll = select.poll()  # select() does not work with descriptors above 1023
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -244,7 +244,7 @@ class ProcessWatch:
 
     Args:
         pid: the process, a parent or child of this one.
-        ask: whether it has ended, for kernels without pidfd.
+        ask: returns whether the process has ended; used if the kernel has no pidfd.
     """
 
     def __init__(self, pid: int, ask: Callable[[], bool]) -> None:
@@ -255,7 +255,7 @@ class ProcessWatch:
                 self.fd = os.pidfd_open(pid)
 
     def ended(self) -> bool:
-        """Does not wait. A zombie has ended."""
+        """Whether the process has ended, without waiting. A zombie counts as ended."""
         if self.fd is not None:
             return bool(readable([self.fd], 0))
         return self._ask()

@@ -289,7 +289,7 @@ class Adapters:
                 bound, _ = self._keep(owner, adapter, reading.result().digest, number)
                 bound.held, bound.pinned = True, pinned
             except Exception as error:
-                logger.warning("the LoRA adapter %r of an earlier core is gone: %s", adapter.path, error)
+                logger.warning("the LoRA adapter %r of the previous core can't be reloaded: %s", adapter.path, error)
 
 
 def _embeddings(found: AdapterFacts) -> np.ndarray:

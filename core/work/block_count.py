@@ -112,7 +112,7 @@ def _profile_cuda(
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     logger.info(
-        "a step takes up to %.2f GB of the GPU, weights included; others have %.2f GB", peak / 1e9, others / 1e9
+        "a step takes up to %.2f GB of the GPU, weights included; other programs take %.2f GB", peak / 1e9, others / 1e9
     )
     return max(0, int(total * cache.gpu_memory_utilization) - peak - others)
 

@@ -264,14 +264,14 @@ class ModelRunner:
         began = time.monotonic()
         for size in sorted(sizes if self._graph_max_len else (), reverse=True):
             if time.monotonic() - began > CAPTURE_SECONDS:
-                logger.warning("no time to capture graphs of %d rows and fewer: such steps are launched", size)
+                logger.warning("no time left for graphs of %d rows and fewer: such steps run without a graph", size)
                 break
             try:
                 self._capture(size)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the model's forward waits for the device
-                logger.warning("no graph can be captured, so all steps are launched: %s", str(error).partition("\n")[0])
+                logger.warning("no graph can be captured, all steps run without one: %s", str(error).partition("\n")[0])
                 self._graphs.clear()
                 break
         self._graphs = dict(sorted(self._graphs.items()))
