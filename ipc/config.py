@@ -20,7 +20,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    """Which model, which tokenizer, how long a context."""
+    """The model, its tokenizer, and the length of requests."""
 
     model: Annotated[str | None, "Folder or Hugging Face id of the checkpoint; none: the embedded model."] = None
     tokenizer: Annotated[str | None, "Folder or id of the tokenizer; none: the model's."] = None
@@ -38,12 +38,12 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4", "awq"] | None,
-        "`int8`, `int4`: round the weights as they are loaded, for native kernels on a CPU; `awq`: see that the "
-        "checkpoint is one of AWQ's, which is recognised anyway.",
+        "`int8`, `int4`: round the weights as they are loaded, for native kernels on a CPU; `awq`: require an AWQ "
+        "checkpoint, which is recognised without this option, too.",
     ] = None
     seed: Annotated[int, "Seed of `load_format=dummy` weights."] = 0
     max_model_len: Annotated[int | None, "Most tokens of a request, prompt and output; none: the model's."] = None
-    max_logprobs: Annotated[int, "Most log probabilities of one token that a request may ask for; -1: of all."] = 512
+    max_logprobs: Annotated[int, "Most log probabilities per token that a request may ask for; -1: no limit."] = 512
     hf_overrides: Annotated[dict[str, Any], "Fields to replace in the checkpoint's config."] = {}
     generation_config: Annotated[
         str, "Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder."
@@ -51,11 +51,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     override_generation_config: Annotated[dict[str, Any], "Fields to replace in the generation config."] = {}
     served_model_name: Annotated[str | None, "What metrics and traces call the model; none: `model`."] = None
     runner: Annotated[
-        Literal["auto", "generate", "pooling"], "What the model is for; `auto`: what its architecture is for."
+        Literal["auto", "generate", "pooling"], "Generate text or pool vectors; `auto`: as the architecture says."
     ] = "auto"
     task: Annotated[
         Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"],
-        "Older than `runner`: `generate`, or what a pooling model is for.",
+        "Older form of `runner`: `generate`, or the task of a pooling model.",
     ] = "auto"
 
     @property
@@ -65,7 +65,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 class LoadConfig(Section, frozen=True, kw_only=True):
-    """How weights get into memory."""
+    """How weights are loaded."""
 
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
@@ -78,7 +78,7 @@ class LoadConfig(Section, frozen=True, kw_only=True):
 class CacheConfig(Section, frozen=True, kw_only=True):
     """The paged KV cache."""
 
-    block_size: Annotated[Literal[8, 16, 32, 64], "Tokens a block holds."] = 16
+    block_size: Annotated[Literal[8, 16, 32, 64], "Tokens per block."] = 16
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"],
         "Dtype of keys and values in the cache; `auto`: the model's; `fp8` (`fp8_e4m3`): twice the blocks.",
@@ -87,10 +87,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         int | None, "Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU."
     ] = None
-    num_gpu_blocks_override: Annotated[int | None, "Number of blocks, whatever memory says."] = None
+    num_gpu_blocks_override: Annotated[int | None, "Number of blocks, instead of one that fits in memory."] = None
     enable_prefix_caching: Annotated[bool, "Keep finished blocks and reuse them for equal prefixes."] = True
     kv_offloading_size: Annotated[
-        float | None, "GiB of host memory for cached blocks that the pool had to forget; none: none."
+        float | None, "GiB of host memory for cached blocks that were evicted from the pool; none: 0."
     ] = None
     swap_space: Annotated[float | None, "The older name of `kv_offloading_size`."] = None
     cpu_offload_gb: Annotated[
@@ -110,13 +110,13 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         int, "Most tokens of one prompt computed in a step; 0: no limit but the budget."
     ] = 0
     stream_interval: Annotated[
-        int, "Tokens between two outputs of a stream, after the first, where a request does not say itself."
+        int, "Tokens between two outputs of a stream, after the first output; a request may override it."
     ] = 1
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], "`priority`: lower values first, arrival among equals."
     ] = "fcfs"
     max_num_queued_requests: Annotated[
-        int | None, "Most requests of all frontends beyond `max_num_seqs`; one more is refused at once."
+        int | None, "Most requests of all frontends beyond `max_num_seqs`; further ones are refused at once."
     ] = None
     max_requests_in_flight: Annotated[int | None, "Most requests of all frontends, running and waiting."] = None
     max_tokens_in_flight: Annotated[int | None, "Most tokens, prompt and `max_tokens`, of all requests in flight."] = (
@@ -125,7 +125,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_requests_per_frontend: Annotated[int | None, "Most requests of one frontend in flight."] = None
     max_tokens_per_frontend: Annotated[int | None, "Most tokens of one frontend's requests in flight."] = None
     async_scheduling: Annotated[
-        bool | None, "Launch a step before the last one's tokens are known: the same tokens, sooner; none: on a GPU."
+        bool | None, "Launch a step before the tokens of the previous one are known; none: only on a GPU."
     ] = None
 
 
@@ -140,10 +140,12 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
         float, "Seconds without progress, at least 2, after which a serving core is killed and restarted; 0: never."
     ] = 300.0
     frontend_timeout: Annotated[
-        float, "Seconds without an answer from its machine after which a frontend is gone; one that died is at once."
+        float,
+        "Seconds without an answer from a frontend's machine after which it is disconnected; a frontend that died is "
+        "disconnected at once.",
     ] = 10.0
     slow_frontend_timeout: Annotated[
-        float, "Seconds a frontend may leave unread what it is sent before it is disconnected."
+        float, "Seconds for which a frontend may leave its messages unread before it is disconnected."
     ] = 60.0
     salt_per_frontend: Annotated[bool, "Let no frontend share cached prefixes with another."] = False
 
@@ -156,12 +158,12 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     data_parallel_size: Annotated[int, "Copies of the model; only 1 so far."] = 1
     distributed_executor_backend: Annotated[str, "`uni`: one process; others are not supported so far."] = "uni"
     worker_extension_cls: Annotated[
-        str, "A class, as `package.module.Class`, whose methods `collective_rpc` finds beside the worker's own."
+        str, "A class, as `package.module.Class`, whose methods `collective_rpc` can call, too."
     ] = ""
 
 
 class LoRAConfig(Section, frozen=True, kw_only=True):
-    """Adapters: what changes the model for single requests."""
+    """LoRA and prompt adapters."""
 
     enable_lora: Annotated[bool, "Let requests use LoRA adapters."] = False
     max_loras: Annotated[int, "Most LoRA adapters in one step."] = 1
@@ -185,11 +187,11 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
         "reference.",
     ] = "auto"
     deterministic: Annotated[
-        bool, "On a GPU, too, let a request's tokens not depend on the others of a step. On a CPU they never do."
+        bool, "Make a request's tokens independent of the other requests in a step, on a GPU, too (a CPU always is)."
     ] = False
     enforce_eager: Annotated[bool, "Capture no CUDA graphs."] = False
     cudagraph_capture_sizes: Annotated[
-        list[int] | None, "Numbers of decoding requests to capture CUDA graphs for; none: a set that fits."
+        list[int] | None, "Batch sizes of decode steps to capture CUDA graphs for; none: chosen by `max_num_seqs`."
     ] = None
     kernels_dir: Annotated[
         str | None,
@@ -211,19 +213,19 @@ class ObservabilityConfig(Section, frozen=True, kw_only=True):
 
 
 class SpeculativeConfig(Section, frozen=True, kw_only=True):
-    """Guesses at the next tokens, which the model then checks all at once."""
+    """Speculative decoding: several next tokens are guessed, and the model checks them in one step."""
 
     nested = True
 
     method: Annotated[
         Literal["ngram", "draft_model"] | None,
-        "`ngram`: from what the request has repeated; `draft_model`: by a smaller model; none: by `model`.",
+        "`ngram`: guess by repetitions in the request; `draft_model`: by a smaller model; none: by `model`.",
     ] = None
     num_speculative_tokens: Annotated[int, "Most tokens guessed at once."] = 4
     model: Annotated[str | None, "The draft model: folder or Hugging Face id."] = None
     revision: Annotated[str | None, "Branch, tag or commit of the draft model on the hub."] = None
-    prompt_lookup_max: Annotated[int, "`ngram`: most last tokens that are looked for."] = 4
-    prompt_lookup_min: Annotated[int, "`ngram`: fewest."] = 2
+    prompt_lookup_max: Annotated[int, "`ngram`: longest suffix of the tokens to search for."] = 4
+    prompt_lookup_min: Annotated[int, "`ngram`: shortest suffix to search for."] = 2
 
 
 class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
@@ -231,7 +233,7 @@ class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
 
     nested = True
 
-    backend: Annotated[Literal["auto", "guidance"], "Who compiles grammars; there is llguidance alone."] = "auto"
+    backend: Annotated[Literal["auto", "guidance"], "The grammar library; only llguidance is supported."] = "auto"
 
 
 DecodingConfig = StructuredOutputsConfig  # its older name
