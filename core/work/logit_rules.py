@@ -11,8 +11,8 @@ Each rule is a class below, and `RULES` is the order in which they act:
    another one multiplied by it; then, of a token that stands c > 0 times in the output,
    ``frequency_penalty * c + presence_penalty`` is subtracted.
 
-To add one, write its class, and put it into `RULES`. A rule that reads the tokens before the next one makes
-`Sampling.looks_back` true.
+CONTRIBUTING.md says how to add one. A rule that reads the tokens before the next one makes `Sampling.looks_back` true,
+and a rule that counts the chosen tokens makes `Sampling.is_penalised` true.
 """
 
 from __future__ import annotations
