@@ -11,8 +11,8 @@ Each rule is a class below, and `RULES` is the order in which they act:
    divided by r, any other is multiplied by r. Then ``frequency_penalty * c + presence_penalty`` is subtracted from the
    logit of each token that occurs c > 0 times in the output.
 
-To add a rule, write its class and put it into `RULES`. If the rule reads previous tokens, `Sampling.looks_back` must be
-true for requests that have it.
+CONTRIBUTING.md says how to add one. A rule that reads the tokens before the next one makes `Sampling.looks_back` true,
+and a rule that counts the chosen tokens makes `Sampling.is_penalised` true.
 """
 
 from __future__ import annotations
