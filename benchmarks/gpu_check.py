@@ -90,7 +90,7 @@ import json, sys, time
 began = float(sys.argv[1])
 import torch, transformers
 from mainspring import EngineArgs
-from mainspring.core.work import generation_worker, runner, worker
+from mainspring.core.worker import generation_worker, runner, worker
 from mainspring.core.loop import EngineCore
 spent = {"imports": time.time() - began}
 memory = []

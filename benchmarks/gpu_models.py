@@ -26,8 +26,8 @@ from demo_questions import ANIMALS, GIRLS, Question, heldout_other, heldout_sums
 from mainspring import LLM, EngineArgs, SamplingParams
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.run.paged_model import PagedModel
-from mainspring.core.work.kv_layout import plan_layout
-from mainspring.core.work.runner import ModelRunner
+from mainspring.core.worker.kv_layout import plan_layout
+from mainspring.core.worker.runner import ModelRunner
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.llm_engine import make_client
 from mainspring.ipc.client import CoreClient

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu_models import BLOCK_SIZE, Bar, Request, Say, Setup, complete, release, send, with_client
 from mainspring.core.loop import EngineCore
-from mainspring.core.work.kv_layout import plan_layout
+from mainspring.core.worker.kv_layout import plan_layout
 from mainspring.ipc import codec
 from mainspring.ipc.client import CoreClient
 from mainspring.ipc.inproc_client import InprocClient

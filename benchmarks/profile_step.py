@@ -23,7 +23,7 @@ from compare import Machine, measure_machine
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.step import StepPlan
-from mainspring.core.work.generation_worker import GenerationWorker
+from mainspring.core.worker.generation_worker import GenerationWorker
 from mainspring.ipc import codec
 from mainspring.ipc.inproc_client import InprocClient
 from report import MODELS, publish, table

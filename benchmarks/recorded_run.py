@@ -27,7 +27,7 @@ from mainspring.core.loop import EngineCore
 from mainspring.core.plan.codec import decode, encode
 from mainspring.core.plan.control import Control, PendingStep, Worker
 from mainspring.core.plan.step import StepPlan, StepResult
-from mainspring.core.work.make_worker import make_worker
+from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.config import EngineConfig
 from mainspring.ipc.messages import AddRequest, Sampling
 

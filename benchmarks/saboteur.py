@@ -22,7 +22,7 @@ import os
 from pathlib import Path
 
 import torch
-from mainspring.core.work.runner import ModelRunner
+from mainspring.core.worker.runner import ModelRunner
 from transformers import LlamaForCausalLM
 
 ORDER = Path({order!r})

@@ -96,7 +96,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     from ..kernels import host_memory  # imports torch; only after `ProcessWatch` has started, because it takes seconds
     from .loop import EngineCore
     from .model.load.kept_decisions import KeptDecisions
-    from .work.make_worker import make_worker
+    from .worker.make_worker import make_worker
 
     gc.freeze()
     gc.enable()

@@ -427,7 +427,7 @@ class EngineCore:
 
 
 def _local_worker(config: EngineConfig) -> Worker:
-    from .work.make_worker import make_worker
+    from .worker.make_worker import make_worker
 
     return make_worker(config)
 

@@ -209,7 +209,7 @@ class EngineMethods:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/work/rpc.py).
+        """Call a method of the core's worker: one of `worker_extension_cls`, or of its own (core/worker/rpc.py).
 
         Args:
             method: its name; with the core in this process also a function, which is given the worker first.

@@ -68,7 +68,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None  # only these are chosen
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     guided_decoding: StructuredOutputsParams | None = None  # its older name
-    logits_processors: list[Callable[..., Any]] | None = None  # see core/work/logit_rules.py
+    logits_processors: list[Callable[..., Any]] | None = None  # see core/worker/logit_rules.py
     extra_args: dict[str, Any] | None = None  # for extensions; the engine ignores it
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     use_beam_search: bool = False  # `best_of` beams (or `n`), by sum of log probabilities; see beam_search.py

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mainspring.core.work.device import Device, Mark, Tokens
+from mainspring.core.worker.device import Device, Mark, Tokens
 
 
 class _Mark:

@@ -167,7 +167,7 @@ def make_worker(config: EngineConfig, decisions: Any = None, kept: Any = None) -
 if __name__ == "__main__":
     loop, worker = types.ModuleType("loop"), types.ModuleType("make_worker")
     loop.EngineCore, worker.make_worker = ScriptedCore, make_worker  # type: ignore[attr-defined]
-    sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.work.make_worker"] = loop, worker
+    sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.worker.make_worker"] = loop, worker
     from mainspring.core.__main__ import main
 
     sys.exit(main())

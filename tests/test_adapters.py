@@ -17,7 +17,7 @@ import tiny
 from mainspring import LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
 from mainspring.core.loop import EngineCore
 from mainspring.core.model.load.parameters import ParameterMap
-from mainspring.core.work import adapter_files
+from mainspring.core.worker import adapter_files
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, AddRequest, Sampling
 from peft_folders import generate, make_lora, make_prompt_adapter
@@ -398,7 +398,7 @@ def test_who_waits_for_a_place_gets_it_though_others_keep_coming(made: Adapters)
 def test_adapters_load_while_others_stream(made: Adapters, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from mainspring.core.work import registry
+    from mainspring.core.worker import registry
 
     read, go_on = registry.read_lora, threading.Event()
 

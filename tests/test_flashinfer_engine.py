@@ -15,8 +15,8 @@ import references
 import tiny
 from flashinfer_double import FlashInferDouble
 from late_device import LateDevice
-from mainspring.core.work import generation_worker, worker
-from mainspring.core.work import runner as model_runner
+from mainspring.core.worker import generation_worker, worker
+from mainspring.core.worker import runner as model_runner
 from mainspring.kernels.flashinfer import flashinfer_backend as flashinfer
 from mainspring.kernels.flashinfer.flashinfer_backend import FlashInferBackend, Gpu
 from test_exact import DEFAULT_BLOCKS, NUM_BLOCKS, SETTINGS, requests

@@ -14,7 +14,7 @@ import torch
 
 import tiny
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core.work.kv_layout import cache_dtype, plan_layout
+from mainspring.core.worker.kv_layout import cache_dtype, plan_layout
 from mainspring.ipc.errors import InvalidArgumentError
 from mainspring.ipc.messages import Stats
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch

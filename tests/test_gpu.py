@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import torch
 
-from mainspring.core.work import backends as gpu
-from mainspring.core.work.backends import (
+from mainspring.core.worker import backends as gpu
+from mainspring.core.worker.backends import (
     backends_for,
     choose_backend,
     graph_sizes,

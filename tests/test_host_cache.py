@@ -15,9 +15,9 @@ from invariants import check_host
 from mainspring.core.memory.block_pool import BlockPool, Key
 from mainspring.core.memory.host_cache import HostCache
 from mainspring.core.memory.updates import NO_COPIES, Copies, LayerGroup
-from mainspring.core.work.device import Device
-from mainspring.core.work.host_blocks import HostBlocks, count_slots, offloading_bytes
-from mainspring.core.work.kv_layout import KVLayout
+from mainspring.core.worker.device import Device
+from mainspring.core.worker.host_blocks import HostBlocks, count_slots, offloading_bytes
+from mainspring.core.worker.kv_layout import KVLayout
 from mainspring.ipc.config import CacheConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 from mainspring.kernels import host_memory

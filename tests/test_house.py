@@ -47,7 +47,7 @@ PLANNER = (  # modules and packages of core that plan: without torch, the worker
     "core.lifecycle",
     "core.calls",
 )
-NOT_FOR_THE_PLANNER = ("torch", "mainspring.core.work", "mainspring.core.model")
+NOT_FOR_THE_PLANNER = ("torch", "mainspring.core.worker", "mainspring.core.model")
 WORKER_OF_THE_PLANNER = ("mainspring.core.loop", "_local_worker")  # the one function that may import a worker
 TORCH_ROOMS = {"core", "kernels", "tools"}
 TRANSFORMERS_ROOMS = {"core"}
@@ -372,7 +372,7 @@ def test_importing_the_package_loads_nothing_else_of_it() -> None:
 def test_a_core_does_not_import_what_compiles_models_unless_somebody_asks_for_it() -> None:
     code = """
 import sys
-import mainspring.core.work.make_worker
+import mainspring.core.worker.make_worker
 from transformers.models.llama import modeling_llama
 import torch
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring.core.memory.updates import LayerGroup
-from mainspring.core.work.kv_layout import KVLayout, plan_layout
+from mainspring.core.worker.kv_layout import KVLayout, plan_layout
 from mainspring.kernels.contract import AttentionSpec
 from tiers import examples
 

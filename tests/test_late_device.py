@@ -19,10 +19,10 @@ import references
 import tiny
 from late_device import LateDevice
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core.work import generation_worker, worker
-from mainspring.core.work import runner as model_runner
-from mainspring.core.work.device import Staged
-from mainspring.core.work.step_inputs import Rows
+from mainspring.core.worker import generation_worker, worker
+from mainspring.core.worker import runner as model_runner
+from mainspring.core.worker.device import Staged
+from mainspring.core.worker.step_inputs import Rows
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
 from mainspring.kernels.reference.attention_plan import AttentionPlan
 from mainspring.kernels.reference.reference_backend import ReferenceBackend

@@ -27,9 +27,9 @@ from harness import make_core, message, run_core
 from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.step import NewSequence
-from mainspring.core.work.device import Device
-from mainspring.core.work.logit_rules import Choosing, LogitRules
-from mainspring.core.work.registry import Registry
+from mainspring.core.worker.device import Device
+from mainspring.core.worker.logit_rules import Choosing, LogitRules
+from mainspring.core.worker.registry import Registry
 from mainspring.demo import MODEL_PATH
 from mainspring.engine import llm_engine
 from mainspring.engine.request.input_processor import InputProcessor, core_messages

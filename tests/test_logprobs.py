@@ -24,9 +24,9 @@ from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, 
 from mainspring.core.features import prompt_scores
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import PROMPT_LOGITS, Scores, Step
-from mainspring.core.work.device import Device
-from mainspring.core.work.registry import Registry
-from mainspring.core.work.sampler import Sampler
+from mainspring.core.worker.device import Device
+from mainspring.core.worker.registry import Registry
+from mainspring.core.worker.sampler import Sampler
 from mainspring.engine.request.outputs import Logprob
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Outputs, Sampling, Stats

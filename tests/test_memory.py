@@ -9,8 +9,8 @@ import torch
 import tiny
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.run.paged_model import PagedModel
-from mainspring.core.work.block_count import count_blocks, run_largest_step
-from mainspring.core.work.kv_layout import KVLayout, plan_layout
+from mainspring.core.worker.block_count import count_blocks, run_largest_step
+from mainspring.core.worker.kv_layout import KVLayout, plan_layout
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 from mainspring.kernels.reference.reference_backend import ReferenceBackend

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainspring.core.work.kv_layout import plan_layout
+from mainspring.core.worker.kv_layout import plan_layout
 from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice

@@ -9,7 +9,7 @@ import torch
 
 import references
 import tiny
-from mainspring.core.work.backends import choose_backend
+from mainspring.core.worker.backends import choose_backend
 from mainspring.ipc.config import DeviceConfig
 from mainspring.ipc.errors import InvalidArgumentError
 from native_here import why_not

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mainspring import EngineArgs, LLMEngine, SamplingParams
-from mainspring.core.work import profiler
+from mainspring.core.worker import profiler
 from mainspring.ipc.errors import InvalidRequestError
 
 

@@ -17,8 +17,8 @@ from mainspring.benchmarks import recorded_run
 from mainspring.core.memory.updates import TableUpdate
 from mainspring.core.plan.codec import decode, encode
 from mainspring.core.plan.step import IN_FLIGHT, NewSequence, StepPlan
-from mainspring.core.work.make_worker import make_worker
-from mainspring.core.work.worker import LocalWorker
+from mainspring.core.worker.make_worker import make_worker
+from mainspring.core.worker.worker import LocalWorker
 from mainspring.ipc.messages import Sampling
 
 

@@ -21,9 +21,9 @@ from harness import make_core, message, run_core
 from mainspring import LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams, WeightsLostError
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.step import StepPlan
-from mainspring.core.work import block_count as memory
-from mainspring.core.work.draft import Drafter
-from mainspring.core.work.pooling_worker import PoolingWorker
+from mainspring.core.worker import block_count as memory
+from mainspring.core.worker.draft import Drafter
+from mainspring.core.worker.pooling_worker import PoolingWorker
 from mainspring.engine.request.weight_messages import weight_messages
 from mainspring.ipc import codec
 from mainspring.ipc.codec import encode_value

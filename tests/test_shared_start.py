@@ -15,9 +15,9 @@ from mainspring.core.model.learn import fuse
 from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load import sliced_reading
 from mainspring.core.model.load.loader import build_model, load_model, read_config
-from mainspring.core.work import worker
-from mainspring.core.work.decisions import Decisions
-from mainspring.core.work.make_worker import make_worker
+from mainspring.core.worker import worker
+from mainspring.core.worker.decisions import Decisions
+from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import CacheConfig, DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError

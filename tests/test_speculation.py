@@ -20,8 +20,8 @@ from harness import Engine
 from late_device import LateDevice
 from mainspring import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from mainspring.core.features.speculation import MOST_GUESS_ROWS, REST, look_up
-from mainspring.core.work import draft, generation_worker, worker
-from mainspring.core.work import runner as model_runner
+from mainspring.core.worker import draft, generation_worker, worker
+from mainspring.core.worker import runner as model_runner
 from mainspring.ipc.config import SpeculativeConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, NotSupportedError
 from mainspring.ipc.messages import Stats

@@ -15,10 +15,10 @@ from mainspring.core.model.load.loader import page
 from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.core.model.run.whole_model import make_whole
-from mainspring.core.work.device import device_for
-from mainspring.core.work.kv_layout import plan_layout
-from mainspring.core.work.runner import ModelRunner
-from mainspring.core.work.step_inputs import Rows, StepInputs
+from mainspring.core.worker.device import device_for
+from mainspring.core.worker.kv_layout import plan_layout
+from mainspring.core.worker.runner import ModelRunner
+from mainspring.core.worker.step_inputs import Rows, StepInputs
 from mainspring.kernels.contract import AttentionSpec, Backend
 from mainspring.kernels.flashinfer import flashinfer_backend as flashinfer
 from mainspring.kernels.flashinfer.flashinfer_backend import FlashInferBackend, Gpu

@@ -18,8 +18,8 @@ from late_device import LateDevice
 from mainspring import LLMEngine, LoRARequest, SamplingParams
 from mainspring.core.model.load import loader
 from mainspring.core.model.run.streamed_layers import StreamedLayers, stream_layers
-from mainspring.core.work import generation_worker, worker
-from mainspring.core.work.worker import tensors_of
+from mainspring.core.worker import generation_worker, worker
+from mainspring.core.worker.worker import tensors_of
 from mainspring.ipc.errors import UnsupportedModelError
 from peft_folders import make_lora
 from plain import collect, make_engine

@@ -22,8 +22,8 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 
-from mainspring.core.work import grammar as structured
-from mainspring.core.work.grammar import Grammar, GrammarCompiler, Matcher
+from mainspring.core.worker import grammar as structured
+from mainspring.core.worker.grammar import Grammar, GrammarCompiler, Matcher
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, UnknownArgumentError
 from mainspring.ipc.structured import (

@@ -69,7 +69,7 @@ def _build(args: argparse.Namespace) -> None:
 def _by_hand(args: argparse.Namespace) -> list[Attention]:
     import torch
 
-    from ..core.work.kv_layout import cache_dtype
+    from ..core.worker.kv_layout import cache_dtype
 
     dtype = getattr(torch, DTYPES[args.dtype or "bf16"])
     windows = [False, True] if args.window else [False]
@@ -85,7 +85,7 @@ def _by_hand(args: argparse.Namespace) -> list[Attention]:
 
 def _of_model(args: argparse.Namespace) -> list[Attention]:
     from ..core.model.learn.attention_of_config import attention_of_config
-    from ..core.work.kv_layout import cache_dtype
+    from ..core.worker.kv_layout import cache_dtype
 
     config = ModelConfig(
         model=args.model, dtype=DTYPES.get(args.dtype, "auto"), trust_remote_code=args.trust_remote_code

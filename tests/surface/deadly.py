@@ -2,7 +2,7 @@
 
 import os
 
-from mainspring.core.work.generation_worker import GenerationWorker
+from mainspring.core.worker.generation_worker import GenerationWorker
 
 launch = GenerationWorker.launch
 

@@ -17,7 +17,7 @@ import torch
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
-from ...work.runner import ModelRunner
+from ...worker.runner import ModelRunner
 from ..run.attention import attention_set
 from ..run.paged_model import PagedModel
 

@@ -24,7 +24,7 @@ from ....ipc.config import LoadConfig, ModelConfig
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
-from ...work.device import device_for
+from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
 from ..learn.probe import record_attention
 from ..learn.row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products

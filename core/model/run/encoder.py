@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, SequenceOffsets
-from ...work.device import device_for
+from ...worker.device import device_for
 from ..learn.probe import HARMLESS, MaskFunction
 from ..learn.verify import TOLERANCE
 from .attention import attention_set

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ....kernels.contract import ROW_MULTIPLE, Backend
-from ...work.device import device_for
+from ...worker.device import device_for
 from ..learn.fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 from ..learn.row_invariant import routed
 from .fused import JoinedProjections

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, SequenceOffsets
 from ....kernels.decoder_contract import Decoder
-from ...work.kv_layout import KVLayout, plan_layout
+from ...worker.kv_layout import KVLayout, plan_layout
 from ..learn.fuse import Decision
 from ..learn.probe import AttentionCall
 from ..load.parameters import ParameterMap

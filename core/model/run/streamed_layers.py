@@ -18,7 +18,7 @@ from torch import nn
 
 from ....ipc.config import EngineConfig
 from ....ipc.errors import NotSupportedError, UnsupportedModelError
-from ...work.device import Device
+from ...worker.device import Device
 
 ALIGNMENT = 256  # bytes, of tensors in a place
 PLACES = 2
