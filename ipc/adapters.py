@@ -1,4 +1,4 @@
-"""What a user names an adapter by: a folder in PEFT's format, on the core's machine, and a number of the user's own."""
+"""Adapters as users name them: a folder in PEFT's format on the core's machine, and a number that the user chooses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NAME, MAX_PATH = 256, 4096  # characters
 @suggests_names
 @dataclass(frozen=True)
 class LoRARequest:
-    """A LoRA adapter. Its number belongs to the engine or connection that uses it: two may give theirs the same.
+    """A LoRA adapter. Its number is valid in one engine or connection; another one may use it for another adapter.
 
     Args:
         lora_name: for outputs and metrics.
@@ -95,5 +95,5 @@ def _check_int(name: str, value: object, most: int) -> None:
 
 
 def _exact(text: str) -> str:
-    """A str of a subclass as a plain one, which alone a message holds."""
+    """A plain str. msgpack refuses subclasses of str."""
     return str.__str__(text)

@@ -29,7 +29,7 @@ _decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
 
 class Array(NamedTuple):
-    """An array that is to travel."""
+    """An array to send."""
 
     values: np.ndarray  # uint16 for bfloat16
     dtype: str  # as in `Tensor`
@@ -97,15 +97,15 @@ def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
 
 
 def encode_value(value: Any) -> msgspec.Raw:
-    """A utility call's arguments or result, of plain msgpack types or wire structs."""
+    """Encode a utility call's arguments or result, of plain msgpack types or message structs."""
     return msgspec.Raw(_encoder.encode(value))
 
 
 def encode_arguments(owner: str, values: Any) -> msgspec.Raw:
-    """`encode_value` of what a user gave.
+    """`encode_value` for arguments from a user.
 
     Raises:
-        InvalidRequestError: no message can hold it. `owner` is whose arguments they are.
+        InvalidRequestError: msgpack can't encode them. The message names their `owner`.
     """
     try:
         return encode_value(values)

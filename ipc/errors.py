@@ -101,12 +101,12 @@ def check_process(owner: int) -> None:
 
 
 def wire_name(error: BaseException) -> str:
-    """The name an error travels under; what is not ours travels as `MainspringError`."""
+    """The name under which an error is sent; of other errors `MainspringError`."""
     return type(error).__name__ if type(error).__name__ in BY_NAME else "MainspringError"
 
 
 def wire_text(error: BaseException) -> str:
-    """The sentence an error travels with, whatever it quotes; a foreign error keeps its type's name in front."""
+    """The text with which an error is sent, always valid UTF-8. Other errors have the name of their type in front."""
     text = str(error) if isinstance(error, MainspringError) else f"{type(error).__name__}: {error}"
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -117,7 +117,7 @@ def from_wire(name: str, text: str) -> MainspringError:
 
 def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
     """The error for a keyword that `owner` does not have, with the nearest one it has."""
-    import difflib  # for the rare error, not for everybody who imports the package
+    import difflib  # imported here because it is rarely needed
 
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6) if isinstance(name, str) else ()
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -125,7 +125,7 @@ def unknown_argument(owner: str, name: str, known: Iterable[str]) -> UnknownArgu
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: short, and without failing, as ``repr`` does for an int of 5000 digits."""
+    """A value for error messages: short, and it never raises, as ``repr`` does for an int of 5000 digits."""
     try:
         return f"{value!r:.80}"
     except Exception:

@@ -1,4 +1,4 @@
-"""CURVE keys in files: a pair for each side, and the list of who may come in. A key is 40 characters of Z85.
+"""CURVE keys in files: a pair for each side, and the list of allowed keys. A key has 40 characters in Z85.
 
 `NAME.key` holds a secret key, which only its owner may read; `NAME.pub` the public one and the name. Each line of the
 allow-list is ``PUBLICKEY name [weight=2.5] [admin]``; a line that begins with ``#`` and is no key is a comment.
@@ -29,7 +29,7 @@ class KeyPair(NamedTuple):
 
 
 class AllowedKey(NamedTuple):
-    """What a listed key's owner is called and may do."""
+    """The name and rights of the owner of a listed key."""
 
     name: str
     weight: float = 1.0  # most that its frontends may ask for
@@ -37,7 +37,7 @@ class AllowedKey(NamedTuple):
 
 
 def config_folder() -> Path:
-    """Where keys are kept: mainspring/ in `XDG_CONFIG_HOME`, else in ~/.config."""
+    """The folder of the keys: mainspring/ in `XDG_CONFIG_HOME`, else in ~/.config."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mainspring"
 
 
@@ -46,7 +46,7 @@ def default_allowed() -> Path:
 
 
 def new_keypair(path: Path) -> KeyPair:
-    """Draw a pair and write `path`, the secret, and beside it the public key, with the ending .pub.
+    """Make a pair. Writes the secret key to `path`, and the public key beside it with the suffix .pub.
 
     Raises:
         InvalidArgumentError: one of the files is there already, or can't be written.
@@ -97,10 +97,10 @@ def load_public(key_or_path: str) -> tuple[str, str]:
 
 
 def client_keys(key: str | None, server_key: str | None) -> tuple[str, str, str] | None:
-    """Own public key, own secret key and the server's public key; None where nobody uses keys.
+    """Own public key, own secret key and the server's public key; None for a connection without keys.
 
     Args:
-        key: path of the own secret key; None: what `mainspring keys new` makes without a name.
+        key: path of the own secret key; None: the default name of `mainspring keys new`.
         server_key: the server's public key, or its path.
 
     Raises:
@@ -114,7 +114,7 @@ def client_keys(key: str | None, server_key: str | None) -> tuple[str, str, str]
 
 
 def load_allowed(path: str | Path) -> dict[str, AllowedKey]:
-    """Public key → what its owner may do.
+    """Read the list of allowed keys: public key → name and rights of its owner.
 
     Raises:
         InvalidArgumentError: the file can't be read, or one of its lines can't be understood.
@@ -130,7 +130,7 @@ def load_allowed(path: str | Path) -> dict[str, AllowedKey]:
 
 
 def append_allowed(path: Path, key: str, allowed: AllowedKey) -> None:
-    """Let one more key in, from the next connection on.
+    """Add a key to the list. It is allowed from the next connection on.
 
     Raises:
         InvalidArgumentError: the key is listed already, the name or weight is wrong, or the file can't be written.
@@ -162,7 +162,7 @@ def _allowed(words: list[str], where: str) -> AllowedKey:
 
 
 def _number(text: str) -> float:
-    """0 for what is no finite number."""
+    """The number; 0 if the text is no finite number."""
     try:
         return value if math.isfinite(value := float(text)) else 0.0
     except ValueError:

@@ -1,6 +1,6 @@
-"""Log lines of every process, all on stderr: text, or JSON lines for whoever collects them.
+"""Logging of every process to stderr, as text or as JSON lines.
 
-`MAINSPRING_LOG_LEVEL` and `MAINSPRING_LOG_FORMAT` choose; a core inherits them from who starts it.
+`MAINSPRING_LOG_LEVEL` and `MAINSPRING_LOG_FORMAT` set level and form. A core inherits both from its parent process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(process: str) -> None:
-    """Log from now on as the environment says; `process` names this one in each line.
+    """Configure logging by the environment. Each line holds the name `process`.
 
     Raises:
         InvalidArgumentError: there is no such level.

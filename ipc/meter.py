@@ -1,4 +1,4 @@
-"""What is counted of requests and steps: by a core of all its frontends, by a frontend of its own requests."""
+"""Counters and histograms of requests and steps, kept by a core for all frontends, and by a frontend for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of one request, range-checked with messages that name the field, the value and the limit."""
+"""The sampling parameters of a request. Errors name the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .errors import InvalidArgumentError, shown, suggests_names
 from .structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
-MAX_BAD_WORDS = 4096  # all are looked through for each token
+MAX_BAD_WORDS = 4096  # sequences of tokens, all of which are compared for each token
 MAX_COMPLETIONS = 16384
-MAX_BIAS = 1e30  # of a bias or penalty, either way: far inside what fp32 holds
+MAX_BIAS = 1e30  # largest absolute value of a bias or penalty, far below the limit of fp32
 
 
 class RequestOutputKind(IntEnum):
@@ -188,7 +188,7 @@ class SamplingParams:
 @suggests_names
 @dataclass
 class BeamSearchParams:
-    """What `LLM.beam_search` looks for: the `beam_width` continuations of the largest score, see `SamplingParams`.
+    """The parameters of `LLM.beam_search`, which finds the `beam_width` continuations of the largest score.
 
     Raises:
         InvalidArgumentError: a value is out of range.
@@ -232,7 +232,7 @@ _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a str that can be sent: one without half a surrogate pair."""
+    """Whether it is a str that can be encoded as UTF-8, without half a surrogate pair."""
     try:
         return isinstance(value, str) and len(value.encode()) >= 0
     except UnicodeEncodeError:
@@ -240,7 +240,7 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def _by_token(bias: dict[Any, Any]) -> dict[Any, Any]:
-    """With ints for keys of digits, which is what JSON makes of them."""
+    """The same biases with int keys. JSON turns int keys into str."""
     found = {int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key: bias[key] for key in bias}
     if len(found) < len(bias):
         raise InvalidArgumentError("logit_bias names a token twice, as a str and as an int")

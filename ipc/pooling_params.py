@@ -1,4 +1,4 @@
-"""What a user asks of one request to a pooling model."""
+"""The parameters of a request to a pooling model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 2**31 - 1  # dimensions or tokens
 @suggests_names
 @dataclass
 class PoolingParams:
-    """Which vector is made of a prompt's hidden states.
+    """Which vector is computed from a prompt's hidden states.
 
     `embed` is one vector, as the checkpoint pools; `token_embed` the hidden state of each token; `classify` the
     probabilities of the model's labels, `token_classify` those of each token.
@@ -42,7 +42,7 @@ class PoolingParams:
 
     @property
     def activate(self) -> bool | None:
-        """Either name's value."""
+        """The value of `use_activation`, or else of its older name `normalize`."""
         return self.normalize if self.use_activation is None else self.use_activation
 
     def validate(self) -> None:

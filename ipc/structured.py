@@ -1,4 +1,4 @@
-"""What a user asks of an answer's form: a JSON schema, a regular expression, a list of choices, a grammar or tags."""
+"""Structured outputs: the form of an answer as a JSON schema, regular expression, list of choices, grammar or tags."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from .errors import InvalidArgumentError, shown, suggests_names
 
 MAX_SPEC_BYTES = 256 << 10
-WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON, at most: some models never end a run of it by themselves
-OPTIONS_KEY = "x-guidance"  # of a schema: where how it is to be written travels
+WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON; limited, because some models would never end it
+OPTIONS_KEY = "x-guidance"  # the key in a schema for llguidance's options
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
@@ -76,7 +76,7 @@ class StructuredOutputsParams:
         self.spec()
 
     def spec(self) -> tuple[Kind, str]:
-        """What goes over the wire: the kind of form, and its text.
+        """The form as it is sent: its kind and its text.
 
         Raises:
             InvalidArgumentError: the schema or the tags are no JSON, or the text is longer than `MAX_SPEC_BYTES`.
@@ -143,7 +143,7 @@ def _loads(name: str, text: str) -> Any:
 
 
 def _close(schema: Any) -> None:
-    """Forbid, in place, properties that are not listed, wherever some are."""
+    """Forbid unlisted properties, in place, in every schema that lists some."""
     if isinstance(schema, dict):
         if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
             schema["additionalProperties"] = False

@@ -1,6 +1,6 @@
-"""The small files that make a frontend out of a checkpoint: tokenizer, chat template, generation config.
+"""The small files of a checkpoint that a frontend needs: tokenizer, chat template, generation config.
 
-A daemon hands them to frontends that do not have its checkpoint. A frontend keeps them under their digest.
+A daemon sends them to frontends that do not have its checkpoint. A frontend caches them by their digest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHT_INDEXES = ["*.index.json"]
 
 
 def checkpoint_folder(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """The folder with a checkpoint's config and tokenizer files; of a hub id only these are downloaded.
+    """The folder with a checkpoint's config and tokenizer files. For a hub id only these files are downloaded.
 
     Raises:
         ModelNotFoundError: no such folder, no such id, or no way to reach the hub.
@@ -56,7 +56,7 @@ def checkpoint_folder(name: str, revision: str | None, download_dir: str | None)
 
 
 def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]:
-    """Name → content of the files that a frontend of this model needs.
+    """The files that a frontend of this model needs: name → content.
 
     Raises:
         ModelNotFoundError: as `checkpoint_folder`.
@@ -74,7 +74,7 @@ def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]
 
 def digest_of(files: Mapping[str, bytes]) -> str:
     """BLAKE2b-128 over names and contents, each with its length before it, in order of the names."""
-    from hashlib import blake2b  # here, as below: few frontends need it, and importing it takes a while
+    from hashlib import blake2b  # imported here, as below, because it is slow to import and rarely needed
 
     digest = blake2b(digest_size=16)
     for name, content in sorted(files.items()):
@@ -84,11 +84,11 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 
 def cached_folder(digest: str, fetch: Callable[[], Mapping[str, bytes]]) -> Path:
-    """The folder with the files of this digest; `fetch` gets them where they are not there yet.
+    """The folder with the files of this digest. If it is not cached, `fetch` gets the files.
 
     Raises:
         ModelNotFoundError: the core has no such files.
-        ProtocolError: what was fetched is something else.
+        ProtocolError: the fetched files have another digest.
     """
     if not digest:
         raise ModelNotFoundError(
