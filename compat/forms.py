@@ -48,7 +48,7 @@ _KEYWORDS = (
     *("priority", "prompt_text"),
 )
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
-_NEXT = "data_parallel_rank"
+_RANK = "data_parallel_rank"
 _NONE_ONLY = ("executor_class", "placement_group", "vision_language_config", "prompt_adapter_config")
 _ENGINE_KEYWORDS = (
     *("log_stats", "usage_context", "stat_loggers", "aggregate_engine_logging", "mm_registry", "input_registry"),
@@ -84,7 +84,7 @@ def resolve_add_request(
         InvalidRequestError: the prompt or the id is missing.
     """
     for name in older:
-        if name not in (*_OLDER_KEYWORDS, _NEXT):
+        if name not in (*_OLDER_KEYWORDS, _RANK):
             raise unknown_argument(method, name, (*_KEYWORDS, *_OLDER_KEYWORDS))
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)) or _is_no_id(request_id):
         raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
@@ -95,16 +95,16 @@ def resolve_add_request(
     oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
     headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
     if oldest or type(seventh) is int:
-        prompt_token_ids = _either("prompt_token_ids", fourth, prompt_token_ids)
+        prompt_token_ids = _given_once("prompt_token_ids", fourth, prompt_token_ids)
         arrival_time, lora, tokenization, trace = fifth, sixth, None, None
-        prefix_pos = _either("prefix_pos", seventh, prefix_pos)
+        prefix_pos = _given_once("prefix_pos", seventh, prefix_pos)
     elif headers or isinstance(seventh, PromptAdapterRequest):
         arrival_time, lora, tokenization, trace = fourth, fifth, None, sixth
-        adapter = _either("prompt_adapter_request", seventh, adapter)
+        adapter = _given_once("prompt_adapter_request", seventh, adapter)
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
-    refuse_unsupported(data_parallel_rank=older.get(_NEXT))
+    refuse_unsupported(data_parallel_rank=older.get(_RANK))
     if prefix_pos is not None and type(prefix_pos) is not int:
         raise InvalidRequestError(f"prefix_pos is {shown(prefix_pos)}; it must be an int")
     if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and abs(arrival_time) < 1e300):
@@ -145,22 +145,22 @@ def resolve_generate(
         raise InvalidArgumentError(f"generate got {3 + len(positional)} arguments by position; it takes at most 7")
     fourth, fifth, sixth, seventh = (*positional, None, None, None, None)[:4]
     if isinstance(fourth, (list, tuple)):
-        by_position = {"prompt_token_ids": fourth, "prefix_pos": sixth, _NEXT: seventh}
-        lora = _either("lora_request", fifth, lora)
+        by_position = {"prompt_token_ids": fourth, "prefix_pos": sixth, _RANK: seventh}
+        lora = _given_once("lora_request", fifth, lora)
     else:
         newer = type(sixth) is int
         rank, adapter = (seventh, None) if newer else (None, sixth)
-        by_position = {"prompt_adapter_request": adapter, _NEXT: rank}
-        lora, trace = _either("lora_request", fourth, lora), _either("trace_headers", fifth, trace)
+        by_position = {"prompt_adapter_request": adapter, _RANK: rank}
+        lora, trace = _given_once("lora_request", fourth, lora), _given_once("trace_headers", fifth, trace)
         if (given := sixth if newer else seventh) is not None:
-            priority = _either("priority", given, None if type(priority) is int and not priority else priority)
-    older = {**older, **{name: _either(name, value, older.get(name)) for name, value in by_position.items()}}
+            priority = _given_once("priority", given, None if type(priority) is int and not priority else priority)
+    older = {**older, **{name: _given_once(name, value, older.get(name)) for name, value in by_position.items()}}
     slots = (arrival_time, lora, tokenization, trace, priority)
     return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
 
 
-def _either(name: str, positional: Any, keyword: Any) -> Any:
-    """The one of both that is given."""
+def _given_once(name: str, positional: Any, keyword: Any) -> Any:
+    """The value, given by position or by keyword but not both."""
     if positional is not None and keyword is not None:
         raise InvalidArgumentError(f"{name} is given by position and by keyword: give it once")
     return keyword if positional is None else positional
@@ -208,10 +208,10 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
     flags, registries = 0, 0
     for value in args:
         if isinstance(value, bool):
-            log_stats = log_stats if flags else _either("log_stats", value, log_stats)
+            log_stats = log_stats if flags else _given_once("log_stats", value, log_stats)
             flags += 1
         elif isinstance(value, (Mapping, list, tuple)):
-            stat_loggers = _either("stat_loggers", value, stat_loggers)
+            stat_loggers = _given_once("stat_loggers", value, stat_loggers)
         elif not isinstance(value, (Section, str)) and not flags:  # a str is the usage context, which has no effect
             refuse_unsupported(**{"executor_class" if isinstance(value, type) else "placement_group": value})
         elif not isinstance(value, (Section, str, NoneType)):
@@ -250,6 +250,7 @@ def _is_no_id(request_id: str | int) -> bool:
 
 
 def one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
+    """The prompt, which older forms give as `inputs` or as text and `prompt_token_ids`."""
     prompt = inputs if prompt is None else prompt
     if prompt_token_ids is None:
         if prompt is None:

@@ -29,7 +29,7 @@ from mainspring import (
 )
 from mainspring.core.loop import ADMIN_METHODS
 from mainspring.ipc.codec import NO_INSTANCE, encode
-from mainspring.ipc.errors import InvalidArgumentError, MainspringError, NotPermittedError
+from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotPermittedError
 from plain import make_engine, run
 
 HUGE = 10**5000  # more digits than Python writes
@@ -243,16 +243,16 @@ def test_a_request_that_is_left_no_token_fails_alone(engine: LLMEngine) -> None:
     tokenizer = engine.get_tokenizer()
     one, two = (tokenizer.encode(text, False)[0] for text in ("a", "b"))
     jobs = {
-        "none": ([5, 6], SamplingParams(max_tokens=3, allowed_token_ids=[one], bad_words=["a"])),
         "none later": ([5, 6], SamplingParams(max_tokens=3, allowed_token_ids=[one], bad_words=["aa"])),
         "one": ([5, 6], SamplingParams(max_tokens=3, allowed_token_ids=[one, two], bad_words=["a"], ignore_eos=True)),
     }
+    with pytest.raises(InvalidRequestError, match="no token is left"):
+        engine.add_request("none", [5, 6], SamplingParams(max_tokens=3, allowed_token_ids=[one], bad_words=["a"]))
     ended = run(engine, jobs)
-    for name, tokens in (("none", []), ("none later", [one])):
-        (completion,) = ended[name].outputs
-        assert completion.finish_reason == "error"
-        assert "is left" in str(completion.error)
-        assert completion.token_ids == tokens
+    (completion,) = ended["none later"].outputs
+    assert completion.finish_reason == "error"
+    assert "is left" in str(completion.error)
+    assert completion.token_ids == [one]
     assert ended["one"].outputs[0].token_ids == [two] * 3
 
 

@@ -87,8 +87,11 @@ class InputProcessor:
             InvalidRequestError: the core can't serve it. The message names field, value and limit.
             NotSupportedError: it needs a feature that the core does not have.
         """
-        pooling = _pooling_params(params, self.model.tasks) if isinstance(params, PoolingParams) else None
-        params = params if pooling is None else _no_tokens()
+        pooling = params.clone() if isinstance(params, PoolingParams) else None
+        if pooling is not None:
+            pooling.validate()
+            pooling.task = pooling.task or cast(Any, next(iter(self.model.tasks), None))
+            params = _no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -262,11 +265,3 @@ def child_seed(seed: int, index: int) -> int:
 def _no_tokens() -> SamplingParams:
     """The sampling parameters of a pooling request."""
     return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def _pooling_params(params: PoolingParams, tasks: Sequence[str]) -> PoolingParams:
-    """A checked copy, with a task: by default the first of those that the model can do."""
-    pooling = params.clone()
-    pooling.validate()
-    pooling.task = pooling.task or cast(Any, next(iter(tasks), None))
-    return pooling
