@@ -1,4 +1,4 @@
-"""What the command line shows: a streamed answer, a conversation, the demo."""
+"""The interactive parts of the command line: a streamed answer, a conversation, the demo."""
 
 from __future__ import annotations
 

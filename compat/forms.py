@@ -1,6 +1,8 @@
-"""The generations of `add_request`'s call forms, told apart by the types of what stands where.
+"""The call forms of `add_request`, `generate` and the constructors in older versions of other engines.
 
-Each is `request_id, prompt, params`, then:
+They are recognised by the types of their positional arguments.
+
+`add_request` takes `request_id, prompt, params`, then:
 
 =======  ==================  ============  ===================  ==========================  ========  ===========
 form     4                   5             6                    7                           8         9
@@ -10,8 +12,8 @@ middle   arrival_time        lora_request  trace_headers        prompt_adapter_r
 oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
 =======  ==================  ============  ===================  ==========================  ========  ===========
 
-The oldest is meant if 4 is a list, 5 a float, 6 a `LoRARequest` or 7 an int; the middle one if 6 is a mapping of trace
-headers alone or 7 a `PromptAdapterRequest`.
+A call has the oldest form if 4 is a list, 5 a float, 6 a `LoRARequest` or 7 an int. It has the middle form if 6 is a
+mapping of trace headers only, or 7 a `PromptAdapterRequest`.
 
 `generate` of the async engine is `prompt, sampling_params, request_id`, then keywords only, or by position:
 
@@ -23,8 +25,8 @@ middle   lora_request        trace_headers   prompt_adapter_request  priority
 oldest   prompt_token_ids    lora_request    prefix_pos
 =======  ==================  ==============  ======================  ==================
 
-Older constructors, of both engines, take the configuration part by part, as ``model_config, cache_config,
-parallel_config, scheduler_config, …, log_stats``; that of the async engine may begin with two flags about Ray.
+Older constructors of both engines take the configuration in parts, as ``model_config, cache_config, parallel_config,
+scheduler_config, …, log_stats``. That of the async engine may begin with two flags about Ray.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _KEYWORDS = (
     *("priority", "prompt_text"),
 )
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
-_NEXT = "data_parallel_rank"
+_RANK = "data_parallel_rank"
 _NONE_ONLY = ("executor_class", "placement_group", "vision_language_config", "prompt_adapter_config")
 _ENGINE_KEYWORDS = (
     *("log_stats", "usage_context", "stat_loggers", "aggregate_engine_logging", "mm_registry", "input_registry"),
@@ -73,16 +75,16 @@ def resolve_add_request(
     older: Mapping[str, Any],
     method: str = "add_request",
 ) -> Call:
-    """Bring any form to the newest one. `slots` are the arguments 4 to 8 as they came, `older` the keywords that the
-    newest form does not have.
+    """Convert any form to the newest one. `slots` are the arguments 4 to 8 as they were given, `older` the keywords
+    that the newest form does not have.
 
     Raises:
-        UnknownArgumentError: a keyword that no form has.
-        NotSupportedError: an argument whose feature does not exist yet.
-        InvalidRequestError: no prompt, or no id.
+        UnknownArgumentError: no form has this keyword.
+        NotSupportedError: the feature of an argument does not exist yet.
+        InvalidRequestError: the prompt or the id is missing.
     """
     for name in older:
-        if name not in (*_OLDER_KEYWORDS, _NEXT):
+        if name not in (*_OLDER_KEYWORDS, _RANK):
             raise unknown_argument(method, name, (*_KEYWORDS, *_OLDER_KEYWORDS))
     if isinstance(request_id, bool) or not isinstance(request_id, (str, int)) or _is_no_id(request_id):
         raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
@@ -93,16 +95,16 @@ def resolve_add_request(
     oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
     headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
     if oldest or type(seventh) is int:
-        prompt_token_ids = _either("prompt_token_ids", fourth, prompt_token_ids)
+        prompt_token_ids = _given_once("prompt_token_ids", fourth, prompt_token_ids)
         arrival_time, lora, tokenization, trace = fifth, sixth, None, None
-        prefix_pos = _either("prefix_pos", seventh, prefix_pos)
+        prefix_pos = _given_once("prefix_pos", seventh, prefix_pos)
     elif headers or isinstance(seventh, PromptAdapterRequest):
         arrival_time, lora, tokenization, trace = fourth, fifth, None, sixth
-        adapter = _either("prompt_adapter_request", seventh, adapter)
+        adapter = _given_once("prompt_adapter_request", seventh, adapter)
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
-    refuse_unsupported(data_parallel_rank=older.get(_NEXT))
+    refuse_unsupported(data_parallel_rank=older.get(_RANK))
     if prefix_pos is not None and type(prefix_pos) is not int:
         raise InvalidRequestError(f"prefix_pos is {shown(prefix_pos)}; it must be an int")
     if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and abs(arrival_time) < 1e300):
@@ -132,33 +134,33 @@ def resolve_generate(
     prompt_text: str | None,
     older: Mapping[str, Any],
 ) -> Call:
-    """The same for `generate`: `positional` are the arguments past the third, `slots` those of `add_request`, by
-    keyword.
+    """The same for `generate`: `positional` are the arguments after the third, `slots` the keyword arguments that
+    `add_request` has at 4 to 8.
 
     Raises: as that, and
-        InvalidArgumentError: too many arguments, or one both by position and by keyword.
+        InvalidArgumentError: too many arguments, or one by position and by keyword.
     """
     arrival_time, lora, tokenization, trace, priority = slots
     if len(positional) > 4:
         raise InvalidArgumentError(f"generate got {3 + len(positional)} arguments by position; it takes at most 7")
     fourth, fifth, sixth, seventh = (*positional, None, None, None, None)[:4]
     if isinstance(fourth, (list, tuple)):
-        by_position = {"prompt_token_ids": fourth, "prefix_pos": sixth, _NEXT: seventh}
-        lora = _either("lora_request", fifth, lora)
+        by_position = {"prompt_token_ids": fourth, "prefix_pos": sixth, _RANK: seventh}
+        lora = _given_once("lora_request", fifth, lora)
     else:
         newer = type(sixth) is int
         rank, adapter = (seventh, None) if newer else (None, sixth)
-        by_position = {"prompt_adapter_request": adapter, _NEXT: rank}
-        lora, trace = _either("lora_request", fourth, lora), _either("trace_headers", fifth, trace)
+        by_position = {"prompt_adapter_request": adapter, _RANK: rank}
+        lora, trace = _given_once("lora_request", fourth, lora), _given_once("trace_headers", fifth, trace)
         if (given := sixth if newer else seventh) is not None:
-            priority = _either("priority", given, None if type(priority) is int and not priority else priority)
-    older = {**older, **{name: _either(name, value, older.get(name)) for name, value in by_position.items()}}
+            priority = _given_once("priority", given, None if type(priority) is int and not priority else priority)
+    older = {**older, **{name: _given_once(name, value, older.get(name)) for name, value in by_position.items()}}
     slots = (arrival_time, lora, tokenization, trace, priority)
     return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
 
 
-def _either(name: str, positional: Any, keyword: Any) -> Any:
-    """The one that is given."""
+def _given_once(name: str, positional: Any, keyword: Any) -> Any:
+    """The value, given by position or by keyword but not both."""
     if positional is not None and keyword is not None:
         raise InvalidArgumentError(f"{name} is given by position and by keyword: give it once")
     return keyword if positional is None else positional
@@ -173,13 +175,13 @@ class EngineCall(NamedTuple):
 
 
 def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> EngineCall:
-    """A constructor's call, with the configuration whole or part by part. What stands by position is told apart by its
-    type: parts of the configuration, whether there are statistics (the first bool), stat loggers (a dict or list).
+    """A constructor's call, with a whole configuration or its parts. Positional arguments are recognised by their type:
+    parts of the configuration, `log_stats` (the first bool), `stat_loggers` (a dict or list).
 
     Raises:
         UnknownArgumentError: a keyword that no form has.
         NotSupportedError: Ray, or another argument whose feature does not exist yet.
-        InvalidArgumentError: there is no configuration, a part of it twice, or something else in the place of a part.
+        InvalidArgumentError: there is no configuration, or a part of it twice, or an argument of an unknown type.
     """
     for name, value in keywords.items():
         if name in _PARTS and not isinstance(value, (_PARTS[name], NoneType)):
@@ -206,14 +208,14 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
     flags, registries = 0, 0
     for value in args:
         if isinstance(value, bool):
-            log_stats = log_stats if flags else _either("log_stats", value, log_stats)
+            log_stats = log_stats if flags else _given_once("log_stats", value, log_stats)
             flags += 1
         elif isinstance(value, (Mapping, list, tuple)):
-            stat_loggers = _either("stat_loggers", value, stat_loggers)
-        elif not isinstance(value, (Section, str)) and not flags:  # a str: the usage context, which has no effect
+            stat_loggers = _given_once("stat_loggers", value, stat_loggers)
+        elif not isinstance(value, (Section, str)) and not flags:  # a str is the usage context, which has no effect
             refuse_unsupported(**{"executor_class" if isinstance(value, type) else "placement_group": value})
         elif not isinstance(value, (Section, str, NoneType)):
-            registries += 1  # of inputs: without effect
+            registries += 1  # an input registry, which has no effect
             if registries > 1 or isinstance(value, (int, float, type)):
                 raise InvalidArgumentError(f"{owner} got {shown(value)} by position, where it has no such argument")
     if flags > len(_FLAGS):
@@ -227,8 +229,8 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def takes_older_forms(construct: Constructor) -> Constructor:
-    """Decorator of `LLMEngine.__init__`: the configuration may come part by part, and a keyword that is not known is an
-    `UnknownArgumentError`."""
+    """Decorator of `LLMEngine.__init__`: it accepts the older forms, and raises `UnknownArgumentError` for a keyword
+    that no form has."""
     newest = [*inspect.signature(construct).parameters][1:]
 
     @functools.wraps(construct)
@@ -248,6 +250,7 @@ def _is_no_id(request_id: str | int) -> bool:
 
 
 def one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
+    """The prompt, which older forms give as `inputs` or as text and `prompt_token_ids`."""
     prompt = inputs if prompt is None else prompt
     if prompt_token_ids is None:
         if prompt is None:
@@ -259,11 +262,7 @@ def one_prompt(prompt: Any, inputs: Any, prompt_token_ids: Any) -> Any:
 
 
 def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for the first argument that is given but whose feature does not exist yet.
-
-    Raises:
-        NotSupportedError: it names the argument.
-    """
+    """Raise `NotSupportedError`, which names it, for the first argument that is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise NotSupportedError(f"{name} is not supported yet; leave it out")

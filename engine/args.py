@@ -1,6 +1,6 @@
 """`EngineArgs`: the flat form of the configuration, as users and the command line set it.
 
-Defaults and docs stand once, in ipc/config.py; a line here gives a field its type where editors look for it.
+ipc/config.py defines each field with its default and its doc. The lines here repeat the type for editors.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class EngineArgs:
 
 
 def checked(given: EngineConfig) -> EngineConfig:
-    """A configuration that may have been made by hand, as `EngineArgs.create_engine_config` would have made it.
+    """The checked form of a configuration that was not made by `EngineArgs.create_engine_config`.
 
     Raises: as that.
     """
@@ -149,7 +149,7 @@ def checked(given: EngineConfig) -> EngineConfig:
 
 
 def _with_values(base: EngineConfig, given: dict[str, Any]) -> EngineConfig:
-    """`base` with these values of all that users set, once they are checked."""
+    """`base` with the values of all fields that users set, after a check of each."""
     values = {name: typed(info, given[name]) for name, info in FIELDS.items()}
     _check_ranges(values)
     if values["speculative_config"] is not None:
@@ -171,7 +171,7 @@ def _with_values(base: EngineConfig, given: dict[str, Any]) -> EngineConfig:
 
 
 def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> None:
-    """A flag for each field, grouped by section. One that is not given leaves no attribute behind."""
+    """A flag for each field, grouped by section. A flag that is not given sets no attribute."""
     import argparse
 
     for section, members in itertools.groupby(fields, lambda info: info.section):
@@ -182,7 +182,7 @@ def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> N
 
 
 def _flag_of(kind: Any) -> dict[str, Any]:
-    """What argparse must know of a field of this type."""
+    """The arguments of `add_argument` for a field of this type."""
     import argparse
 
     if type(None) in get_args(kind):
@@ -224,7 +224,7 @@ def typed(info: FieldInfo, value: Any) -> Any:
     """The value as the field's type, or `InvalidArgumentError`."""
     try:
         found = msgspec.convert(value, info.type)
-    except Exception as error:  # also what the value itself raises when it is looked at
+    except Exception as error:  # also errors raised by methods of the value
         why = f" ({error})" if isinstance(value, dict) else ""
         raise InvalidArgumentError(f"{info.name} is {shown(value)}; it must be {_described(info.type)}{why}") from None
     try:
@@ -266,7 +266,7 @@ _SO_FAR = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 
 def check_least(name: str, value: float | None, least: int) -> None:
-    """Raise `InvalidArgumentError` unless the value is None, or finite and at least so much."""
+    """Raise `InvalidArgumentError` unless the value is None, or finite and at least `least`."""
     if value is not None and not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""
         raise InvalidArgumentError(f"{name} is {shown(value)}; it must be at least {least}{finite}")
@@ -292,7 +292,9 @@ def _check_ranges(values: dict[str, Any]) -> None:
     if not 0 < share <= 1:
         raise InvalidArgumentError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
     if values["watchdog_timeout"]:
-        check_least("watchdog_timeout", values["watchdog_timeout"], 2)  # an idle core gives a sign once a second
+        check_least(
+            "watchdog_timeout", values["watchdog_timeout"], 2
+        )  # an idle core gives a sign of life once a second
     for name in _SO_FAR:
         if values[name] != (only := FIELDS[name].default):
             raise NotSupportedError(f"{name} is {shown(values[name])}; only {only!r} is supported so far")
@@ -310,7 +312,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
 
 
 def _checked_speculation(given: SpeculativeConfig) -> SpeculativeConfig:
-    """With the method it names or implies."""
+    """The configuration with its method filled in."""
     most, shortest, longest = given.num_speculative_tokens, given.prompt_lookup_min, given.prompt_lookup_max
     if not 1 <= most <= MOST_GUESSES:
         raise InvalidArgumentError(f"num_speculative_tokens is {most}; it must be in 1 to {MOST_GUESSES}")

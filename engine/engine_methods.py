@@ -16,7 +16,6 @@ from ..compat.members import Device
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidRequestError, MainspringError
 from .observe.metrics import Metric
-from .request.input_processor import check_adapter_types
 from .request.weight_messages import plain_arguments, weight_messages
 from .text.tokenizer import Tokenizer
 
@@ -278,8 +277,7 @@ class EngineMethods:
             InvalidRequestError: its folder holds nothing that can be served; the message says why.
             NotSupportedError: the core serves no adapters.
         """
-        check_adapter_types(lora_request)
-        self._engine.input_processor.request_check.check_lora()
+        self._engine.input_processor.check_adapters(lora_request)
         return bool(await self._engine._call("add_lora", lora_request.message))
 
     @blocking

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -100,29 +101,25 @@ class RemoteCore:
         pass
 
 
+@dataclass(slots=True)
 class _LedgerEntry:
     """A request in flight."""
 
-    __slots__ = ("aborted", "began", "request", "sent", "tensors", "tokens")
-
-    def __init__(self, request: AddRequest, tensors: Sequence[np.ndarray]) -> None:
-        self.request = request
-        self.tensors = [tensor.copy() for tensor in tensors]  # a copy, because the caller may change the array
-        self.tokens = list(request.output_token_ids)  # all output tokens so far
-        self.began = time.monotonic() - request.age_s
-        self.sent = request.resumed
-        self.aborted = False
+    request: AddRequest
+    tensors: list[np.ndarray]
+    tokens: list[int]  # all output tokens so far
+    began: float
+    sent: bool
+    aborted: bool = False
 
 
+@dataclass(slots=True)
 class _Call:
     """An unanswered utility call."""
 
-    __slots__ = ("arrays", "call", "sent")
-
-    def __init__(self, call: UtilityCall, arrays: Sequence[np.ndarray]) -> None:
-        self.call = call
-        self.arrays = arrays
-        self.sent = False
+    call: UtilityCall
+    arrays: list[np.ndarray]
+    sent: bool = False
 
 
 class Connection:
@@ -241,7 +238,9 @@ class Connection:
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
-        entry = _LedgerEntry(request, tensors)
+        copies = [tensor.copy() for tensor in tensors]  # because the caller may change the arrays
+        began = time.monotonic() - request.age_s
+        entry = _LedgerEntry(request, copies, list(request.output_token_ids), began, request.resumed)
         codec.encode_arguments(
             "add_request", request
         )  # raises for what can't be encoded, so that the ledger can always be sent again

@@ -35,8 +35,7 @@ class RequestCheck(NamedTuple):
     def check(self, message: AddRequest) -> None:
         """Check all that can be checked without the state of the core."""
         self._check_task(message.pooling)
-        if message.lora is not None:
-            self.check_lora()
+        self.check_adapters(message.lora, message.prompt_adapter)
         self._check_prompt(message)
         self._check_tokens(message)
         self._check_sampling(message.sampling)
@@ -47,10 +46,14 @@ class RequestCheck(NamedTuple):
         if done >= most:
             raise InvalidRequestError(f"{done} output tokens are there already; max_tokens is {most}")
 
-    def check_lora(self) -> None:
-        """Check that the core serves LoRA adapters."""
-        if not self.adapters.enable_lora:
-            raise NotSupportedError("lora_request is given, but the core serves none: start it with enable_lora=True")
+    def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
+        """Check that the core serves adapters of the kinds that are given."""
+        for name, given, option in (
+            ("lora_request", lora, "enable_lora"),
+            ("prompt_adapter_request", prompt_adapter, "enable_prompt_adapter"),
+        ):
+            if given is not None and not getattr(self.adapters, option):
+                raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
 
     def _check_task(self, pooling: Pooling | None) -> None:
         tasks = self.model.tasks
@@ -91,10 +94,6 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError(f"{has}, so with at least one token of output it may have at most {limit - 1}")
 
     def _check_prompt_adapter(self, adapter: Adapter, is_embeds: bool) -> None:
-        if not self.adapters.enable_prompt_adapter:
-            raise NotSupportedError(
-                "prompt_adapter_request is given, but the core serves none: start it with enable_prompt_adapter=True"
-            )
         PromptAdapterRequest(adapter.name, adapter.number, adapter.path, adapter.num_virtual_tokens)
         most = self.adapters.max_prompt_adapter_token
         if most and adapter.num_virtual_tokens > most:

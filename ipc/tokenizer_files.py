@@ -57,7 +57,7 @@ def checkpoint_folder(name: str, revision: str | None, download_dir: str | None)
 
 
 def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]:
-    """Name → content of the files that a frontend of this model needs.
+    """The files that a frontend of this model needs: name → content.
 
     Raises:
         ModelNotFoundError: as `checkpoint_folder`.

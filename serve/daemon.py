@@ -1,4 +1,4 @@
-"""The daemon: a supervisor that keeps a core at an address until it is told to stop. docs/daemon.md is its manual."""
+"""The daemon: a supervisor that keeps a core running at an address until it is stopped. Manual: docs/daemon.md."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
 
 
 def endpoints_of(options: DaemonOptions) -> Endpoints:
-    """Where to listen and who may come in.
+    """Where to listen, and which keys may connect.
 
     Raises:
         InvalidArgumentError: tcp without keys, or options that contradict each other.
-        AddressInUseError: an address that nobody can listen at.
+        AddressInUseError: an address can't be opened.
     """
     try:
         address = _absolute(options.listen or ipc_address(default_folder()))
@@ -110,12 +110,12 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
             "who may connect (mainspring keys allow), or write --insecure"
         )
     allowed = os.path.abspath(options.allowed_keys or default_allowed())
-    load_allowed(allowed)  # what is wrong there is said now, not at the first connection
+    load_allowed(allowed)  # raise its errors now, not at the first connection
     return Endpoints(address, admin, load_keypair(options.key).secret, allowed)
 
 
 def _metrics(supervisor: Supervisor, config: EngineConfig, address: str, keys: dict[str, Any]) -> list[Metric]:
-    """Of the core, as it is now. While none answers, only those that outlive it."""
+    """The metrics of the core. While it does not answer, only those that the supervisor knows."""
     ours: dict[str, Any] = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
     model, lora = config.model_config.shown_name, config.lora_config
     try:
@@ -128,19 +128,19 @@ def _metrics(supervisor: Supervisor, config: EngineConfig, address: str, keys: d
 
 
 def _absolute(address: str) -> str:
-    """The same wherever it is used from."""
+    """The address with an absolute path."""
     path = ipc_path(address) if address else None
     return address if path is None else f"ipc://{path.expanduser().absolute()}"
 
 
 def _claim(address: str, stack: contextlib.ExitStack) -> None:
-    """Make it ours for as long as `stack` is open, or say what stands in the way."""
+    """Lock an address for as long as `stack` is open, or raise why that fails."""
     try:
         path = ipc_path(address)
         if path is not None and (lock := lock_address(address)) is not None:
             stack.callback(os.close, lock)
             stack.callback(path.unlink, missing_ok=True)
-        else:  # the core will bind it; whether that can work is known sooner from a try
+        else:  # the core will bind it; bind it once now, to find errors early
             with zmq.Context() as context:
                 bind_router(context, address).close()
     except InvalidArgumentError as error:

@@ -1,4 +1,4 @@
-"""What a daemon is told: its own options and the engine's, from flags and from a TOML file of the same names."""
+"""The options of a daemon, and those of its engine, from flags and from a TOML file with the same names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ipc.errors import InvalidArgumentError, unknown_argument
 if TYPE_CHECKING:
     import argparse
 
-# Where nobody has set them. Far above what is good for latency; they bound the memory that a mistake can cost.
+# Defaults of a daemon. They are far above what is good for latency, and bound the memory that a mistake can take.
 _DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384}
 
 

@@ -1,4 +1,4 @@
-"""Telling others how a daemon is: systemd, and whatever asks over HTTP."""
+"""The state of a daemon for others: notifications to systemd, and health checks over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATUS_SECONDS = 10.0
 
 
 def notify(state: str) -> None:
-    """Tell systemd, if it has started us (sd_notify(3)): lines such as ``READY=1``."""
+    """Send lines such as ``READY=1`` to systemd, if it has started this process (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
@@ -29,9 +29,9 @@ def notify(state: str) -> None:
 
 @contextlib.contextmanager
 def heartbeat(status: Callable[[], str]) -> Iterator[None]:
-    """Tell systemd `status` now and then, and that we live, as often as its watchdog wants.
+    """Send `status` to systemd periodically, as often as its watchdog expects a sign of life.
 
-    A timer's signal does it, for its handler runs in the main thread: one that hangs is silent.
+    A timer signal does it, because its handler runs in the main thread: if that hangs, the notifications stop.
     """
     watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     limit = int(os.environ.get("WATCHDOG_USEC", 0)) / 1e6 if watched else 0.0
@@ -50,7 +50,7 @@ def probes(host: str, port: int, ready: Callable[[], bool]) -> Iterator[int]:
     """Answer GET /healthz with 200, and /readyz with 200 or 503. Yields the port, which for 0 is a free one.
 
     Raises:
-        AddressInUseError: nobody can listen there.
+        AddressInUseError: the port can't be opened.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""How a core is: for people, what `mainspring status` prints and `mainspring top` shows again and again; as JSON."""
+"""The status of a core: the output of `mainspring status`, as text or JSON, and the screen of `mainspring top`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def look(address: str, **options: Any) -> CoreStatus | int:
         options: of `ask_status`.
 
     Raises:
-        ConnectError: there is neither.
+        ConnectError: neither is there.
     """
     try:
         return ask_status(address, **options)
@@ -58,7 +58,7 @@ def document(found: CoreStatus | int) -> dict[str, Any]:
 
 
 def frame(found: CoreStatus | int, speeds: Sequence[float] = (), trouble: str = "") -> Group:
-    """For a person: the facts, the latest `speeds` (tokens/s) as bars, and a table of frontends."""
+    """The status for a terminal: facts, the latest `speeds` (tokens/s) as bars, and a table of frontends."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +86,7 @@ def starting(supervisor_pid: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: names come from whoever connects."""
+    """The text without control characters, because any frontend can choose its name."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -116,10 +116,10 @@ def _seconds(value: float) -> str:
 
 
 def show(address: str, **options: Any) -> None:
-    """How a core is, again and again as a `frame`, until q or Ctrl-C.
+    """Show the status of a core, updated once a second, until q or Ctrl-C.
 
     Raises:
-        ConnectError: nobody is there at the beginning. What goes away later is waited for.
+        ConnectError: no daemon answers at the start. If it goes away later, wait for it.
     """
     from rich.live import Live
 
@@ -128,7 +128,7 @@ def show(address: str, **options: Any) -> None:
     trouble = ""
     with suppress(KeyboardInterrupt), _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
         while True:
-            if isinstance(found, CoreStatus) and not trouble:  # between two cores the last frame stays
+            if isinstance(found, CoreStatus) and not trouble:  # while there is no core, the last frame stays
                 shown = found
                 speeds.append(found.tokens_per_s)
             live.update(frame(shown, speeds, trouble), refresh=True)
@@ -143,7 +143,7 @@ def show(address: str, **options: Any) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a key, for so many seconds, and returns it, or "" without one."""
+    """A function that waits so many seconds for a key, and returns it, or "" if none was pressed."""
     import termios
     import tty
 

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,6 +18,9 @@ import pytest
 from harness import make_core, message, run_core
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from mainspring.core.loop import EngineCore
+from mainspring.core.worker.generation_worker import _grammar_compiler
+from mainspring.core.worker.registry import Registry
+from mainspring.ipc.config import EngineConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import AddRequest, Sampling
 
@@ -159,12 +163,21 @@ def test_while_a_hostile_grammar_compiles_others_go_on_and_it_can_be_aborted() -
 
 def test_a_checkpoint_without_what_grammars_need_refuses_them_and_lives() -> None:
     core = make_core()
+    config = EngineConfig(model_config=ModelConfig(model=None))
+    model: Any = SimpleNamespace(vocab_size=50, eos_token_ids=(1,))
+    registry = Registry(lambda: _grammar_compiler(config, model))
+
+    def control(record: Any) -> Any:
+        return registry.prepare_grammar(record.number, record.kind, record.text)
+
+    core.worker.control = control  # type: ignore[method-assign]
     core.connect(0)
     core.add_request(0, message(0))
     core.add_request(0, AddRequest(1, "", [1, 2], Sampling(4, grammar=["json", "{}"])))
     ended = run_core(core)
     assert {handle: end.reason for (_, handle), (_, end) in ended.items()} == {0: "length", 1: "error"}
     assert ended[0, 1][1].error == "NotSupportedError"
+    assert "tokenizer.json" in ended[0, 1][1].error_text
 
 
 def test_an_answer_that_may_not_end_by_a_token_ends_without_one(engine: LLMEngine) -> None:

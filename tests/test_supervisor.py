@@ -297,7 +297,7 @@ def test_a_call_may_take_what_it_takes_and_loading_as_well(
     one = start(watchdog_timeout=2.0)
     assert one.client.call("sleep", 3.0, timeout=GUARD) == [3.0]
     one.supervisor._journal.set_phase(Phase.LOADING)
-    one.supervisor._journal._head["beat"] = 0.0
+    one.supervisor._journal._beats[:] = 0.0
     assert not one.supervisor._is_silent()
     assert one.supervisor.restarts == 0
 

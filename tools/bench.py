@@ -1,4 +1,4 @@
-"""`mainspring bench`: its options, and what becomes of the figures: a table, JSON, a picture."""
+"""`mainspring bench`: its options, and its results as a table, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ N = TypeVar("N", int, float)
 
 
 class Benchmark(Section, frozen=True, kw_only=True):
-    """What all of them take. Lengths are a number of tokens, or LEAST:MOST."""
+    """Options of all benchmarks. Lengths are a number of tokens, or LEAST:MOST."""
 
     input_len: Annotated[str, "Random tokens of each prompt: a number, or LEAST:MOST."] = "32:256"
     output_len: Annotated[str, "Tokens of each output, whatever the model would end with."] = "32:128"
@@ -77,7 +77,7 @@ COMMANDS: dict[str, type[Benchmark]] = {"throughput": Throughput, "latency": Lat
 
 
 class Document(msgspec.Struct):
-    """What is saved: figures, and all it takes to measure them again."""
+    """The saved results, with everything that is needed to measure them again."""
 
     benchmark: str
     date: str
@@ -147,7 +147,7 @@ def _async_engine(connect: str | None = None, **arguments: Any) -> AsyncLLMEngin
 
 
 def _checked(options: Benchmark) -> Callable[[int], list[Ask]]:
-    """The workload, which takes only the size of the vocabulary, once all options have been found right."""
+    """Check all options. Returns the workload, a function of the size of the vocabulary."""
     from .bench_runs import random_asks, read_dataset
 
     values = msgspec.structs.asdict(options)

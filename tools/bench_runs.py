@@ -1,4 +1,4 @@
-"""What `mainspring bench` asks of an engine, when, and which figures come of it."""
+"""The workloads of `mainspring bench`, their runs, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ask(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What became of a request. Times are seconds on one clock; the arrival is the planned one."""
+    """The result of a request. Times are seconds on one clock. The arrival is the planned one."""
 
     arrival: float
     prompt_tokens: int = 0
@@ -128,7 +128,7 @@ def summary(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def totals(served: Sequence[Served], seconds: float) -> Figures:
-    """What was done in these seconds. Requests that failed count as such only.
+    """Totals and throughput. Failed requests count only as failed.
 
     Raises:
         RequestFailedError: all failed.
@@ -170,7 +170,7 @@ def serving_figures(served: Sequence[Served]) -> Figures:
 
 
 def _round(engine: Frontend[Any], asked: Sequence[Ask], temperature: float) -> tuple[list[Any], list[SamplingParams]]:
-    """Prompts and parameters. The salt keeps one round from finding prefixes of another in the cache."""
+    """Prompts and parameters. The salt keeps a round from hitting cached prefixes of another."""
     salt, text, kind = secrets.token_hex(8), engine.tokenizer is not None, RequestOutputKind.DELTA
     params = [
         SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=text, output_kind=kind)
@@ -223,7 +223,7 @@ async def _serve(
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     prompts, params = _round(engine, asked, temperature)
-    for at, prompt in enumerate(prompts):  # what can't be served is known before the first is sent
+    for at, prompt in enumerate(prompts):  # raise errors before the first request is sent
         try:
             engine.input_processor.process_inputs("", prompt, params[at])
         except InvalidRequestError as error:

@@ -74,7 +74,7 @@ class InputProcessor:
         stream_interval: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
-        self.request_check, self.model = check, check.model
+        self._request_check, self.model = check, check.model
         self._stream_interval = stream_interval
         self.eos_token_ids = frozenset(eos_token_ids)
 
@@ -97,8 +97,11 @@ class InputProcessor:
             InvalidRequestError: the core can't serve it. The message names field, value and limit.
             NotSupportedError: it needs a feature that the core does not have.
         """
-        pooling = _pooling_params(params, self.model.tasks) if isinstance(params, PoolingParams) else None
-        params = params if pooling is None else _no_tokens()
+        pooling = params.clone() if isinstance(params, PoolingParams) else None
+        if pooling is not None:
+            pooling.validate()
+            pooling.task = pooling.task or cast(Any, next(iter(self.model.tasks), None))
+            params = _no_tokens()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -107,7 +110,7 @@ class InputProcessor:
             raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization_kwargs)}; it must be a dict")
         params.validate()
         params = params.clone()
-        check_adapter_types(lora_request, prompt_adapter_request)
+        self.check_adapters(lora_request, prompt_adapter_request)
         parsed = parse_prompt(prompt)
         if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
             raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
@@ -144,8 +147,18 @@ class InputProcessor:
             pooling=pooling,
             second=parsed.second,
         )
-        self.request_check.check(core_message(request, 0))
+        self._request_check.check(core_message(request, 0))
         return request
+
+    def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
+        """Raise for an adapter that the core does not serve, or that is not one."""
+        self._request_check.check_adapters(lora, prompt_adapter)
+        for name, value, kind in (
+            ("lora_request", lora, LoRARequest),
+            ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")
 
     def _tokenized(self, bad_words: Iterable[str]) -> list[list[int]]:
         """The tokens of each word, and those of the word after a space where they are as many but begin differently."""
@@ -259,21 +272,3 @@ def child_seed(seed: int, index: int) -> int:
 def _no_tokens() -> SamplingParams:
     """The sampling parameters of a pooling request."""
     return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def _pooling_params(params: PoolingParams, tasks: Sequence[str]) -> PoolingParams:
-    """A checked copy, with a task: by default the first of those that the model can do."""
-    pooling = params.clone()
-    pooling.validate()
-    pooling.task = pooling.task or cast(Any, next(iter(tasks), None))
-    return pooling
-
-
-def check_adapter_types(lora: object, prompt_adapter: object = None) -> None:
-    """Raise `InvalidRequestError` for what is not an adapter."""
-    for name, value, kind in (
-        ("lora_request", lora, LoRARequest),
-        ("prompt_adapter_request", prompt_adapter, PromptAdapterRequest),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise InvalidRequestError(f"{name} is {shown(value)}; it must be a {kind.__name__}")

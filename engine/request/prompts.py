@@ -66,7 +66,7 @@ class ParsedPrompt(NamedTuple):
 
 
 _KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids")
-_NEXT = {
+_NOT_SUPPORTED = {
     "multi_modal_data": "multi-modal prompts are",
     "multi_modal_uuids": "multi-modal prompts are",
     "mm_processor_kwargs": "multi-modal prompts are",
@@ -109,9 +109,9 @@ def listed_prompts(prompts: Any) -> list[Any]:
 
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key in prompt:
-        if key in _NEXT and prompt[key] is not None:
-            raise NotSupportedError(f"{_NEXT[key]} not supported yet ({key!r})")
-        if key not in _KEYS and key not in _NEXT:
+        if key in _NOT_SUPPORTED and prompt[key] is not None:
+            raise NotSupportedError(f"{_NOT_SUPPORTED[key]} not supported yet ({key!r})")
+        if key not in _KEYS and key not in _NOT_SUPPORTED:
             raise InvalidRequestError(str(unknown_argument("a prompt", key, _KEYS)))
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):
