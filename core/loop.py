@@ -50,7 +50,7 @@ from .plan.step import PROMPT_LOGITS, Step
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
-TO_ALL = Caller(0, b"", True)  # the core's own process, which needs no permission
+ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
 
@@ -296,7 +296,7 @@ class EngineCore:
             MainspringError: there is no such method, or the method raised this error.
         """
         connection = self._connections.get(frontend)
-        caller = TO_ALL if connection is None else Caller(frontend, connection.owner, connection.admin)
+        caller = ITSELF if connection is None else Caller(frontend, connection.owner, connection.admin)
         answer = self.calls.call(caller, method, args, arrays)
         if isinstance(answer, Future):
             self._unanswered[frontend] = [*(f for f in self._unanswered[frontend] if not f.done()), answer]
@@ -403,10 +403,10 @@ class EngineCore:
             return self.scheduler.take_notices()
         step, pending = self._in_flight.popleft()
         with span("wait"):
-            results = pending.wait()
+            [result] = pending.wait()  # the scheduler plans one step at a time
         with span("update"):
-            outputs = self.scheduler.update(step, results[0])
-        if lack := results[0].lack:
+            outputs = self.scheduler.update(step, result)
+        if lack := result.lack:
             logger.warning("out of memory in a step of %d tokens, retried in parts: %s", step.plan.num_tokens, lack)
             self.worker.control(ReleaseMemory())
         if self._journal:

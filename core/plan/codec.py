@@ -13,25 +13,26 @@ import msgspec
 import numpy as np
 
 from ...ipc.errors import NotSupportedError
-from .control import AdapterFacts, Control, WorkerFacts
-from .step import StepPlan, StepResult
+from .step import StepPlan
 
 _ARRAY = 1  # the code of the extension
 _DTYPES = [np.dtype(name) for name in ("bool", "u1", "<u2", "<i4", "<i8", "<u8", "<f2", "<f4", "<f8")]
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
-Message = StepPlan | StepResult | Control | WorkerFacts | AdapterFacts
-
 
 def encode(message: Any) -> bytes:
-    """Raises `NotSupportedError` for a plan that names functions of the user: they are in this process alone."""
+    """The bytes of a plan, a result, a control record or facts.
+
+    Raises:
+        NotSupportedError: a plan names functions of the user, which are in this process alone.
+    """
     if isinstance(message, StepPlan) and any(sequence.functions for sequence in message.admitted):
         raise NotSupportedError("logits_processors are functions of this process: no worker elsewhere can call them")
     return _encoder.encode(message)
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """What `encode` was given, of type `kind`; arrays are views of `data`, and read-only."""
+    """The message of type `kind` that `encode` wrote to `data`. Its arrays are read-only views of `data`."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_array)
