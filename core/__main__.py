@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,8 @@ import msgspec
 
 from ..ipc import logs
 from ..ipc.codec import encode_value, read_tensor
-from ..ipc.errors import wire_name, wire_text
+from ..ipc.errors import InvalidRequestError, wire_name, wire_text
+from ..ipc.inbox import Credit, Event, Undecoded
 from ..ipc.journal import Journal, Phase
 from ..ipc.messages import (
     Abort,
@@ -35,10 +37,10 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from ..ipc.server import CoreServer, Credit, Event
+from ..ipc.server import CoreServer
 from ..ipc.supervisor import write_message
-from ..ipc.transport import CoreLaunch, ProcessWatch, remove_runtime_dir
-from .batched_outputs import Held
+from ..ipc.transport import CoreLaunch, remove_runtime_dir, wait_for_parent
+from .batched_outputs import OutputBatcher
 
 if TYPE_CHECKING:
     from .loop import EngineCore
@@ -56,19 +58,18 @@ def main() -> int:
     faulthandler.enable(launch.crash_fd)
     # A signal may end this process and its parent at the same moment. So this process removes the runtime folder, too.
     signal.signal(signal.SIGTERM, lambda *_: _leave(launch))
-    parent = ProcessWatch(launch.parent_pid, lambda: os.getppid() != launch.parent_pid)
-    if os.getppid() != launch.parent_pid:
-        _leave(launch)
+    threading.Thread(target=_end_with_parent, args=(launch,), name="mainspring-parent", daemon=True).start()
+    report = functools.partial(write_message, launch.report_fd)
     try:
-        return _load_and_serve(launch, parent)
+        return _load_and_serve(launch, report)
     except BaseException as error:
         _write_down(launch)
         with contextlib.suppress(OSError):  # the supervisor has closed its end of the pipe
-            write_message(launch.report_fd, StartReport(wire_name(error), wire_text(error)))
+            report(StartReport(wire_name(error), wire_text(error)))
         return 1
 
 
-def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
+def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]) -> int:
     # Each connection takes a file descriptor, and libzmq aborts the process when none is left.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -89,11 +90,9 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
         launch.epoch,
         status,
         launch.config.service_config,
-        parent,
-        lambda: _leave(launch),
     )
     gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
-    from ..kernels import host_memory  # imports torch; only after `ProcessWatch` has started, because it takes seconds
+    from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
     from .loop import EngineCore
     from .model.load.kept_decisions import KeptDecisions
     from .worker.make_worker import make_worker
@@ -113,7 +112,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     host_memory.trim()
     core.restore(launch.state)
     core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
-    core.on_state = lambda state: write_message(launch.report_fd, state)
+    core.on_state = report
     core.on_model = lambda model: server.announce(
         Ready(launch.instance_id, launch.epoch, model, msgspec.json.encode(core.config))
     )
@@ -121,7 +120,7 @@ def _load_and_serve(launch: CoreLaunch, parent: ProcessWatch) -> int:
     loop = ServeLoop(core, server, journal, status)
     if launch.drain_timeout:
         signal.signal(signal.SIGTERM, lambda *_: loop.drain(launch.drain_timeout, lambda: _leave(launch)))
-    write_message(launch.report_fd, StartReport(config=core.config, decisions=encode_value(core.worker.decisions)))
+    report(StartReport(config=core.config, decisions=encode_value(core.worker.decisions)))
     try:
         loop.run()
     except BaseException as error:
@@ -141,30 +140,29 @@ class ServeLoop:
         self._published = 0.0
         self._counts: list[tuple[float, int]] = []  # (time, tokens generated so far), within RATE_SECONDS
         self._drain_until: float | None = None
-        self._held = Held()
+        self._batcher = OutputBatcher()
         journal.set_phase(Phase.SERVING)
         self._publish(self._started)
 
     def run(self) -> None:
         """Returns only after `drain`."""
-        core, server, journal, held = self._core, self._server, self._journal, self._held
+        core, server, journal, batcher = self._core, self._server, self._journal, self._batcher
         while True:
             journal.beat()
             events = server.receive(wait=not core.has_work)
             for event in events:
-                if isinstance(event.message, UtilityCall):
-                    before = journal.phase
+                before, is_call = journal.phase, isinstance(event.message, UtilityCall)
+                if is_call:
                     journal.set_phase(Phase.CALLING)
-                    handle(core, server, event)
+                handle(core, server, event)
+                if is_call:
                     journal.set_phase(before if self._drain_until is None else Phase.DRAINING)
-                else:
-                    handle(core, server, event)
-                if isinstance(event.message, AddRequest):
-                    held.added(event.frontend, event.message)
+                elif isinstance(event.message, AddRequest):
+                    batcher.added(event.frontend, event.message)
                 elif isinstance(event.message, Bye):
-                    held.forget(event.frontend)
+                    batcher.forget(event.frontend)
             brought = core.step() if core.has_work else {}
-            for frontend, outputs in held.due(brought, time.monotonic(), core.has_work):
+            for frontend, outputs in batcher.due(brought, time.monotonic(), core.has_work):
                 server.send(frontend, outputs)
             now, at_rest = time.monotonic(), bool(events) and not core.has_work
             if at_rest or now - self._published > PUBLISH_SECONDS:
@@ -210,6 +208,8 @@ def handle(core: EngineCore, server: CoreServer, event: Event) -> None:
     match message:
         case AddRequest():
             core.add_request(frontend, message, event.tensors)
+        case Undecoded():
+            core.refuse(frontend, message.handle, InvalidRequestError(message.reason))
         case Abort():
             core.abort(frontend, message.handles)
         case UtilityCall():
@@ -253,6 +253,11 @@ def _write_down(launch: CoreLaunch) -> None:
     """Write the traceback of the current exception to the crash file, which the supervisor reads."""
     with os.fdopen(os.dup(launch.crash_fd), "w") as file:
         traceback.print_exc(file=file)
+
+
+def _end_with_parent(launch: CoreLaunch) -> None:
+    wait_for_parent(launch.parent_pid)
+    _leave(launch)
 
 
 def _leave(launch: CoreLaunch) -> NoReturn:

@@ -12,7 +12,7 @@ from ..ipc.messages import AddRequest, Outputs
 HOLD_SECONDS = 0.2  # seconds that a token is kept back at most, so that frontends still see progress
 
 
-class Held:
+class OutputBatcher:
     """Collects the tokens of frontends that have only patient requests, because each message costs both processes some
     time. The tokens are sent with the next first token or end of a request, or after `HOLD_SECONDS`."""
 

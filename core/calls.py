@@ -34,48 +34,43 @@ class Method(NamedTuple):
     admin: bool = False  # the method changes the engine for all frontends, so the caller needs `Caller.admin`
     gets_caller: bool = False  # the first argument is the `Caller`
     gets_arrays: bool = False  # the next argument is the list of arrays that came with the call
+    max_bytes: int = MAX_ARGUMENT_BYTES  # of the encoded arguments
 
 
-class Calls:
-    """The table of methods."""
+def call_method(
+    methods: Mapping[str, Method], caller: Caller, name: str, args: msgspec.Raw, arrays: Sequence[np.ndarray] = ()
+) -> msgspec.Raw | Future[Any]:
+    """Call a method by name. Returns the encoded result, or a future if steps have to run first.
 
-    def __init__(self, methods: Mapping[str, Method]) -> None:
-        self.methods = methods
-
-    def call(
-        self, caller: Caller, name: str, args: msgspec.Raw, arrays: Sequence[np.ndarray] = ()
-    ) -> msgspec.Raw | Future[Any]:
-        """Call a method by name. Returns the encoded result, or a future if steps have to run first.
-
-        Raises:
-            NotPermittedError: the method needs admin rights, and the caller has none.
-            MainspringError: there is no such method, or the method raised this error.
-        """
-        method = self.methods.get(name)
-        if method is None:
-            raise NotSupportedError(f"the core has no method {name!r:.80}; it has {', '.join(sorted(self.methods))}")
-        if method.admin and not caller.admin:
-            raise NotPermittedError(
-                f"{name} changes the engine for everyone: connect to the daemon's admin address, or have this "
-                "client's key listed with `admin` among the allowed keys"
-            )
-        if len(args) > MAX_ARGUMENT_BYTES:
-            raise InvalidRequestError(f"{name} was called with {len(args)} bytes; the limit is {MAX_ARGUMENT_BYTES}")
-        given = decode_value(args, list)
-        if method.gets_arrays:
-            given = [arrays, *given]
-        elif arrays:
-            raise InvalidRequestError(f"{name} takes no arrays")
-        if method.gets_caller:
-            given = [caller, *given]
-        try:
-            inspect.signature(method.function).bind(*given)
-        except TypeError as error:
-            raise InvalidArgumentError(f"{name} was called wrongly: {error}") from None
-        answer = method.function(*given)
-        if isinstance(answer, Future) and not answer.done():
-            return answer
-        try:
-            return encode_value(answer.result() if isinstance(answer, Future) else answer)
-        except TypeError as error:
-            raise InvalidRequestError(f"the result of {name} can't travel: {error}") from None
+    Raises:
+        NotPermittedError: the method needs admin rights, and the caller has none.
+        MainspringError: there is no such method, or the method raised this error.
+    """
+    method = methods.get(name)
+    if method is None:
+        raise NotSupportedError(f"the core has no method {name!r:.80}; it has {', '.join(sorted(methods))}")
+    if method.admin and not caller.admin:
+        raise NotPermittedError(
+            f"{name} changes the engine for everyone: connect to the daemon's admin address, or have this "
+            "client's key listed with `admin` among the allowed keys"
+        )
+    if len(args) > method.max_bytes:
+        raise InvalidRequestError(f"{name} was called with {len(args)} bytes; the limit is {method.max_bytes}")
+    given = decode_value(args, list)
+    if method.gets_arrays:
+        given = [arrays, *given]
+    elif arrays:
+        raise InvalidRequestError(f"{name} takes no arrays")
+    if method.gets_caller:
+        given = [caller, *given]
+    try:
+        inspect.signature(method.function).bind(*given)
+    except TypeError as error:
+        raise InvalidArgumentError(f"{name} was called wrongly: {error}") from None
+    answer = method.function(*given)
+    if isinstance(answer, Future) and not answer.done():
+        return answer
+    try:
+        return encode_value(answer.result() if isinstance(answer, Future) else answer)
+    except TypeError as error:
+        raise InvalidRequestError(f"the result of {name} can't travel: {error}") from None

@@ -10,18 +10,20 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, WeightsLostError
 from ..ipc.messages import DesiredState, ModelFacts
+from .features.pauses import PauseMode
 from .plan.control import ParameterRows, SetParameters, Sleep, Wake, Worker
-from .plan.scheduler import PauseMode, Scheduler
+from .plan.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+MODES = ("abort", "keep", "wait")  # what becomes of the present requests in a pause
 TAGS = ("scheduling", "weights", "kv_cache")  # the parts of a core that can sleep and wake separately
 
 
@@ -84,12 +86,7 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ pause
 
-    @property
-    def paused(self) -> bool:
-        """Whether a user has paused the core."""
-        return self.state.paused
-
-    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> Future[None]:
         """Make no more steps until `resume`; requests that arrive wait. The future is done when no step is in flight.
 
         Args:
@@ -119,7 +116,7 @@ class Lifecycle:
         """Whether some part of the core sleeps, or a call of `sleep` is not answered yet."""
         return bool(self.state.asleep or self._falling)
 
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+    def sleep(self, level: int = 1, mode: str = "abort") -> Future[None]:
         """Make no steps until `wake_up`. The future is done when the core sleeps.
 
         Args:
@@ -142,11 +139,16 @@ class Lifecycle:
         self.advance()
         return done
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `advance` has a call of `pause` or `sleep` to answer."""
+        if self._busy() or not (self._falling or self._pausing):
+            return False
+        return not (self._scheduler.paused == "wait" and self._scheduler.has_begun)
+
     def advance(self) -> None:
-        """Answer `pause` and `sleep` once no step is in flight. Called after each step."""
-        if not (self._falling or self._pausing):
-            return
-        if self._busy() or (self._scheduler.paused == "wait" and self._scheduler.has_begun):
+        """Answer `pause` and `sleep` once no step is in flight. Called after a step without outputs."""
+        if not self.is_due:
             return
         if any(clear_cache for _, clear_cache in self._pausing):
             self._scheduler.reset_prefix_cache()
@@ -275,10 +277,10 @@ class Lifecycle:
         pausing, self._pausing = self._pausing, []
         _answer([done for done, _ in pausing])
 
-    def _abort_or(self, mode: PauseMode) -> PauseMode:
+    def _abort_or(self, mode: str) -> PauseMode:
         """Abort all requests if `mode` says so. Returns how the scheduler treats those that remain or arrive."""
-        if mode not in get_args(PauseMode):
-            raise InvalidArgumentError(f"mode is {mode!r:.80}; it must be one of {', '.join(get_args(PauseMode))}")
+        if mode not in MODES:
+            raise InvalidArgumentError(f"mode is {mode!r:.80}; it must be one of {', '.join(MODES)}")
         if mode == "abort":
             self._scheduler.abort_all()
         return "wait" if mode == "wait" else "keep"
@@ -290,17 +292,14 @@ class Lifecycle:
 
     def _settle(self) -> None:
         """Pause or resume the scheduler as the current state asks."""
-        mode: PauseMode | None = None
         if self.state.asleep or self._update is not None:
-            mode = "keep"
+            self._scheduler.pause("keep")
         elif self._falling:
-            mode = self._sleep_mode
+            self._scheduler.pause(self._sleep_mode)
         elif self.state.paused:
-            mode = self._pause_mode
-        if mode is None:
+            self._scheduler.pause(self._pause_mode)
+        else:
             self._scheduler.resume()
-        elif mode != self._scheduler.paused:
-            self._scheduler.pause(mode, clear_cache=False)
 
 
 def _answer(calls: Sequence[Future[None]], error: Exception | None = None) -> None:

@@ -19,14 +19,13 @@ from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
-from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, Latency, ModelFacts, Outputs, Stats
-from ..ipc.request_check import RequestCheck
-from ..ipc.tokenizer_files import digest_of, read_files
-from .calls import Caller, Calls, Method
-from .core_meter import CoreMeter
-from .features.adapters import Adapters
+from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, Outputs
+from ..ipc.request_check import RequestCheck, check_embeds_values
+from ..ipc.structured import MAX_SPEC_BYTES
+from ..ipc.tokenizer_files import check_tokenizer, digest_of, read_files
+from .calls import MAX_ARGUMENT_BYTES, Caller, Method, call_method
+from .features.adapters import Adapters, Wait
 from .features.speculation import speculation_of
-from .features.standard import standard_features
 from .lifecycle import Lifecycle
 from .memory.cache_manager import CacheManager
 from .plan import request_limits
@@ -50,6 +49,7 @@ from .plan.step import PROMPT_LOGITS, Step
 logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
+MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue as if it had this one
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
@@ -57,9 +57,8 @@ MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a me
 class _Connection(NamedTuple):
     name: str
     session: bytes
-    admin: bool
     salt: bytes  # hashed into the keys of its cached prefixes; empty: frontends share the prefix cache
-    owner: bytes  # the namespace of its adapter numbers
+    caller: Caller
 
 
 class EngineCore:
@@ -84,14 +83,14 @@ class EngineCore:
         quarantined: Mapping[int, str] | None = None,
     ) -> None:
         started = time.monotonic()
+        files = _checked_files(config)  # before the weights are read, which takes long
         self.worker = (make_worker or _local_worker)(config)
+        self.collective_rpc = self.worker.run_method
         if journal:
             journal.set_phase(Phase.CAPTURING)
         self.worker.warm_up()
         facts = self.worker.facts
         self.config = config = _filled_in(config, facts)
-        model = config.model_config
-        files = digest_of(read_files(model, config.load_config.download_dir)) if model.model else ""
         cache, scheduler = config.cache_config, config.scheduler_config
         budget, longest = scheduler.max_num_batched_tokens, facts.max_model_len
         if not scheduler.enable_chunked_prefill and budget < longest:
@@ -107,17 +106,19 @@ class EngineCore:
             scheduler,
             kv,
             self._most_tokens,
-            standard_features(kv, scheduler.enable_chunked_prefill, speculation_of(config.speculative_config)),
+            speculation_of(config.speculative_config),
             log_stats=not config.observability_config.disable_log_stats,
             suspects=suspects,
             on_suspects=journal.set_suspects if journal else lambda keys: None,
         )
-        self.scheduler.on_end = self._drop_what_it_named
+        self.scheduler.state.on_end = self._drop_what_it_named
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None
         self.num_duplicates = 0  # requests dropped because their handle was in use
         self._journal = journal
         self._quarantined = quarantined or {}
+        self.stats, self.meter = self.scheduler.stats, self.scheduler.meter
+        self.latencies = self.meter.latencies
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
         self._unanswered: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # calls that need steps, by frontend
@@ -133,11 +134,9 @@ class EngineCore:
         model_facts = msgspec.structs.replace(facts.model, files_digest=files)
         self._checks = RequestCheck(
             model_facts,
-            config.lora_config,
-            model.max_logprobs,
+            config,
             facts.accepts_embeddings,
             MAX_LOGPROBS // (scheduler.max_num_seqs + PROMPT_LOGITS),
-            scheduler.max_num_seqs,
         )
         self.lifecycle = Lifecycle(
             self.scheduler,
@@ -147,7 +146,7 @@ class EngineCore:
             self._tell_state,
             lambda model: self.on_model(model),
         )
-        self.calls = Calls(self._methods())
+        self.methods = self._methods()
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
         )
@@ -161,7 +160,10 @@ class EngineCore:
             "stats": Method(self.stats),
             "explain_model": Method(lambda: worker.control(Explain())),
             "tokenizer_files": Method(lambda: read_files(model, folder)),
-            "is_paused": Method(lambda: lifecycle.paused),
+            "check_request": Method(
+                self._check_request, gets_caller=True, max_bytes=MAX_SPEC_BYTES + MAX_ARGUMENT_BYTES
+            ),
+            "is_paused": Method(lambda: lifecycle.state.paused),
             "is_sleeping": Method(lambda: lifecycle.sleeping),
             "reset_prefix_cache": Method(self.scheduler.reset_prefix_cache, admin=True),
             "pause_generation": Method(lifecycle.pause, admin=True),
@@ -191,16 +193,16 @@ class EngineCore:
             admin: whether it may call methods that change the engine for all frontends.
         """
         salt = blake2b(session, digest_size=16).digest() if self.config.service_config.salt_per_frontend else b""
-        owner = session or b"frontend %d" % frontend
-        self._connections[frontend] = _Connection(name, session, admin, salt, owner)
-        self.adapters.set_gone(owner, False)
+        caller = Caller(frontend, session or b"frontend %d" % frontend, admin)
+        self._connections[frontend] = _Connection(name, session, salt, caller)
+        self.adapters.set_gone(caller.owner, False)
         self.scheduler.fair.register(frontend, weight)
 
     def disconnect(self, frontend: int) -> None:
         """Forget a frontend, and abort its requests and calls."""
         if connection := self._connections.pop(frontend, None):
             self.lifecycle.forget(frontend)
-            self.adapters.set_gone(connection.owner, True)
+            self.adapters.set_gone(connection.caller.owner, True)
             self.scheduler.remove_frontend(frontend)
             for call in self._unanswered.pop(frontend, ()):
                 call.cancel()
@@ -222,9 +224,7 @@ class EngineCore:
         request is ignored and left to the next core. A request whose handle is in use is dropped, because an answer
         would end the first request of that handle."""
         connection = self._connections[frontend]
-        if message.handle in self.scheduler.fair.of(frontend).requests:
-            self.num_duplicates += 1
-            logger.debug("dropped a second request %d of frontend %d", message.handle, frontend)
+        if self._in_use(frontend, message.handle):
             return
         key = request_key(connection.session, message.handle)
         try:
@@ -235,19 +235,14 @@ class EngineCore:
             self.lifecycle.check()
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
             self._checks.check(message)
+            if message.prompt_embeds is not None and embeds is not None:
+                check_embeds_values(embeds, message.prompt_embeds.dtype, self.model.dtype)
             now = time.monotonic()
-            arrival = now - min(max(0.0, message.age_s), now)
+            arrival = now - min(max(0.0, message.age_s), MAX_AGE_S)
             request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt)
-            if (pooling := self.worker.facts.pooling) and message.pooling:
-                pooling.check(message.pooling, request.prompt_len)
-                request.keeps_rows = pooling.keeps_rows(message.pooling)
+            request.timed = not message.age_s > MAX_AGE_S
             request_limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
-            waits = self.adapters.prepare(request, message, connection.owner)
-            if request.sampling.grammar:
-                kind, text = request.sampling.grammar
-                compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text))
-                request.grammar, self._next_grammar = self._next_grammar, self._next_grammar + 1
-                waits.append((compiled, lambda _: None))
+            waits = self._prepare(request, message, connection.caller.owner)
             if processors:
                 request.functions = self.worker.lend_functions(processors)
         except Exception as error:  # an error of this request must not end the core
@@ -255,25 +250,94 @@ class EngineCore:
             return
         self.meter.requests_recovered += bool(message.output_token_ids)
         self.scheduler.add(request, ready=not waits)
+        self._give_all(request, waits, self._go_on)
+
+    def _prepare(self, request: Request, message: AddRequest, owner: bytes) -> list[Wait]:
+        """Check the pooling of a request, and begin to read its adapters and to compile its grammar. Returns what is
+        not ready yet."""
+        if (pooling := self.worker.facts.pooling) and message.pooling:
+            pooling.check(message.pooling, request.prompt_len)
+            request.keeps_rows = pooling.keeps_rows(message.pooling)
+        waits = self.adapters.prepare(request, message, owner)
+        if request.sampling.grammar:
+            kind, text = request.sampling.grammar
+            compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text))
+            request.grammar, self._next_grammar = self._next_grammar, self._next_grammar + 1
+            waits.append((compiled, lambda _: None))
+        return waits
+
+    def _check_request(self, caller: Caller, values: Any) -> Future[None]:
+        """Prepare the grammar and the adapters of a request that may follow, and compute nothing. values: the fields of
+        an `AddRequest`. The future gets the error that the request would end with.
+
+        Raises:
+            MainspringError: the request can't be served, whatever its grammar and adapters hold.
+        """
+        try:
+            message = msgspec.convert(values, AddRequest)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"a request is given wrongly: {error}") from None
+        self._checks.check(message)
+        request, checked = Request(message, caller.frontend, 0.0, self._most_tokens), Future[None]()
+        waits = self._prepare(request, message, caller.owner)
+
+        def settle(request: Request, error: Exception | None) -> None:
+            self._drop_what_it_named(request)
+            if not checked.done():  # it is done if the other wait failed, or if the frontend has left
+                checked.set_exception(error) if error else checked.set_result(None)
+
+        if not waits:
+            settle(request, None)
+        self._give_all(request, waits, settle)
+        return checked
+
+    def _give_all(
+        self, request: Request, waits: Sequence[Wait], then: Callable[[Request, Exception | None], None]
+    ) -> None:
+        """Call `then` once the request has got all that it waits for, or with an error as soon as one wait fails."""
         request.pending = len(waits)
         for future, take in waits:
-            self._later(future, partial(self._give, request, take))
+            self._later(future, partial(self._give, request, take, then))
+
+    def _go_on(self, request: Request, error: Exception | None) -> None:
+        if error:
+            self.scheduler.fail(request, error)
+        else:
+            self.scheduler.queue(request)
+
+    def refuse(self, frontend: int, handle: int, error: Exception) -> None:
+        """End a request that is not accepted. One whose handle is in use is dropped, as in `add_request`."""
+        if not self._in_use(frontend, handle):
+            self.scheduler.refuse(frontend, handle, error)
+
+    def _in_use(self, frontend: int, handle: int) -> bool:
+        if handle not in self.scheduler.fair.of(frontend).requests:
+            return False
+        self.num_duplicates += 1
+        logger.debug("dropped a second request %d of frontend %d", handle, frontend)
+        return True
 
     def _later(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         """Call `then` at the beginning of the first step after the future is done."""
         self._num_preparing += 1
         future.add_done_callback(lambda done: self._prepared.put(partial(then, done)))
 
-    def _give(self, request: Request, take: Callable[[Any], None], done: Future[Any]) -> None:
-        """Take in a grammar or adapter that a request waited for. Queue the request if it waits for nothing else."""
+    def _give(
+        self,
+        request: Request,
+        take: Callable[[Any], None],
+        then: Callable[[Request, Exception | None], None],
+        done: Future[Any],
+    ) -> None:
+        """Take in a grammar or adapter that a request waited for."""
         request.pending -= 1
         try:
             take(done.result())
         except BaseException as error:
-            self.scheduler.fail(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
+            then(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
             return
         if not request.pending:
-            self.scheduler.queue(request)
+            then(request, None)
 
     def _drop_what_it_named(self, request: Request) -> None:
         """A request has ended: the worker drops its grammar and functions."""
@@ -288,16 +352,10 @@ class EngineCore:
     def call(
         self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]:
-        """Make a utility call for `frontend`; if no such frontend is connected, for the process itself. Returns the
-        encoded result, or a future if steps have to run first.
-
-        Raises:
-            NotPermittedError: the method needs admin rights, and the frontend has none.
-            MainspringError: there is no such method, or the method raised this error.
-        """
+        """See `call_method`. If no such frontend is connected, the call is for the process itself."""
         connection = self._connections.get(frontend)
-        caller = ITSELF if connection is None else Caller(frontend, connection.owner, connection.admin)
-        answer = self.calls.call(caller, method, args, arrays)
+        caller = ITSELF if connection is None else connection.caller
+        answer = call_method(self.methods, caller, method, args, arrays)
         if isinstance(answer, Future):
             self._unanswered[frontend] = [*(f for f in self._unanswered[frontend] if not f.done()), answer]
         return answer
@@ -322,16 +380,10 @@ class EngineCore:
         rows = [ParameterRows(*one) for one in zip(names, starts, arrays, strict=True)]
         self.lifecycle.update_weights(caller.frontend, version, number, rows, last)
 
-    def collective_rpc(
-        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Any]:
-        """See `Worker.run_method`."""
-        return self.worker.run_method(method, args, kwargs)
-
     @property
     def phase(self) -> str:
         """``asleep`` or ``paused``; empty if the core serves."""
-        return "asleep" if self.lifecycle.sleeping else "paused" if self.lifecycle.paused else ""
+        return "asleep" if self.lifecycle.sleeping else "paused" if self.lifecycle.state.paused else ""
 
     def drain(self) -> None:
         """From now on accept no requests, and finish the present ones. A signal handler may call this."""
@@ -348,9 +400,6 @@ class EngineCore:
     def model(self) -> ModelFacts:
         return self.lifecycle.model
 
-    def stats(self) -> Stats:
-        return self.scheduler.stats()
-
     def frontends(self) -> list[FrontendStatus]:
         return [
             FrontendStatus(
@@ -366,25 +415,19 @@ class EngineCore:
             for f in self.scheduler.fair
         ]
 
-    @property
-    def meter(self) -> CoreMeter:
-        return self.scheduler.meter
-
-    def latencies(self) -> tuple[Latency, Latency]:
-        """Time to the first token, and time between tokens, of the latest requests and steps."""
-        return self.scheduler.times.first.percentiles(), self.scheduler.times.between.percentiles()
-
     # ------------------------------------------------------------------ steps
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or bool(self._in_flight or self._num_preparing)
+        return self.scheduler.has_work or self.lifecycle.is_due or bool(self._in_flight or self._num_preparing)
 
     def step(self) -> dict[int, Outputs]:
-        """Launch steps until enough are in flight, take in the oldest, and return the output messages by frontend."""
+        """Launch steps until enough are in flight, take in the oldest, and return the output messages by frontend.
+        Calls of `pause` and `sleep` are answered in a step without outputs, so that no output follows the answer."""
         outputs = self._step()
-        self.lifecycle.advance()
+        if not outputs:
+            self.lifecycle.advance()
         return outputs
 
     def _step(self) -> dict[int, Outputs]:
@@ -430,6 +473,17 @@ def _local_worker(config: EngineConfig) -> Worker:
     from .worker.make_worker import make_worker
 
     return make_worker(config)
+
+
+def _checked_files(config: EngineConfig) -> str:
+    """The digest of the files that frontends need; empty without a checkpoint."""
+    model = config.model_config
+    if not model.model:
+        return ""
+    files = read_files(model, config.load_config.download_dir)
+    if not model.skip_tokenizer_init:
+        check_tokenizer(files)
+    return digest_of(files)
 
 
 def _filled_in(config: EngineConfig, facts: WorkerFacts) -> EngineConfig:

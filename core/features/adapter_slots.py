@@ -115,7 +115,7 @@ class LoRAs(Feature):
             self._first = request, step
         return False
 
-    def seated(self, request: Request) -> None:
+    def got_slot(self, request: Request) -> None:
         if request.lora is None:
             return
         digest = request.lora.digest
@@ -128,7 +128,7 @@ class LoRAs(Feature):
         self._loaded.move_to_end(digest)
         request.lora_place, request.lora_number = place, self._loaded[digest]
 
-    def unseated(self, request: Request) -> None:
+    def left_slot(self, request: Request) -> None:
         if request.lora is None:
             return
         digest = request.lora.digest

@@ -130,12 +130,13 @@ class Adapters:
         """Like `_load`, but requests that wait for the same adapter share one read."""
         if (shared := self._reading.get((owner, adapter))) is not None:
             return shared
-        reading = self._reading[owner, adapter] = self._load(adapter)
-        self._later(reading[1], partial(self._end_reading, owner, adapter))
-        return reading
 
-    def _end_reading(self, owner: bytes, adapter: Adapter, _: Future[Any]) -> None:
-        del self._reading[owner, adapter]
+        def end_reading(_: Future[Any]) -> None:
+            del self._reading[owner, adapter]
+
+        reading = self._reading[owner, adapter] = self._load(adapter)
+        self._later(reading[1], end_reading)
+        return reading
 
     def _read_again(self, request: Request) -> None:
         """Load the adapter of a request again, because it was evicted while the request waited."""
@@ -283,13 +284,14 @@ class Adapters:
 
     def restore(self, held: Iterable[HeldAdapter]) -> None:
         """Load the adapters that the previous core held for its frontends."""
-        for owner, adapter, pinned in ((one.owner, one.adapter, one.pinned) for one in held):
+        for one in held:
             try:
-                number, reading = self._load(adapter)
-                bound, _ = self._keep(owner, adapter, reading.result().digest, number)
-                bound.held, bound.pinned = True, pinned
+                number, reading = self._load(one.adapter)
+                bound, _ = self._keep(one.owner, one.adapter, reading.result().digest, number)
+                bound.held, bound.pinned = True, one.pinned
             except Exception as error:
-                logger.warning("the LoRA adapter %r of the previous core can't be reloaded: %s", adapter.path, error)
+                path = one.adapter.path
+                logger.warning("the LoRA adapter %r of the previous core can't be reloaded: %s", path, error)
 
 
 def _embeddings(found: AdapterFacts) -> np.ndarray:

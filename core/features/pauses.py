@@ -8,21 +8,17 @@ from ..plan.fair_share import FairShare
 from ..plan.feature import Feature
 from ..plan.request import Request
 
-PauseMode = Literal["abort", "keep", "wait"]
+PauseMode = Literal["keep", "wait"]
 
 
 class Pauses(Feature):
-    """In the modes ``abort`` and ``keep`` no step is made. In mode ``wait`` requests that have begun go on, and the
-    others are kept out of the queues."""
+    """In mode ``keep`` no step is made. In mode ``wait`` requests that have begun go on, and the others are kept out of
+    the queues."""
 
     def __init__(self, fair: FairShare) -> None:
         self.mode: PauseMode | None = None
         self._fair = fair
         self._aside: dict[Request, None] = {}  # requests that wait for the end of the pause, in order
-
-    @property
-    def stops_steps(self) -> bool:
-        return self.mode in ("abort", "keep")
 
     def set(self, mode: PauseMode | None) -> None:
         """Begin a pause, change its mode, or end it (None)."""

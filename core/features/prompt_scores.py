@@ -18,11 +18,11 @@ class PromptScores(Feature):
         self._chunked, self._least = chunked, least
         self._requests: dict[int, Request] = {}  # the running ones whose prompts are scored, by slot
 
-    def seated(self, request: Request) -> None:
-        if request.told < request.prompt_len:
+    def got_slot(self, request: Request) -> None:
+        if request.wants_scores:
             self._requests[request.slot] = request
 
-    def unseated(self, request: Request) -> None:
+    def left_slot(self, request: Request) -> None:
         self._requests.pop(request.slot, None)
 
     def cap(self, slots: np.ndarray, need: np.ndarray) -> None:
@@ -31,7 +31,7 @@ class PromptScores(Feature):
 
     def most(self, request: Request, start: int) -> int:
         rows = self._rows
-        if request.told >= request.prompt_len:
+        if not request.wants_scores:
             return NO_LIMIT
         if request.slot >= 0 and rows.granted[request.slot]:
             return 0
@@ -48,18 +48,18 @@ class PromptScores(Feature):
         for i in np.flatnonzero(scored).tolist():
             slot, start, count = int(slots[i]), int(starts[i]), int(counts[i])
             request = self._requests[slot]
-            first, last = max(request.told, start + 1), min(request.prompt_len, start + count + 1)
+            first, last = max(request.num_scored, start + 1), min(request.prompt_len, start + count + 1)
             if first < last:
                 parts.append(PromptPart(slot, first, last - first, row_of[i] + first - start - 1))
         return parts
 
     def prompt_scores(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Logprobs]]:
-        told = []
+        found = []
         for part, scores in zip(plan.scored, result.prompt_logprobs, strict=True):
             request = self._requests.get(part.slot)
-            if request is None or part.start > request.told:
+            if request is None or part.start > request.num_scored:
                 continue  # this part, or an earlier one, will be computed again
-            request.told = max(request.told, part.start + part.num_rows)
-            self._rows.scored[part.slot] = request.told < request.prompt_len
-            told.append((request.frontend, scores.message([], request.handle, part.start - request.num_virtual)))
-        return told
+            request.num_scored = max(request.num_scored, part.start + part.num_rows)
+            self._rows.scored[part.slot] = request.wants_scores
+            found.append((request.frontend, scores.message([], request.handle, part.start - request.num_virtual)))
+        return found

@@ -21,9 +21,6 @@ from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, StepPlan, StepResult, with_g
 REST = 16  # tokens without a guess, after several that were wrong
 
 
-RollBack = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-
-
 class Speculation(NamedTuple):
     """How guesses are made. `guess(tokens, count)` gives at most `count` (int32) that may follow `tokens` (int32)."""
 
@@ -62,20 +59,12 @@ def leave_room(tokens: np.ndarray, count: int) -> np.ndarray:
     return np.zeros(count, np.int32)
 
 
-def standing(
-    plan: StepPlan,
-    guesses: np.ndarray | None,
-    row: np.ndarray,
-    back: np.ndarray,
-    tokens: np.ndarray,
-    stops: np.ndarray,
-) -> np.ndarray:
-    """Which of the chosen `tokens` stand, bool ``[choices]``: of each row those up to the first that is not what was
-    guessed, or that `stops` the request. `row` and `back` are the plan's `choices`; `guesses` are a draft model's, see
-    `StepResult`."""
-    token_ids = plan.token_ids if guesses is None else with_guesses(plan, guesses)
+def accepted(plan: StepPlan, result: StepResult, row: np.ndarray, back: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Which of the chosen tokens count, bool ``[choices]``: of each row those up to the first that is not what was
+    guessed, or that `stops` the request. `row` and `back` are the plan's `choices`."""
+    token_ids = plan.token_ids if result.guesses is None else with_guesses(plan, result.guesses)
     guesses = np.append(token_ids, -1)[np.cumsum(plan.counts)[row] - back]
-    last = (back == 0) | (tokens != guesses) | stops
+    last = (back == 0) | (result.tokens != guesses) | stops
     before = np.cumsum(last) - last
     found: np.ndarray = before == before[np.searchsorted(row, row)]
     return found
@@ -91,11 +80,13 @@ class Guesses(Feature):
         roll_back: how far the layers' memory goes back after a rejection, see `CacheManager.roll_back`.
     """
 
-    def __init__(self, speculation: Speculation, roll_back: RollBack) -> None:
+    def __init__(
+        self, speculation: Speculation, roll_back: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    ) -> None:
         self._speculation, self._roll_back = speculation, roll_back
         self._num_made = self._num_right = 0
 
-    def seated(self, request: Request) -> None:
+    def got_slot(self, request: Request) -> None:
         if request.may_speculate:
             self._rows.trust[request.slot], self._rows.guess_from[request.slot] = self._speculation.most, 0
 
@@ -136,7 +127,7 @@ class Guesses(Feature):
     def accept(self, plan: StepPlan, result: StepResult, keep: np.ndarray, ends: np.ndarray, stops: np.ndarray) -> None:
         """A request whose guesses were wrong makes fewer guesses from now on."""
         row, back = plan.choices()
-        keep &= standing(plan, result.guesses, row, back, result.tokens, stops)
+        keep &= accepted(plan, result, row, back, stops)
         brought = np.bincount(row[keep], minlength=len(plan.slots))
         rows, guessing = self._rows, np.flatnonzero((plan.guessed > 0) & (brought > 0))
         slots, right = plan.slots[guessing].astype(np.int64), brought[guessing] - 1

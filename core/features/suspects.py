@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-import numpy as np
-
 from ..plan.feature import Feature
 from ..plan.request import Request
-from ..plan.step import Step
 
 
 class Suspects(Feature):
@@ -48,6 +45,12 @@ class Suspects(Feature):
             del self.keys[request.key]
             self._on_change(self.keys)
 
+    def token_came(self, output_index: int) -> None:
+        """A trial step brought the token at this position of the output."""
+        if self.on_trial is not None and output_index >= self.keys.get(self.on_trial.key, 0):
+            self._rows.excluded[self.on_trial.slot] = False
+            self.clear(self.on_trial)
+
     # ------------------------------------------------------------------ hooks
 
     def keeps(self, request: Request) -> bool:
@@ -56,23 +59,12 @@ class Suspects(Feature):
         self._waiting.append(request)
         return True
 
-    def seated(self, request: Request) -> None:
-        self._rows.held_up[request.slot] = request is self.on_trial
+    def got_slot(self, request: Request) -> None:
+        self._rows.excluded[request.slot] = request is self.on_trial
 
-    def unseated(self, request: Request) -> None:
+    def left_slot(self, request: Request) -> None:
         if request is self.on_trial:
             self.on_trial = None
-
-    def brought(self, step: Step, slots: np.ndarray) -> None:
-        if not step.solo or self.on_trial is None or not slots.size:
-            return
-        if step.output_index[0] >= self.keys.get(self.on_trial.key, 0):
-            self._rows.held_up[slots] = False
-            self.clear(self.on_trial)
-
-    def retired(self, step: Step) -> None:
-        if step.solo:
-            self.step = None
 
     def ended(self, request: Request) -> None:
         if request in self._waiting:

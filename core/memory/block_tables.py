@@ -24,7 +24,7 @@ class BlockTables:
         self.pool = BlockPool(num_blocks)
         self.kinds = [kind_of(group, block_size) for group in groups]
         self.block_size = block_size
-        self.held: Counter[int] = Counter()  # by frontend: blocks that its running requests list
+        self.blocks_used: Counter[int] = Counter()  # by frontend: blocks that its running requests list
         self.num_on_the_way = 0  # blocks that come back when a step in flight retires; shared ones count several times
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (step to wait for, blocks)
         self._newest_step: int | None = None  # in flight
@@ -38,7 +38,7 @@ class BlockTables:
         pairs = zip(self.kinds, request.tables, strict=True)
         return sum(kind.new_blocks(len(table), num_tokens, per_step) for kind, table in pairs)
 
-    def num_held(self, request: Request) -> int:
+    def num_listed(self, request: Request) -> int:
         """Blocks that the tables of a request list."""
         return sum(len(table) - table.count(NULL_BLOCK) for table in request.tables)
 
@@ -53,7 +53,7 @@ class BlockTables:
         needed = sum(max(0, end - len(table)) for end, table in zip(ends, request.tables, strict=True))
         if needed and needed + leave > self.pool.num_free:
             return False
-        self.held[request.frontend] += needed
+        self.blocks_used[request.frontend] += needed
         for group, (end, table) in enumerate(zip(ends, request.tables, strict=True)):
             first = len(table)
             table += self.pool.take(max(0, end - first))
@@ -67,20 +67,20 @@ class BlockTables:
 
     def _drop_unread(self, request: Request, num_computed: int) -> None:
         for group, (kind, table) in enumerate(zip(self.kinds, request.tables, strict=True)):
-            i = kind.first_block(num_computed) - 1
-            gone = []
-            while 0 <= i < len(table) and table[i] != NULL_BLOCK:
+            unread, gone = kind.unread(num_computed), []
+            for i in range(min(unread.stop, len(table)) - 1, unread.start - 1, -1):
+                if table[i] == NULL_BLOCK:  # those before were given back earlier
+                    break
                 gone.append(table[i])
                 table[i] = NULL_BLOCK
                 self._updates.append((group, request.slot, i, NULL_BLOCK))
-                i -= 1
             if gone:
-                self.held[request.frontend] -= len(gone)
+                self.blocks_used[request.frontend] -= len(gone)
                 self._release(gone)
 
     def free(self, request: Request) -> None:
         """Take back all blocks of a request, ends of prefixes first."""
-        self.held[request.frontend] -= self.num_held(request)
+        self.blocks_used[request.frontend] -= self.num_listed(request)
         for table in request.tables:
             self._release([block for block in reversed(table) if block != NULL_BLOCK])
         request.tables = []

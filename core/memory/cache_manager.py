@@ -36,7 +36,7 @@ class CacheManager(BlockTables):
         self.host = HostCache(host_blocks) if host_blocks else None
         if self.host is not None:
             self.pool.on_evict = self.host.evicted
-        self.state = next((kind for kind in self.kinds if isinstance(kind, RecurrentState)), None)
+        self.recurrent = next((kind for kind in self.kinds if isinstance(kind, RecurrentState)), None)
         self.least_cut = max((group.chunk for group in groups), default=1)  # tokens a step must be able to compute
         self._prefix_caching = prefix_caching
         self._coming: dict[bytes, Request] = {}  # by digest: the running request that has to compute this block
@@ -59,8 +59,8 @@ class CacheManager(BlockTables):
         blocks = self._longest_usable(found, most)
         request.tables = [kind.table(cached, blocks) for kind, cached in zip(self.kinds, found, strict=True)]
         request.num_cached_blocks = blocks
-        if self.state is not None:
-            request.branch = self.block_size * self._longest_usable(found, most, but=self.state)
+        if self.recurrent is not None:
+            request.branch = self.block_size * self._longest_usable(found, most, but=self.recurrent)
         return blocks * self.block_size
 
     def _longest_usable(
@@ -79,16 +79,16 @@ class CacheManager(BlockTables):
             self.pool.touch(block for block in table if block > NULL_BLOCK)
         if self.host is not None:
             self._load_prefix(request, self.host)
-        self.held[request.frontend] += self.num_held(request)
-        if self.state is not None:
-            self.state.begin(request, request.num_cached_blocks)
+        self.blocks_used[request.frontend] += self.num_listed(request)
+        if self.recurrent is not None:
+            self.recurrent.begin(request, request.num_cached_blocks)
         elif self._prefix_caching and waited_for:
             self._coming.update(dict.fromkeys(request.digests[request.num_cached_blocks :], request))
 
     def room_needed(self, request: Request, num_tokens: int, per_step: int) -> tuple[int, int]:
         """What it takes to admit a request that `find_prefix` just looked up: free blocks (cached ones that no request
         uses, new ones as `blocks_needed` counts them, and those to load into), and blocks that it then holds."""
-        new, prefix = self.blocks_needed(request, num_tokens, per_step), self.num_held(request)
+        new, prefix = self.blocks_needed(request, num_tokens, per_step), self.num_listed(request)
         listed = (block for table in request.tables for block in table if block != NULL_BLOCK)
         unused = sum(block == ON_HOST or self.pool.is_free(block) for block in listed)
         return new + unused, new + prefix
@@ -98,8 +98,8 @@ class CacheManager(BlockTables):
         n = request.num_cached_blocks
         if n >= min(len(request.digests), request.most_cached // self.block_size):
             return False
-        if self.state is not None:
-            return self.state.may_have_grown(request)
+        if self.recurrent is not None:
+            return self.recurrent.may_have_grown(request)
         return self._find((0, request.digests[n])) is not None
 
     def coming_from(self, request: Request, block: int) -> Request | None:
@@ -127,13 +127,13 @@ class CacheManager(BlockTables):
                 for i in columns:
                     if table[i] != NULL_BLOCK:
                         self.pool.publish(table[i], (group, names[i]))
-        if self.state is not None:
-            self.state.publish(request, last)
+        if self.recurrent is not None:
+            self.recurrent.publish(request, last)
 
     def free(self, request: Request) -> None:
         super().free(request)
-        if self.state is not None:
-            self.state.free(request)
+        if self.recurrent is not None:
+            self.recurrent.free(request)
         for digest in request.digests[request.num_cached_blocks :] if self._coming else ():
             if self._coming.get(digest) is request:
                 del self._coming[digest]
@@ -142,8 +142,8 @@ class CacheManager(BlockTables):
         """Forget all prefixes in the pool, on the host, or both."""
         if pool:
             self.pool.reset_cache()
-            if self.state is not None:
-                self.state.snapshots.reset_cache()
+            if self.recurrent is not None:
+                self.recurrent.snapshots.reset_cache()
         if host and self.host is not None:
             self.host.reset()
 
@@ -200,6 +200,6 @@ class CacheManager(BlockTables):
     ) -> StateCopies:
         """The copies between state slots that a step makes. Its rows compute the tokens of the `running` requests at
         `slots` up to `ends`, of which the last `guessed` are guesses (int64 ``[rows]``)."""
-        if self.state is None:
+        if self.recurrent is None:
             return NO_STATE_COPIES
-        return self.state.take_copies(running, slots, ends, guessed, self._prefix_caching)
+        return self.recurrent.take_copies(running, slots, ends, guessed, self._prefix_caching)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from ..plan.request import Request
 from .layer_rules import Find, LayerKind
@@ -22,12 +23,7 @@ class FullAttention(LayerKind):
     """Keys and values, or latents, of all tokens. A prefix is usable up to the first block that is not cached."""
 
     def look_up(self, request: Request, most: int, find: Find) -> list[int | None]:
-        cached: list[int | None] = []
-        for name in request.digests[:most]:
-            if (block := find(name)) is None:
-                break
-            cached.append(block)
-        return cached
+        return list(takewhile(lambda block: block is not None, map(find, request.digests[:most])))
 
     def usable(self, cached: Sequence[int | None], most: int) -> int:
         return min(len(cached), most)
@@ -45,8 +41,8 @@ class WindowedAttention(LayerKind):
         assert group.window is not None, "a windowed group has a window"
         self._window = group.window
 
-    def first_block(self, num_computed: int) -> int:
-        return max(0, num_computed - self._window + 1) // self.block_size
+    def unread(self, num_computed: int) -> range:
+        return range(max(0, num_computed - self._window + 1) // self.block_size)
 
     def num_columns(self, num_tokens: int, ahead: int = 0) -> int:
         return -(-num_tokens // self.block_size)  # blocks taken early would be held longer than the window needs them
@@ -58,13 +54,9 @@ class WindowedAttention(LayerKind):
     def usable(self, cached: Sequence[int | None], most: int) -> int:
         blocks = min(len(cached), most)
         # Every prefix that ends behind a gap which the longest one reaches would reach that gap, too.
-        while (gap := self._first_gap(cached, blocks)) is not None:
-            blocks = gap
+        while None in (read := cached[self.unread(blocks * self.block_size).stop : blocks]):
+            blocks += read.index(None) - len(read)
         return blocks
-
-    def _first_gap(self, cached: Sequence[int | None], blocks: int) -> int | None:
-        first = self.first_block(blocks * self.block_size)
-        return next((i for i in range(first, blocks) if cached[i] is None), None)
 
 
 class FixedLength(LayerKind):

@@ -28,9 +28,10 @@ class LayerKind:
 
     # ------------------------------------------------------------------ allocation
 
-    def first_block(self, num_computed: int) -> int:
-        """The first block that the query at position `num_computed` reads. A request gives back the blocks before."""
-        return 0
+    def unread(self, num_computed: int) -> range:
+        """The blocks that neither the query at position `num_computed` nor a later one reads. A request gives them
+        back."""
+        return range(0)
 
     def num_columns(self, num_tokens: int, ahead: int = 0) -> int:
         """Columns of a block table that reaches `num_tokens`. `ahead`: tokens for which blocks are taken early, so that
@@ -60,12 +61,12 @@ class LayerKind:
 
     def table(self, cached: Sequence[int | None], blocks: int) -> list[int]:
         """The block table of a request that continues from a usable prefix of `blocks` blocks."""
-        first = self.first_block(blocks * self.block_size)
-        return [NULL_BLOCK] * first + [block for block in cached[first:blocks] if block is not None]
+        unread = self.unread(blocks * self.block_size)
+        return [NULL_BLOCK if i in unread or block is None else block for i, block in enumerate(cached[:blocks])]
 
     def first_to_check(self, blocks: int) -> int:
         """The first block to look up to know whether a prefix of `blocks` blocks, which was published, is usable."""
-        return self.first_block(blocks * self.block_size)
+        return self.unread(blocks * self.block_size).stop
 
     def columns_to_publish(self, request: Request, first: int, last: int) -> range:
         """The columns of the block table to publish when blocks `first` to `last` of the sequence are full."""

@@ -31,6 +31,9 @@ class TableUpdate(NamedTuple):
     block: np.ndarray
 
 
+NO_TABLES = TableUpdate(*np.zeros((4, 0), np.int32))
+
+
 class Copies(NamedTuple):
     """Whole blocks to copy before a step computes anything, all saves first. Each is (block of the pool, host slot)."""
 

@@ -28,15 +28,15 @@ class Columns:
         self.key = np.zeros(slots, np.uint64)
         self.alive = np.zeros(slots, bool)
         self.silent = np.zeros(slots, bool)  # no output token was sent yet
-        self.held_up = np.zeros(slots, bool)  # joins no step with others: no credit, or on trial after a crash
+        self.excluded = np.zeros(slots, bool)  # joins no step with others: no credit, or on trial after a crash
         self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being planned
-        self.looks_back = np.zeros(slots, bool)  # is skipped while one of its tokens is in flight
-        self.scored = np.zeros(slots, bool)  # prompt rows need logits, see `Request.told`
+        self.looks_back = np.zeros(slots, bool)  # waits while its last token is in flight, see `Request.looks_back`
+        self.scored = np.zeros(slots, bool)  # prompt rows need logits, see `Request.num_scored`
         self.guessed = np.zeros(slots, np.int64)  # guesses among the tokens granted or in flight; the request waits
         self.trust = np.zeros(slots, np.int64)  # most guesses in one step, at least 1
         self.guess_from = np.full(slots, NEVER)  # token count from which it speculates, and waits for each step's end
 
-    def seat(self, request: Request, cached: int) -> None:
+    def fill(self, request: Request, cached: int) -> None:
         """Fill in the row of a request that got a slot. cached: its tokens found in the prefix cache."""
         slot, n, stops = request.slot, len(request.tokens), request.stop_tokens
         self.tokens[slot, :n] = request.tokens
@@ -51,8 +51,8 @@ class Columns:
         self.alive[slot] = True
         self.silent[slot] = not request.started
         self.looks_back[slot] = request.looks_back
-        self.scored[slot] = request.told < request.prompt_len
-        self.held_up[slot] = False
+        self.scored[slot] = request.wants_scores
+        self.excluded[slot] = False
         self.guessed[slot], self.guess_from[slot] = 0, NEVER
 
     def num_computable(self, slots: np.ndarray) -> np.ndarray:
@@ -72,10 +72,6 @@ class Columns:
         while known and self.tokens[slot, known - 1] == IN_FLIGHT:
             known -= 1
         return known
-
-    def known_tokens(self, slot: int) -> np.ndarray:
-        """A copy of the tokens without placeholders."""
-        return self.tokens[slot, : self.num_known(slot)].copy()
 
     def advance(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mark the next `counts` tokens of `slots` as computed. Returns these tokens, concatenated, and which requests

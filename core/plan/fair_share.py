@@ -89,14 +89,14 @@ class Frontend:
 
 
 class FairShare:
-    """All frontends of a core. seats, blocks: the core's slots and KV blocks. held: blocks that each frontend occupies;
-    the cache manager updates this mapping."""
+    """All frontends of a core. slots, blocks: the core's slots and KV blocks. blocks_used: those of each frontend; the
+    cache manager updates this mapping."""
 
-    def __init__(self, by_priority: bool, seats: int, blocks: int, held: Mapping[int, int]) -> None:
+    def __init__(self, by_priority: bool, slots: int, blocks: int, blocks_used: Mapping[int, int]) -> None:
         self.num_requests = 0  # running and waiting requests of all frontends
         self.num_tokens = 0  # sum of their largest lengths
         self._by_priority = by_priority
-        self._seats, self._blocks, self._held = seats, blocks, held
+        self._slots, self._blocks, self._blocks_used = slots, blocks, blocks_used
         self._frontends: dict[int, Frontend] = {}
         self._next_seq = 0
 
@@ -164,20 +164,16 @@ class FairShare:
             f = self._frontends[frontend]
             f.served += float(tokens[frontend]) / f.weight
 
-    @property
-    def num_competing(self) -> int:
-        return sum(f.competes for f in self)
-
     def next_waiting(self, closed: set[int]) -> Frontend | None:
         """The least served frontend that has a queued request and credit, and is not in `closed`."""
         able = [f for f in self if f.credit and f.id not in closed and f.peek() is not None]
         return min(able, key=lambda f: (f.served, self.share(f), f.id), default=None)
 
-    def share(self, frontend: Frontend, seats: int = 0, blocks: int = 0) -> float:
-        """A frontend's dominant share of slots and blocks, divided by its weight, if it got `seats` more slots and
+    def share(self, frontend: Frontend, slots: int = 0, blocks: int = 0) -> float:
+        """A frontend's dominant share of slots and blocks, divided by its weight, if it got `slots` more slots and
         `blocks` more blocks."""
-        of_seats, of_blocks = frontend.num_running + seats, self._held[frontend.id] + blocks
-        return max(of_seats / self._seats, of_blocks / self._blocks) / frontend.weight
+        of_slots, of_blocks = frontend.num_running + slots, self._blocks_used[frontend.id] + blocks
+        return max(of_slots / self._slots, of_blocks / self._blocks) / frontend.weight
 
     def quotas(self, budget: int, running: Mapping[int, int]) -> dict[int, int]:
         """Divide the token budget among frontends by weight. No frontend gets more than it wants: the tokens that its

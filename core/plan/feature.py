@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ...ipc.messages import Logprobs
 from .columns import Columns
 from .request import Request
-from .step import PromptPart, Step, StepPlan, StepResult
+from .step import PromptPart, StepPlan, StepResult
 
 NO_LIMIT = 2**62  # more tokens than a request has
 
@@ -23,7 +23,7 @@ class Feature:
     No hook is called for each token, and a hook that no feature overrides costs nothing.
 
     Blocks for keys and values are counted by the KV cache manager. A feature with another kind of room, such as places
-    for adapters, refuses in `may_run` while none is free, takes one in `seated` and gives it back in `unseated`.
+    for adapters, refuses in `may_run` while none is free, takes one in `got_slot` and gives it back in `left_slot`.
 
     A feature may have a budget of its own for a step, such as rows with logits, or the outputs of an encoder: `cap`
     limits running requests to it, and `most` limits what a request gets later in the same step.
@@ -66,10 +66,10 @@ class Feature:
             extend: lets the block tables of a slot reach a number of tokens; False if there are too few blocks.
         """
 
-    def seated(self, request: Request) -> None:
+    def got_slot(self, request: Request) -> None:
         """A request got its slot. The feature fills in its columns."""
 
-    def unseated(self, request: Request) -> None:
+    def left_slot(self, request: Request) -> None:
         """A request has left its slot: it was preempted, or it ends."""
 
     def ended(self, request: Request) -> None:
@@ -85,15 +85,9 @@ class Feature:
         and tokens computed in vain off `ends` (int64 ``[rows]``). `stops` (bool ``[choices]``): which tokens end their
         requests."""
 
-    def brought(self, step: Step, slots: np.ndarray) -> None:
-        """A step brought a token for each of `slots` (int64; one that has several tokens stands several times)."""
-
     def prompt_scores(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Logprobs]]:
         """Log probabilities of prompts to be sent, each with its frontend."""
         return []
-
-    def retired(self, step: Step) -> None:
-        """A step was taken in, or taken back."""
 
     def stats(self) -> dict[str, Any]:
         """Fields of `Stats`."""
@@ -101,88 +95,27 @@ class Feature:
 
 
 class Features:
-    """The features of one scheduler, with the same hooks."""
+    """The features of one scheduler: for each hook, the methods of the features that override it."""
 
-    def __init__(self, features: Sequence[Feature], rows: Columns) -> None:
+    def __init__(self, rows: Columns) -> None:
         self._rows = rows
-        self._all: list[Feature] = []
-        for feature in features:
-            self.attach(feature)
+        self.added: list[Callable[[Request], None]] = []
+        self.keeps: list[Callable[[Request], bool]] = []
+        self.may_run: list[Callable[[Request, int, bool], bool]] = []
+        self.cap: list[Callable[[np.ndarray, np.ndarray], None]] = []
+        self.most: list[Callable[[Request, int], int]] = []
+        self.fill: list[Callable[[np.ndarray, int, Callable[[int, int], bool]], None]] = []
+        self.got_slot: list[Callable[[Request], None]] = []
+        self.left_slot: list[Callable[[Request], None]] = []
+        self.ended: list[Callable[[Request], None]] = []
+        self.prompt_parts: list[Callable[[np.ndarray, np.ndarray, np.ndarray], list[PromptPart]]] = []
+        self.accept: list[Callable[[StepPlan, StepResult, np.ndarray, np.ndarray, np.ndarray], None]] = []
+        self.prompt_scores: list[Callable[[StepPlan, StepResult], list[tuple[int, Logprobs]]]] = []
+        self.stats: list[Callable[[], dict[str, Any]]] = []
 
     def attach(self, feature: Feature) -> None:
-        """Add a feature, before any request is added."""
+        """Add a feature, before any request is added. Its methods are called after those of earlier features."""
         feature.attach(self._rows)
-        self._all.append(feature)
-        self._added = [one.added for one in self._with("added")]
-        self._keeps = [one.keeps for one in self._with("keeps")]
-        self._may_run = [one.may_run for one in self._with("may_run")]
-        self._cap = [one.cap for one in self._with("cap")]
-        self._most = [one.most for one in self._with("most")]
-        self._fill = [one.fill for one in self._with("fill")]
-        self._seated = [one.seated for one in self._with("seated")]
-        self._unseated = [one.unseated for one in self._with("unseated")]
-        self._ended = [one.ended for one in self._with("ended")]
-        self._prompt_parts = [one.prompt_parts for one in self._with("prompt_parts")]
-        self._accept = [one.accept for one in self._with("accept")]
-        self._brought = [one.brought for one in self._with("brought")]
-        self._prompt_scores = [one.prompt_scores for one in self._with("prompt_scores")]
-        self._retired = [one.retired for one in self._with("retired")]
-        self._stats = [one.stats for one in self._with("stats")]
-
-    def _with(self, hook: str) -> list[Feature]:
-        """The features that override a hook."""
-        return [one for one in self._all if getattr(type(one), hook) is not getattr(Feature, hook)]
-
-    def added(self, request: Request) -> None:
-        for added in self._added:
-            added(request)
-
-    def keeps(self, request: Request) -> bool:
-        return any(keeps(request) for keeps in self._keeps)
-
-    def may_run(self, request: Request, step: int, fetch: bool) -> bool:
-        return all(may_run(request, step, fetch) for may_run in self._may_run)
-
-    def cap(self, slots: np.ndarray, need: np.ndarray) -> None:
-        for cap in self._cap:
-            cap(slots, need)
-
-    def most(self, request: Request, start: int) -> int:
-        return min((most(request, start) for most in self._most), default=NO_LIMIT)
-
-    def fill(self, slots: np.ndarray, budget: int, extend: Callable[[int, int], bool]) -> None:
-        for fill in self._fill:
-            fill(slots, budget, extend)
-
-    def seated(self, request: Request) -> None:
-        for seated in self._seated:
-            seated(request)
-
-    def unseated(self, request: Request) -> None:
-        for unseated in self._unseated:
-            unseated(request)
-
-    def ended(self, request: Request) -> None:
-        for ended in self._ended:
-            ended(request)
-
-    def prompt_parts(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[PromptPart]:
-        return [part for parts in self._prompt_parts for part in parts(slots, starts, counts)]
-
-    def accept(self, plan: StepPlan, result: StepResult, keep: np.ndarray, ends: np.ndarray, stops: np.ndarray) -> None:
-        for accept in self._accept:
-            accept(plan, result, keep, ends, stops)
-
-    def brought(self, step: Step, slots: np.ndarray) -> None:
-        for brought in self._brought:
-            brought(step, slots)
-
-    def prompt_scores(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Logprobs]]:
-        return [one for scores in self._prompt_scores for one in scores(plan, result)]
-
-    def retired(self, step: Step) -> None:
-        for retired in self._retired:
-            retired(step)
-
-    def stats(self) -> dict[str, Any]:
-        return {name: value for stats in self._stats for name, value in stats().items()}
+        for hook, methods in vars(self).items():
+            if isinstance(methods, list) and getattr(type(feature), hook) is not getattr(Feature, hook):
+                methods.append(getattr(feature, hook))

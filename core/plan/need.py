@@ -1,23 +1,38 @@
-"""First stage of a step: how many tokens each running request could compute."""
+"""First stage of a step: how many tokens each running request could compute.
+
+A prompt cannot be cut anywhere: the tokens that a step computes may have to end where the layers' memory says so.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .budget import Budget
-from .columns import Columns
-from .feature import Features
+from .state import SchedulerState
 
 
-class Need:
-    def __init__(self, rows: Columns, budget: Budget, features: Features) -> None:
-        self._rows, self._budget, self._features = rows, budget, features
+def tokens_needed(state: SchedulerState, slots: np.ndarray) -> np.ndarray:
+    """Tokens that the requests at `slots` (int64 ``[n]``) could compute in one step (int64 ``[n]``): those that they
+    have not computed yet, up to the length of a chunk, and as far as features allow."""
+    rows, looks_back = state.rows, state.rows.looks_back[slots]
+    need: np.ndarray = np.minimum(rows.num_computable(slots) - rows.num_computed[slots], state.budget.chunk)
+    need[rows.excluded[slots]] = 0
+    if looks_back.any():
+        need[looks_back & rows.last_in_flight(slots)] = 0
+    for cap in state.features.cap:
+        cap(slots, need)
+    return need
 
-    def of(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens that the requests at `slots` (int64 ``[n]``) could compute in one step (int64 ``[n]``): those that
-        they have not computed yet, up to the length of a chunk, and as far as features allow."""
-        rows = self._rows
-        need: np.ndarray = np.minimum(rows.num_computable(slots) - rows.num_computed[slots], self._budget.chunk)
-        need[rows.held_up[slots]] = 0
-        self._features.cap(slots, need)
-        return need
+
+def cuts_are_ruled(state: SchedulerState) -> bool:
+    """Whether prompts may not be cut anywhere. A budget below the smallest piece cuts them anywhere all the same: with
+    so little memory, the bits of a result may differ."""
+    return state.budget.chunked and state.kv.recurrent is not None and state.budget.chunk >= state.kv.least_cut
+
+
+def cut_rows(state: SchedulerState, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """How many of the next `counts` tokens the requests at `slots` compute (int64 ``[n]`` each)."""
+    if cuts_are_ruled(state):
+        starts = state.rows.num_computed[slots]
+        for i in np.flatnonzero((counts > 0) & (starts < state.rows.prompt_len[slots])).tolist():
+            counts[i] = state.kv.cut(state.running.requests[int(slots[i])], int(starts[i]), int(counts[i]))
+    return counts

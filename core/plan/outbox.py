@@ -15,20 +15,41 @@ NO_TOKENS = np.zeros(0, np.int64)
 
 
 class Outbox:
-    """Keeps the ends of requests until a message carries them, with or without tokens of a step."""
+    """Collects what frontends are told, until `take` makes the messages of it."""
 
     def __init__(self) -> None:
         self._finished: dict[int, list[Finished]] = {}  # by frontend
         self._pooled: defaultdict[int, dict[int, Pooled]] = defaultdict(dict)  # by frontend and handle
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._handles = self._owners = self._tokens = NO_TOKENS
+        self._scores: Sequence[Scores] = ()
+        self._started: defaultdict[int, list[Started]] = defaultdict(list)  # by frontend
+        self._prompt_scores: defaultdict[int, list[Logprobs]] = defaultdict(list)  # by frontend
 
     def __bool__(self) -> bool:
+        """Whether a request has ended that its frontend does not know of."""
         return bool(self._finished)
 
     def put(self, frontend: int, finished: Finished) -> None:
         self._finished.setdefault(frontend, []).append(finished)
 
-    def pooled(self, frontend: int, vectors: Pooled) -> None:
-        """Keep the vectors of a pooled request. They go into the message that carries the request's end."""
+    def put_tokens(
+        self, handles: np.ndarray, owners: np.ndarray, tokens: np.ndarray, scores: Sequence[Scores] = ()
+    ) -> None:
+        """The tokens of a step: ``tokens[i]`` belongs to request ``handles[i]`` of frontend ``owners[i]`` (all int64).
+        `scores` hold the log probabilities of some of them."""
+        self._handles, self._owners, self._tokens, self._scores = handles, owners, tokens, scores
+
+    def put_started(self, frontend: int, started: Started) -> None:
+        self._started[frontend].append(started)
+
+    def put_prompt_scores(self, frontend: int, scores: Logprobs) -> None:
+        self._prompt_scores[frontend].append(scores)
+
+    def put_pooled(self, frontend: int, vectors: Pooled) -> None:
+        """The vectors of a pooled request. They go into the message that carries the request's end."""
         self._pooled[frontend][vectors.handle] = vectors
 
     def forget(self, frontend: int) -> None:
@@ -37,51 +58,41 @@ class Outbox:
 
     def _due(self, frontend: int, finished: list[Finished]) -> tuple[list[Finished], list[Pooled]]:
         """The ends that fit in one message, and their vectors. The other ends wait for the next message."""
-        told: list[Pooled] = []
+        sent: list[Pooled] = []
         vectors, room = self._pooled.get(frontend, {}), MOST_POOLED
         for count, one in enumerate(finished):
             found = vectors.get(one.handle)
-            if found is not None and told and len(found.values) > room:
+            if found is not None and sent and len(found.values) > room:
                 self._finished[frontend] = finished[count:]
                 finished = finished[:count]
                 break
             if found is not None:
                 room -= len(found.values)
-                told.append(vectors.pop(one.handle))
-        return finished, told
+                sent.append(vectors.pop(one.handle))
+        return finished, sent
 
-    def take(
-        self,
-        stats: Stats | None,
-        handles: np.ndarray = NO_TOKENS,
-        owners: np.ndarray = NO_TOKENS,
-        tokens: np.ndarray = NO_TOKENS,
-        started: Sequence[tuple[int, Started]] = (),
-        scores: Sequence[Scores] = (),
-        prompts: Sequence[tuple[int, Logprobs]] = (),
-    ) -> dict[int, Outputs]:
-        """Make the messages, by frontend. ``tokens[i]`` belongs to request ``handles[i]`` of frontend ``owners[i]``
-        (all int64). `scores` hold the log probabilities of some of these tokens. In `started` and `prompts` each entry
-        comes with its frontend."""
+    def take(self, stats: Stats | None) -> dict[int, Outputs]:
+        """Make the messages, by frontend."""
         finished, self._finished = self._finished, {}
         outputs = {}
-        for frontend in {*np.unique(owners).tolist(), *finished, *(f for f, _ in prompts)}:
-            mine = owners == frontend
-            logprobs = [told for f, told in prompts if f == frontend]
-            for one in scores:
-                here = one.only(mine[one.rows])
-                if len(here.rows):
-                    logprobs.append(here.message((np.cumsum(mine) - 1)[here.rows].tolist()))
+        for frontend in {*np.unique(self._owners).tolist(), *finished, *self._prompt_scores}:
+            mine = self._owners == frontend
+            logprobs = self._prompt_scores.get(frontend, [])
+            for scores in self._scores:
+                own = scores.only(mine[scores.rows])
+                if len(own.rows):
+                    logprobs.append(own.message((np.cumsum(mine) - 1)[own.rows].tolist()))
             ended, pooled = finished.get(frontend, []), list[Pooled]()
             if frontend in self._pooled:
                 ended, pooled = self._due(frontend, ended)
             outputs[frontend] = Outputs(
-                handles[mine].tolist(),
-                tokens[mine].tolist(),
-                [s for f, s in started if f == frontend],
+                self._handles[mine].tolist(),
+                self._tokens[mine].tolist(),
+                self._started.get(frontend, []),
                 ended,
                 stats,
                 logprobs,
                 pooled,
             )
+        self._begin_step()
         return outputs

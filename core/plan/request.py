@@ -36,8 +36,8 @@ class Request:
         (
             "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
             "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_virtual pending pooling priority prompt_len queued room root sampling seq slot "
-            "started stop_tokens tables tokens told"
+            "num_preemptions num_scored num_virtual pending pooling priority prompt_len queued room root sampling seq "
+            "slot started stop_tokens tables timed tokens"
         ).split()
     )
 
@@ -60,6 +60,7 @@ class Request:
         self.sampling: Sampling = Sampling(1) if message.pooling else message.sampling
         self.priority = message.priority
         self.arrival = arrival
+        self.timed = True  # whether its latencies are counted; not if its client stated an unlikely age
         self.admitted_at: float | None = None  # when it was admitted first
         self.first_token_at: float | None = None  # None also if a previous core computed the first token
         adapter = message.prompt_adapter
@@ -74,7 +75,7 @@ class Request:
         self.grammar = 0  # the number of its grammar; 0: none
         # Prompt tokens whose log probabilities were sent or are not wanted. The first prompt token has none.
         wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
-        self.told = self.num_virtual + 1 if wanted else self.prompt_len
+        self.num_scored = self.num_virtual + 1 if wanted else self.prompt_len
         self.pending = 0  # grammars and adapters that must be ready before the request is queued
         self.lora_name = "" if message.lora is None else message.lora.name
         self.lora: LoRAName | None = None  # set when the adapter has been read
@@ -115,6 +116,11 @@ class Request:
         return self.admitted_at is not None or self.started
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be sent."""
+        return self.num_scored < self.prompt_len
+
+    @property
     def looks_back(self) -> bool:
         """Whether the host must know all previous tokens before the next one can be chosen."""
         return bool(self.functions) or self.sampling.looks_back
@@ -150,7 +156,7 @@ class Request:
         logits or hidden state the request needs."""
         if self.keeps_rows:
             return 0
-        return min(len(self.tokens), self.told if self.told < self.prompt_len else len(self.tokens)) - 1
+        return min(len(self.tokens), self.num_scored if self.wants_scores else len(self.tokens)) - 1
 
     def extend_digests(self, tokens: np.ndarray, num_tokens: int, block_size: int) -> None:
         """Hash the blocks that `tokens[:num_tokens]` fills and that are not hashed yet."""
