@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -24,6 +23,7 @@ from ...ipc.errors import InvalidRequestError
 from ...ipc.messages import Adapter
 from ..model.load.parameters import ParameterMap
 from ..model.run.lora import Delta, LoRA, Place
+from ..plan.control import AdapterFacts
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20  # of adapter_config.json: far above any real one, small enough to parse quickly
@@ -51,11 +51,6 @@ class LoRALimits(NamedTuple):
     saved_bytes: int  # most bytes of such copies in an adapter's file
 
 
-class PromptAdapter(NamedTuple):
-    digest: bytes
-    embeddings: np.ndarray  # fp32 [virtual tokens, hidden]
-
-
 def read_lora(adapter: Adapter, limits: LoRALimits) -> LoRA:
     """Raises InvalidRequestError for an adapter that can't be computed as PEFT would compute it."""
     most = HEADER_BYTES + limits.saved_bytes
@@ -67,7 +62,7 @@ def read_lora(adapter: Adapter, limits: LoRALimits) -> LoRA:
         raise InvalidRequestError(f"the LoRA adapter {adapter.path!r}: {error}") from None
 
 
-def read_prompt_adapter(adapter: Adapter, hidden_size: int) -> PromptAdapter:
+def read_prompt_adapter(adapter: Adapter, hidden_size: int) -> AdapterFacts:
     """Raises InvalidRequestError unless the folder holds prompt tuning for this hidden size, with as many virtual
     tokens as `adapter` names."""
     most = HEADER_BYTES + 4 * adapter.num_virtual_tokens * hidden_size
@@ -79,7 +74,7 @@ def read_prompt_adapter(adapter: Adapter, hidden_size: int) -> PromptAdapter:
             f"the prompt adapter {adapter.path!r} must hold one tensor prompt_embeddings of shape {shape}, virtual "
             f"tokens and hidden size; it has {found}{f' and {min(tensors)!r:.80}' if tensors else ''}"
         )
-    return PromptAdapter(digest, embeddings.float().numpy())
+    return AdapterFacts(digest, embeddings.float().numpy())
 
 
 def _read(adapter: Adapter, kind: str, most: int) -> tuple[dict[str, Any], dict[str, torch.Tensor], bytes]:

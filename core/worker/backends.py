@@ -15,6 +15,7 @@ from ...ipc.errors import InvalidArgumentError
 from ...kernels import BackendUnavailableError
 from ...kernels.contract import AttentionSpec, Backend
 from ...kernels.registry import BACKENDS, automatic, reference_on
+from .kv_layout import cache_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -100,16 +101,17 @@ def _warn_once(reason: str) -> None:
     logger.warning("attention with %s: the reference kernels run it, many times slower", reason)
 
 
-def prepare_kernels(
-    backend: Backend, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
+def prepare_kernels(backend: Backend, kv_cache_dtype: str, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
     """Compile the kernels that the model needs and that are not built yet, so that no request has to wait for them.
+
+    Args:
+        kv_cache_dtype: see `cache_dtype`.
 
     Raises:
         InvalidArgumentError: the compilation fails.
     """
     try:
-        backend.prepare(specs, dtype, kv_dtype)
+        backend.prepare(specs, dtype, cache_dtype(kv_cache_dtype, dtype))
     except BackendUnavailableError as error:
         raise InvalidArgumentError(str(error)) from error
 

@@ -1,4 +1,7 @@
-"""The number of KV blocks: from the configuration, from a profile on a GPU, or from free memory on a CPU."""
+"""The number of KV blocks: from the configuration, from a profile on a GPU, or from free memory on a CPU.
+
+Also the number of blocks in host memory, for those that the pool evicts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...ipc.config import EngineConfig
+from ...ipc.config import CacheConfig, EngineConfig
 from ...ipc.errors import InvalidArgumentError, OutOfMemoryError
 from ...kernels.contract import ROW_MULTIPLE, Backend
 from ..model.run.paged_model import PagedModel
@@ -86,6 +89,40 @@ def free_host_bytes() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def offloading_bytes(cache: CacheConfig) -> int:
+    """Bytes of host memory for evicted blocks, from the configuration.
+
+    Raises:
+        InvalidArgumentError: the two names of the option contradict each other, or the prefix cache is disabled.
+    """
+    size, older = cache.kv_offloading_size, cache.swap_space
+    if size is not None and older is not None and size != older:
+        raise InvalidArgumentError(
+            f"kv_offloading_size is {size} and swap_space, its older name, is {older}: give one of them"
+        )
+    num_bytes = int((size or older or 0) * 2**30)
+    if num_bytes and not cache.enable_prefix_caching:
+        name = "kv_offloading_size" if size else "swap_space"
+        raise InvalidArgumentError(f"{name} is {size or older}, but without enable_prefix_caching nothing is cached")
+    return num_bytes
+
+
+def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
+    """The number of blocks of `block_bytes` that fit in `num_bytes`. free_bytes: free host memory.
+
+    Raises:
+        InvalidArgumentError: `num_bytes` is less than one block.
+        OutOfMemoryError: `num_bytes` is more than `free_bytes`.
+    """
+    if num_bytes > free_bytes:
+        raise OutOfMemoryError(
+            f"kv_offloading_size is {num_bytes / 2**30:.2f} GiB; {free_bytes / 2**30:.2f} GiB of host memory are free"
+        )
+    if 0 < num_bytes < block_bytes:
+        raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one KV block takes {block_bytes}")
+    return num_bytes // block_bytes
 
 
 def _profile_cuda(

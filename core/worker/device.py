@@ -185,6 +185,12 @@ def device_for(device: torch.device) -> Device:
     return CudaDevice(device) if device.type == "cuda" else Device(device)
 
 
+def tensor_of(values: np.ndarray) -> torch.Tensor:
+    """A copy of an array of a plan or record, in host memory; uint16 stands for bfloat16."""
+    tensor = torch.from_numpy(values.copy())
+    return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
+
+
 class Staged:
     """An array that the host fills in each step, and that the device reads.
 

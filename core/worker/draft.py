@@ -15,14 +15,13 @@ from msgspec.structs import replace
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, NotSupportedError
 from ...kernels.contract import Backend
-from ..memory.updates import TableUpdate
-from ..model.load.loader import load_model
+from ..memory.updates import NO_TABLES, TableUpdate
 from ..model.run.paged_model import PagedModel
-from ..model.run.whole_model import make_whole
 from ..plan.step import StepPlan
-from .backends import choose_backend, prepare_kernels
-from .kv_layout import KVLayout, cache_dtype
+from .backends import choose_backend
+from .kv_layout import KVLayout
 from .runner import ModelRunner
+from .worker import lay_out, load_paged
 
 
 class Draft(NamedTuple):
@@ -41,7 +40,7 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
         InvalidArgumentError: the draft model has another vocabulary, or is limited to shorter requests.
         NotSupportedError: its blocks can't mirror the target's.
     """
-    speculative, cache = config.speculative_config, config.cache_config
+    speculative = config.speculative_config
     if speculative is None or speculative.method != "draft_model":
         return None
     wanted = replace(
@@ -51,24 +50,14 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
         quantization=None,
         hf_overrides={},
     )
-    backend, longest = choose_backend(config.device_config, target.device), config.model_config.max_model_len
-    model = load_model(
-        wanted,
-        config.load_config,
-        target.device,
-        longest,
-        backend,
-        None,
-        lambda specs, dtype: prepare_kernels(backend, specs, dtype, cache_dtype(cache.kv_cache_dtype, dtype)),
-    )
-    make_whole(model, backend, None, model.quantized)
-    model.quantized = model.verified = None
+    backend = choose_backend(config.device_config, target.device)
+    model, _ = load_paged(config, wanted, target.device, backend)
     if model.vocab_size != target.vocab_size:
         raise InvalidArgumentError(
             f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "
             "they must have the same tokenizer"
         )
-    layout = model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
+    layout = lay_out(config.cache_config, model, backend)
     group = next((i for i, one in enumerate(target_layout.groups) if one.kind == "full"), None)
     if group is None or len(layout.groups) > 1:
         raise NotSupportedError(
@@ -81,24 +70,12 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
 class Drafter:
     """Runs a draft model beside the target, whose runner is `target`."""
 
-    def __init__(self, draft: Draft, config: EngineConfig, num_blocks: int, max_len: int, target: ModelRunner) -> None:
-        limit, scheduler = draft.model.max_position, config.scheduler_config
-        if limit is not None and limit < max_len:
-            raise InvalidArgumentError(f"max_model_len is {max_len}; the draft model's own limit is {limit}")
-        self._group = draft.group
-        self.runner = ModelRunner(
-            draft.model,
-            draft.layout,
-            draft.backend,
-            num_blocks,
-            scheduler.max_num_seqs,
-            max_len,
-            scheduler.max_num_batched_tokens,
-        )
-        self.runner.follow(target)
-
-    def warm_up(self) -> None:
-        self.runner.warm_up(())
+    def __init__(self, runner: ModelRunner, group: int, target: ModelRunner, max_model_len: int) -> None:
+        limit = runner.model.max_position
+        if limit is not None and limit < max_model_len:
+            raise InvalidArgumentError(f"max_model_len is {max_model_len}; the draft model's own limit is {limit}")
+        self.runner, self._group = runner, group
+        runner.follow(target)
 
     def guess(self, plan: StepPlan) -> np.ndarray:
         """Compute the known tokens of `plan`, then the guesses that it asks for. Returns these, int32 ``[sum of
@@ -119,7 +96,6 @@ class Drafter:
         )
         found = np.zeros(int(guessed.sum()), np.int32)
         firsts = np.cumsum(guessed) - guessed
-        nothing = TableUpdate(*np.zeros((4, 0), np.int32))
         for nth in range(int(guessed.max(initial=0))):
             rows = np.flatnonzero(guessed > nth)
             found[firsts[rows] + nth] = tokens
@@ -133,7 +109,7 @@ class Drafter:
                     samples=guessed[rows] > nth + 1,  # the last guess is computed only to fill the cache
                     admitted=[],
                     released=plan.released[:0],
-                    tables=nothing,
+                    tables=NO_TABLES,
                     guessed=bare.guessed[rows],
                 )
             )

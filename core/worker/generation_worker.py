@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,27 +14,34 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
-from ..memory.updates import NO_COPIES, TableUpdate
+from ..memory.updates import NO_COPIES, NO_TABLES
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
-from ..model.load.loader import load_model
-from ..model.load.quantized import BITS
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..model.run.streamed_layers import offloaded_bytes
-from ..model.run.whole_model import make_whole
-from ..plan.control import PendingStep, WorkerFacts
+from ..plan.control import ParameterRows, PendingStep, WorkerFacts
 from ..plan.step import IN_FLIGHT, StepPlan, StepResult, with_guesses
-from .adapter_files import LoRALimits
 from .backends import graph_sizes
-from .block_count import free_host_bytes
-from .decisions import Decisions
+from .block_count import count_slots, free_host_bytes, offloading_bytes
+from .device import tensor_of
 from .draft import Drafter, load_draft
 from .grammar import GrammarCompiler
-from .host_blocks import count_slots, offloading_bytes
 from .registry import Registry
-from .runner import ModelRunner, Sampled
-from .worker import LackedMemory, LocalWorker, empty, fingerprint, lack_in, row_errors, tensors_of
+from .runner import ModelRunner
+from .sampler import Sampled
+from .worker import (
+    Decisions,
+    LocalWorker,
+    Pending,
+    empty,
+    lacking,
+    lay_out,
+    load_paged,
+    lora_limits,
+    row_errors,
+    tensors_of,
+)
 
 
 class GenerationWorker(LocalWorker):
@@ -50,19 +57,17 @@ class GenerationWorker(LocalWorker):
         if config.lora_config.enable_lora:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
-        model = self._load(kept if decisions is None else decisions.fusing)
-        limits = None if self._loras is None else _lora_limits(config, model, self._loras)
+        model, weights = self._load(kept if decisions is None else decisions.fusing)
+        limits = None if self._loras is None else lora_limits(config, model, self._loras)
         self._registry = Registry(lambda: _grammar_compiler(config, model), limits, model.hidden_size)
         self._explained = model.explain()
-        self.layout = self._lay_out(model)
+        self.layout = lay_out(config.cache_config, model, self._backend)
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
         self._draft = load_draft(config, model, self.layout)
         beside = self._draft.layout.block_bytes if self._draft else 0
         num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)
         self.facts = WorkerFacts(
-            self._model_facts(
-                model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=self._fingerprint
-            ),
+            self._model_facts(model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=weights),
             list(self.layout.groups),
             num_blocks,
             max_model_len,
@@ -77,31 +82,16 @@ class GenerationWorker(LocalWorker):
         self._make_runners()
         self.facts = replace(self.facts, asynchronous=self.runner.device.asynchronous)
 
-    def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PagedModel:
-        config, backend = self._config, self._backend
-        model = load_model(
-            config.model_config,
-            config.load_config,
-            self._device,
-            config.model_config.max_model_len,
-            backend,
-            decisions,
-            self._prepare,
-            self._offload,
+    def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> tuple[PagedModel, str]:
+        return load_paged(
+            self._config, self._config.model_config, self._device, self._backend, decisions, self._offload
         )
-        self._fingerprint = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
-        bits = BITS.get(config.model_config.quantization or "")
-        if self._loras is None:
-            make_whole(model, backend, bits, model.quantized)
-        model.is_quantized, model.quantized = bits is not None or model.quantized is not None, None
-        model.verified = None
-        return model
 
     def _make_runners(self) -> None:
-        self._runner = self._make_runner(self.model, self.layout, self.facts)
-        if self._draft is not None:
-            blocks, longest = self.facts.num_blocks, self.facts.max_model_len
-            self._drafter = Drafter(self._draft, self._config, blocks, longest, self._runner)
+        self._runner = self._make_runner(self.model, self.layout, self._backend, self.facts.num_host_blocks)
+        if (draft := self._draft) is not None:
+            runner = self._make_runner(draft.model, draft.layout, draft.backend)
+            self._drafter = Drafter(runner, draft.group, self._runner, self.facts.max_model_len)
 
     @property
     def model(self) -> PagedModel:
@@ -123,14 +113,14 @@ class GenerationWorker(LocalWorker):
             guesses = None
             if self._drafter is not None:
                 guesses = self._drafter.guess(plan)
-                plan = _with(plan, guesses)
+                plan = replace(plan, token_ids=with_guesses(plan, guesses)) if guesses.size else plan
             sampled = [self._choose(plan)]
             for _ in range(1, plan.num_steps):
                 plan = _next_step(plan)
                 sampled.append(self._choose(plan))
-            return _Pending(plan, sampled, guesses)
+            return Pending(lambda: [_result(plan, one, guesses) for one in sampled])
         except RuntimeError as error:
-            return LackedMemory(plan, lack_in(error))
+            return lacking(plan, error)
 
     def _choose(self, plan: StepPlan) -> Sampled:
         with self.span("execute"):
@@ -143,7 +133,7 @@ class GenerationWorker(LocalWorker):
             try:
                 self.runner.warm_up(self._graph_sizes)
                 if self._drafter is not None:
-                    self._drafter.warm_up()
+                    self._drafter.runner.warm_up(())
             except torch.OutOfMemoryError as error:
                 raise OutOfMemoryError(
                     "no memory is left for CUDA graphs: lower gpu_memory_utilization, or the size given for the cache, "
@@ -180,7 +170,7 @@ class GenerationWorker(LocalWorker):
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            model = self._load(self.decisions.fusing)
+            model, _ = self._load(self.decisions.fusing)
             if model.whole is not None:
                 self._model = model
             else:  # keep the tensor objects, because other parts of the worker refer to them
@@ -205,68 +195,53 @@ class GenerationWorker(LocalWorker):
                 self._runner = self._drafter = None
                 raise
 
-    def set_parameters(self, parts: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+    def set_parameters(self, parts: Sequence[ParameterRows]) -> None:
         model = self.model
         if model.is_quantized:
             raise InvalidRequestError("the weights are quantized: only those of a model without quantization change")
-        for part in parts:
+        tensors = [(part.name, part.start, tensor_of(part.values)) for part in parts]
+        for part in tensors:
             model.parameters.check(*part)
-        for name, start, values in parts:
+        for name, start, values in tensors:
             model.parameters.set(name, values.to(model.parameters.dtype(name)), start)
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         with self.model.unpacked() as module:
             return func(module)
 
-    def explain(self) -> list[str]:
-        return self._explained
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self.model
+        if model.is_quantized:
+            raise InvalidRequestError("the weights are quantized: only those of a model without quantization are saved")
+        tied = getattr(model.model, "all_tied_weights_keys", {})
+        return ((name, model.parameters.get(name)) for name in model.parameters.names() if name not in tied)
 
 
-class _Pending:
-    """A launched plan, whose tokens are being copied to the host."""
-
-    lacks_memory = False
-
-    def __init__(self, plan: StepPlan, sampled: list[Sampled], guesses: np.ndarray | None) -> None:
-        self._plan, self._sampled, self._guesses = plan, sampled, guesses
-
-    def wait(self) -> list[StepResult]:
-        return [
-            StepResult(
-                self._plan.id,
-                self._plan.counts,
-                one.tokens.wait(),
-                row_errors(self._plan, one.errors),
-                _rows_of(self._plan, one.complete),
-                [scores.wait() for scores in one.logprobs],
-                [scores.wait() for scores in one.prompt_logprobs],
-                guesses=self._guesses,
-            )
-            for one in self._sampled
-        ]
-
-
-def _with(plan: StepPlan, guesses: np.ndarray) -> StepPlan:
-    return replace(plan, token_ids=with_guesses(plan, guesses)) if guesses.size else plan
+def _result(plan: StepPlan, sampled: Sampled, guesses: np.ndarray | None) -> StepResult:
+    complete = np.flatnonzero(np.isin(plan.slots, list(sampled.complete))).tolist() if sampled.complete else []
+    return StepResult(
+        plan.id,
+        plan.counts,
+        sampled.tokens.wait(),
+        row_errors(plan, sampled.errors),
+        complete,
+        [scores.wait() for scores in sampled.logprobs],
+        [scores.wait() for scores in sampled.prompt_logprobs],
+        guesses=guesses,
+    )
 
 
 def _next_step(plan: StepPlan) -> StepPlan:
     """The decode step after `plan`; its inputs are the tokens that `plan` samples."""
-    token_ids = np.full_like(plan.token_ids, IN_FLIGHT)
-    nothing = TableUpdate(*np.zeros((4, 0), np.int32))
     return replace(
         plan,
         starts=plan.starts + 1,
-        token_ids=token_ids,
+        token_ids=np.full_like(plan.token_ids, IN_FLIGHT),
         admitted=[],
         released=plan.released[:0],
-        tables=nothing,
+        tables=NO_TABLES,
         copies=NO_COPIES,
     )
-
-
-def _rows_of(plan: StepPlan, slots: set[int]) -> list[int]:
-    return [row for row, slot in enumerate(plan.slots.tolist()) if slot in slots] if slots else []
 
 
 def _grammar_compiler(config: EngineConfig, model: PagedModel) -> GrammarCompiler:
@@ -282,12 +257,3 @@ def _resident(model: PagedModel) -> list[torch.Tensor]:
     """The weights and buffers that are not streamed from host memory."""
     streamed = model.streamed.weights if model.streamed is not None else {}
     return [tensor for tensor in tensors_of(model.model) if id(tensor) not in streamed]
-
-
-def _lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend) -> LoRALimits:
-    if model.is_quantized:
-        raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
-    places = loras.attach(model)
-    model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
-    saved = 2 * 4 * model.hidden_size * model.vocab_size  # fp32 copies of the output layer and the embedding
-    return LoRALimits(places, config.lora_config.max_lora_rank, model.parameters, saved)

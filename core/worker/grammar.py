@@ -1,15 +1,8 @@
 """Structured outputs: computes which tokens may come next, so that the output matches a grammar.
 
-The library is llguidance (MIT, Rust, no dependencies, wheels for Linux on x86-64 and ARM and for macOS). Its advantages
-over xgrammar:
-
-- It does not preprocess the whole vocabulary. A schema is ready in milliseconds; with xgrammar it takes seconds for
-  150,000 tokens.
-- It limits the work of lexer and parser, so that a hostile grammar ends in an error and not after minutes.
-- An unsupported keyword of JSON schema is an error, where xgrammar ignores `multipleOf`.
-- It imports neither torch nor transformers, and it releases the GIL while it compiles grammars and computes masks.
-
-grammar_text.py refuses input whose cost llguidance does not limit.
+The library is llguidance. It compiles a schema in milliseconds, because it does not preprocess the whole vocabulary. It
+limits the work of lexer and parser, so that a hostile grammar ends in an error; grammar_text.py refuses input that the
+limits do not cover. It releases the GIL while it compiles grammars and computes masks.
 
 A `Matcher` may move between threads, but only one thread at a time may use it. A `Grammar` and a `GrammarCompiler` are
 thread-safe.
@@ -58,7 +51,8 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
-        self._num_text = 0  # tokens accepted
+        self._num_text = 0  # text tokens accepted
+        self._num_followed = 0  # tokens of the output that `follow` accepted
         self._ended = False
 
     def fill(self, row: np.ndarray) -> None:
@@ -103,6 +97,16 @@ class Matcher:
         self._check()
         return allowed
 
+    def follow(self, output: list[int], row: np.ndarray) -> None:
+        """Advance by the tokens added to `output` since the previous call, then `fill` the row."""
+        for token in output[self._num_followed :]:
+            if not self.accept(token):
+                raise InvalidRequestError(
+                    f"output token {self._num_followed} is {token}: the grammar does not allow it"
+                )
+            self._num_followed += 1
+        self.fill(row)
+
     @property
     def finished(self) -> bool:
         """Whether only an end-of-sequence token may come next."""
@@ -114,31 +118,31 @@ class Matcher:
             raise InvalidRequestError(f"the grammar can't be followed after {self._num_text} output tokens: {why}")
 
 
-class Follower:
-    """A matcher that is advanced by the tokens added to the output since the previous call."""
+class Replay:
+    """In the place of a `Matcher`: the output is these tokens, whether or not they end other outputs."""
 
-    def __init__(self, matcher: Matcher) -> None:
-        self.matcher, self._num_tokens = matcher, 0
+    finished = False  # the request ends by its number of tokens
 
-    def fill(self, output: np.ndarray, row: np.ndarray) -> None:
-        """Write the bits of the tokens that may follow `output`, see `Matcher.fill`."""
-        for token in output[self._num_tokens :].tolist():
-            if not self.matcher.accept(token):
-                raise InvalidRequestError(f"output token {self._num_tokens} is {token}: the grammar does not allow it")
-            self._num_tokens += 1
-        self.matcher.fill(row)
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+
+    def follow(self, output: list[int], row: np.ndarray) -> None:
+        """See `Matcher.follow`."""
+        token = self._token_ids[len(output)]
+        row[:] = 0
+        row.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
 
-class Grammar:
+class Grammar(NamedTuple):
     """A compiled grammar."""
 
-    def __init__(self, start: LLMatcher, vocabulary: _Vocabulary, num_bytes: int) -> None:
-        self._start, self._vocabulary = start, vocabulary
-        self.num_bytes = num_bytes  # estimated memory
+    start: LLMatcher
+    vocabulary: _Vocabulary
+    num_bytes: int  # estimated memory
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an output. Takes some microseconds."""
-        return Matcher(self._start.deep_copy(), self._vocabulary)
+        return Matcher(self.start.deep_copy(), self.vocabulary)
 
 
 class GrammarCompiler:

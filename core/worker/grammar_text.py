@@ -23,6 +23,7 @@ _MAX_PROPERTIES = 450  # properties of one object: each adds items to a parser r
 _MAX_STRING = 8 << 10  # characters of a string in a schema
 _MAX_REPEAT = 10_000  # largest count of a repetition, because masks get slower with it
 _MAX_DIVISOR = 20_000  # least common multiple of all `multipleOf`, because the library's automaton grows with it
+_REFUSED_KEYS = "Unimplemented keys: "  # the library's text, before a JSON list of the keys
 _OPTIONS = {"whitespace_flexible", "whitespace_pattern", "coerce_one_of"}
 
 _REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
@@ -60,6 +61,9 @@ def reason(text: str) -> str:
     for mark in (" (in regex): ", "failed to compile JSON schema: "):
         text = text.rpartition(mark)[2]
     text = text.partition("\n")[0].partition("; following special tokens")[0]
+    if text.startswith(_REFUSED_KEYS):
+        keys = ", ".join(json.loads(text.removeprefix(_REFUSED_KEYS)))
+        text = f"the schema has keys that are not supported: {keys} (docs/migrating.md lists them all)"
     if text == "NoExtensionBias":
         text = "nothing matches it"
     return text if len(text) <= 300 else text[:300] + "…"

@@ -10,10 +10,9 @@ import msgspec
 from ...ipc.config import EngineConfig
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.pooling import wants_pooling
-from .decisions import Decisions
 from .generation_worker import GenerationWorker
 from .pooling_worker import PoolingWorker
-from .worker import LocalWorker
+from .worker import Decisions, LocalWorker
 
 
 def make_worker(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -13,18 +14,30 @@ from torch import nn
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
-from ...kernels.contract import SequenceOffsets
+from ...kernels.contract import Backend, SequenceOffsets
+from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.encoder import EncoderModel
+from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..model.run.pooling import PoolingModel, load_pooling_model
-from ..plan.control import PendingStep, WorkerFacts
+from ..plan.control import ParameterRows, PendingStep, WorkerFacts
 from ..plan.step import NewSequence, StepPlan, StepResult
-from .decisions import Decisions
-from .device import Tokens
-from .kv_layout import KVLayout
-from .worker import LackedMemory, LocalWorker, empty, fingerprint, lack_in, row_errors, tensors_of
+from .backends import prepare_kernels
+from .registry import Registry
+from .worker import (
+    Decisions,
+    LocalWorker,
+    Pending,
+    empty,
+    fingerprint,
+    lacking,
+    lay_out,
+    lora_limits,
+    row_errors,
+    tensors_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +51,41 @@ class PoolingWorker(LocalWorker):
     ) -> None:
         _refuse(config)
         super().__init__(config, decisions)
+        self._loras: AdaptedBackend | None = None
+        if config.lora_config.enable_lora:
+            loras = AdaptedBackend(self._backend, config.scheduler_config.max_num_seqs, config.lora_config.max_loras)
+            self._loras, self._backend = loras, cast(Backend, loras)
         self.model = self._load(kept if decisions is None else decisions.fusing)
         trunk, replace = self.model.trunk, msgspec.structs.replace
         if isinstance(trunk, EncoderModel):
-            self.layout = KVLayout(config.cache_config.block_size, trunk.dtype, 0, (), (), (), (), ())
+            groups: list[LayerGroup] = []
             num_blocks, max_model_len = 1, _longest(config, self.model, trunk)
         else:
-            self.layout = self._lay_out(trunk)
+            self._layout = lay_out(config.cache_config, trunk, self._backend)
+            groups = list(self._layout.groups)
             if config.model_config.max_model_len is None and (most := self.model.recipe.max_length) is not None:
                 most = min(most, trunk.max_position or most)
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
-            num_blocks, max_model_len = self._count_blocks(config, self.layout, trunk)
+            num_blocks, max_model_len = self._count_blocks(config, self._layout, trunk)
         weights = fingerprint(self.model.model.state_dict())
+        if self._loras is not None:
+            if not isinstance(trunk, PagedModel):
+                raise NotSupportedError("enable_lora is True, and this model is an encoder, which takes no adapters")
+            limits = lora_limits(config, trunk, self._loras, f"{self.model.model.base_model_prefix}.")
+            self._registry = Registry(None, limits, trunk.hidden_size)
         embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
         self.facts = WorkerFacts(
             self._model_facts(trunk, max_model_len, fingerprint=weights, tasks=self.model.tasks),
-            list(self.layout.groups),
+            groups,
             num_blocks,
             max_model_len,
             accepts_embeddings=embeddings,
             asynchronous=self._copies.asynchronous,
+            has_adapters=self._loras is not None,
             pooling=self.model.facts(),
         )
         if isinstance(trunk, PagedModel):
-            self._runner = self._make_runner(trunk, self.layout, self.facts)
+            self._runner = self._make_runner(trunk, self._layout, self._backend)
         self.decisions.fusing = getattr(trunk, "decisions", {})
         self._explained = self.model.explain()
         self._sequences: dict[int, NewSequence] = {}  # by slot
@@ -69,8 +93,15 @@ class PoolingWorker(LocalWorker):
 
     def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> PoolingModel:
         config = self._config
+        prepare = partial(prepare_kernels, self._backend, config.cache_config.kv_cache_dtype)
         return load_pooling_model(
-            config.model_config, config.load_config, self._device, self._backend, decisions, self._prepare
+            config.model_config,
+            config.load_config,
+            self._device,
+            self._backend,
+            decisions,
+            prepare,
+            config.pooler_config,
         )
 
     def sleep(self, level: int) -> None:
@@ -78,6 +109,8 @@ class PoolingWorker(LocalWorker):
         if self._runner is not None:
             self._runner.give_back()
             self._runner = None
+        if self._loras is not None:
+            self._loras.forget()
         if level == 2 or self._device.type == "cuda":
             self._dropped = True
             empty(tensors_of(self.model.model))
@@ -85,12 +118,18 @@ class PoolingWorker(LocalWorker):
 
     def wake(self, weights: bool, kv_cache: bool) -> None:
         if weights and self._dropped:
-            self.model, self._dropped = self._load(self.decisions.fusing), False
+            loaded = self._load(self.decisions.fusing)
+            if self._loras is None:
+                self.model = loaded
+            else:  # keep the tensor objects, because adapters refer to them
+                for tensor, new in zip(tensors_of(self.model.model), tensors_of(loaded.model), strict=True):
+                    tensor.data = new.data
+            self._dropped = False
         trunk = self.model.trunk
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
-            self._runner = self._make_runner(trunk, self.layout, self.facts)
+            self._runner = self._make_runner(trunk, self._layout, self._backend)
 
-    def set_parameters(self, rows: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+    def set_parameters(self, parts: Sequence[ParameterRows]) -> None:
         raise NotSupportedError("update_weights is for models that generate; this one pools")
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
@@ -98,15 +137,15 @@ class PoolingWorker(LocalWorker):
             raise InvalidRequestError("the weights sleep: call wake_up first")
         return func(self.model.model)
 
-    def explain(self) -> list[str]:
-        return self._explained
+    def parameters(self) -> NoReturn:
+        raise NotSupportedError("save_sharded_state is for models that generate; this one pools")
 
     def launch(self, plan: StepPlan) -> PendingStep:
         for sequence in plan.admitted:
             self._sequences[sequence.slot], self._rows[sequence.slot] = sequence, []
         slots, starts, counts = (a.astype(np.int64) for a in (plan.slots, plan.starts, plan.counts))
-        whole = np.array([self._sequences[slot].keeps_rows for slot in slots.tolist()])
-        kept = np.where(whole, counts, plan.samples)
+        sequences = [self._sequences[slot] for slot in slots.tolist()]
+        kept = np.where([one.keeps_rows for one in sequences], counts, plan.samples)
         ends = np.cumsum(counts)
         wanted = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, kept, strict=True)])
         try:
@@ -116,21 +155,16 @@ class PoolingWorker(LocalWorker):
                     hidden = self._runner.forward(slots, starts, counts, plan.token_ids, wanted)
                 else:
                     encoder: Any = self.model.trunk
-                    seconds = [self._second(slot) for slot in slots.tolist()]
-                    hidden = encoder.forward(
-                        plan.token_ids, SequenceOffsets.of(counts.tolist(), slots.tolist()), seconds
-                    )
+                    offsets = SequenceOffsets.of(counts.tolist(), slots.tolist())
+                    seconds = [one.pooling.second if one.pooling else 0 for one in sequences]
+                    hidden = encoder.forward(plan.token_ids, offsets, seconds)
                     hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
         except RuntimeError as error:
-            return LackedMemory(plan, lack_in(error))
-        return _Pending(self, plan, self._copies.download(hidden.float()), kept)
+            return lacking(plan, error)
+        rows = self._copies.download(hidden.float())
+        return Pending(lambda: [self._take_in(plan, rows.wait(), kept)])
 
-    def _second(self, slot: int) -> int:
-        pooling = self._sequences[slot].pooling
-        assert pooling is not None
-        return pooling.second
-
-    def take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
+    def _take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
         """Store the hidden states of `plan`, and return its result.
 
         Args:
@@ -154,23 +188,10 @@ class PoolingWorker(LocalWorker):
         return StepResult(plan.id, plan.counts, tokens, row_errors(plan, errors), pooled=pooled)
 
 
-class _Pending:
-    """A launched plan, whose hidden states are being copied to the host."""
-
-    lacks_memory = False
-
-    def __init__(self, worker: PoolingWorker, plan: StepPlan, rows: Tokens, kept: np.ndarray) -> None:
-        self._worker, self._plan, self._rows, self._kept = worker, plan, rows, kept
-
-    def wait(self) -> list[StepResult]:
-        return [self._worker.take_in(self._plan, self._rows.wait(), self._kept)]
-
-
 def _refuse(config: EngineConfig) -> None:
     """Raise NotSupportedError for options that only generation has."""
     cache, adapters = config.cache_config, config.lora_config
     for name, value in (
-        ("enable_lora", adapters.enable_lora),
         ("enable_prompt_adapter", adapters.enable_prompt_adapter),
         ("speculative_config", config.speculative_config),
         ("kv_offloading_size", cache.kv_offloading_size or cache.swap_space),

@@ -6,17 +6,17 @@ grammars and read the folders of adapters. Until that is done, no plan contains 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...ipc.errors import NotSupportedError
 from ...ipc.messages import Adapter
+from ...ipc.structured import TOKENS, trace_of
 from ..model.run.lora import LoRA
 from ..plan.control import AdapterFacts
 from .adapter_files import LoRALimits, read_lora, read_prompt_adapter
-from .grammar import Follower, Grammar, GrammarCompiler
+from .grammar import GrammarCompiler, Matcher, Replay
 
 Function = Callable[..., Any]
 
@@ -36,18 +36,14 @@ class Registry:
         limits: LoRALimits | None = None,
         hidden_size: int = 0,
     ) -> None:
-        self.followers: dict[int, Follower] = {}  # by grammar number, with the state of its request
-        self.adapters: dict[int, LoRA] = {}
+        self.matchers: dict[int, Future[Matcher | Replay]] = {}  # by grammar number, with the state of its request
+        self.adapters: dict[int, Future[LoRA]] = {}
         self.functions: dict[int, Function] = {}
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
         self._limits, self._hidden_size = limits, hidden_size
         self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
-        self._wanted: set[tuple[str, int]] = set()  # numbers prepared or in preparation, and not dropped
-        self._lock = threading.Lock()
         self._next_function = 1
-
-    # ------------------------------------------------------------------ grammars
 
     def prepare_grammar(self, number: int, kind: str, text: str) -> Future[None]:
         """Compile a grammar, and register it under `number`.
@@ -55,42 +51,35 @@ class Registry:
         Raises:
             NotSupportedError: this checkpoint can't have grammars.
         """
+        if kind == TOKENS:
+            ready: Future[Matcher | Replay] = Future()
+            self.matchers[number] = ready
+            ready.set_result(Replay(trace_of(text)))
+            return _then(ready, lambda _: None)
         if self._compiler is None:
             if self._make_compiler is None:
                 raise NotSupportedError("structured outputs are for models that generate")
             self._compiler = self._make_compiler()
-        self._wanted.add(("grammar", number))
-
-        def keep(grammar: Grammar) -> None:
-            self._keep("grammar", number, self.followers, Follower(grammar.matcher()))
-
-        return _then(self._compiler.submit(kind, text), keep, lambda: self.drop_grammar(number))
+        self.matchers[number] = made = _then(self._compiler.submit(kind, text), lambda grammar: grammar.matcher())
+        return _then(made, lambda _: None)
 
     def drop_grammar(self, number: int) -> None:
-        self._drop("grammar", number, self.followers)
-
-    # ------------------------------------------------------------------ adapters
+        self.matchers.pop(number, None)
 
     def prepare_adapter(self, number: int, adapter: Adapter) -> Future[AdapterFacts]:
         """Read an adapter's folder, and register a LoRA adapter under `number`. A prompt adapter is not registered: its
         embeddings are part of the returned facts."""
         if adapter.num_virtual_tokens:
-            prompt = self._thread.submit(read_prompt_adapter, adapter, self._hidden_size)
-            return _then(prompt, lambda found: AdapterFacts(found.digest, found.embeddings))
+            return self._thread.submit(read_prompt_adapter, adapter, self._hidden_size)
         if self._limits is None:
             raise NotSupportedError("this core serves no LoRA adapters: start it with enable_lora=True")
-        self._wanted.add(("adapter", number))
-
-        def keep(lora: LoRA) -> AdapterFacts:
-            self._keep("adapter", number, self.adapters, lora)
-            return AdapterFacts(lora.digest)
-
-        return _then(self._thread.submit(read_lora, adapter, self._limits), keep, lambda: self.drop_adapter(number))
+        self.adapters[number] = reading = self._thread.submit(read_lora, adapter, self._limits)
+        # The planner drops only adapters that could be read.
+        reading.add_done_callback(lambda done: self.drop_adapter(number) if done.exception() else None)
+        return _then(reading, lambda lora: AdapterFacts(lora.digest))
 
     def drop_adapter(self, number: int) -> None:
-        self._drop("adapter", number, self.adapters)
-
-    # ------------------------------------------------------------------ functions
+        self.adapters.pop(number, None)
 
     def lend_functions(self, functions: Sequence[Function]) -> tuple[int, ...]:
         """Register functions of this process, and return their numbers."""
@@ -104,29 +93,15 @@ class Registry:
         for number in numbers:
             self.functions.pop(number, None)
 
-    # ------------------------------------------------------------------ inside
 
-    def _keep(self, kind: str, number: int, place: dict[int, Any], value: Any) -> None:
-        """Register a value, unless its number was dropped meanwhile. Called in the thread that made the value."""
-        with self._lock:
-            if (kind, number) in self._wanted:
-                place[number] = value
-
-    def _drop(self, kind: str, number: int, place: dict[int, Any]) -> None:
-        with self._lock:
-            self._wanted.discard((kind, number))
-            place.pop(number, None)
-
-
-def _then(future: Future[Any], make: Callable[[Any], Any], on_error: Callable[[], None] = lambda: None) -> Future[Any]:
-    """A future of `make(result)`. `make` runs in the thread that completes `future`; `on_error` runs if that fails."""
+def _then(future: Future[Any], make: Callable[[Any], Any]) -> Future[Any]:
+    """A future of `make(result)`. `make` runs in the thread that completes `future`."""
     made: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:
         try:
             made.set_result(make(done.result()))
         except BaseException as error:
-            on_error()
             made.set_exception(error)
 
     future.add_done_callback(settle)

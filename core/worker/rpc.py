@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError
+from ..model.load.sharded_state import save_parts
+
+Parameters = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class MethodCalls:
@@ -17,12 +22,13 @@ class MethodCalls:
 
     Args:
         apply_model: calls a function with the transformers model.
+        parameters: iterates over the parameters, under the names that the transformers model gives them.
     """
 
     rank = local_rank = 0
 
-    def __init__(self, apply_model: Callable[[Callable[[nn.Module], Any]], Any]) -> None:
-        self._apply_model = apply_model
+    def __init__(self, apply_model: Callable[[Callable[[nn.Module], Any]], Any], parameters: Parameters) -> None:
+        self._apply_model, self._parameters = apply_model, parameters
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         """Return ``func(model)``, where `model` is the transformers module. Changes of its parameters take effect. The
@@ -30,6 +36,20 @@ class MethodCalls:
         if not callable(func):
             raise InvalidRequestError(f"func is {func!r:.80}; it must be a function")
         return self._apply_model(func)
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write the weights into a folder on the core's machine, in files that ``load_format="sharded_state"`` reads.
+        The config and the tokenizer are not written.
+
+        Args:
+            pattern: of the files' names; None: the only one there is.
+            max_size: of a file, in bytes; None: 5 GiB.
+
+        Raises:
+            InvalidArgumentError: another pattern, or a folder that can't be written to.
+            InvalidRequestError: the weights sleep, or are quantized.
+        """
+        save_parts(self._parameters(), Path(path), pattern, max_size)
 
     def run(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method by name, or a function with this object as its first argument.
@@ -49,14 +69,16 @@ class MethodCalls:
         return found(*args, **kwargs)
 
 
-def with_extension(apply_model: Callable[[Callable[[nn.Module], Any]], Any], extension: str) -> MethodCalls:
+def with_extension(
+    apply_model: Callable[[Callable[[nn.Module], Any]], Any], parameters: Parameters, extension: str
+) -> MethodCalls:
     """The methods of a worker, extended by the class ``package.module.Class``.
 
     Raises:
         InvalidArgumentError: there is no such class, or one of its names exists already.
     """
     if not extension:
-        return MethodCalls(apply_model)
+        return MethodCalls(apply_model, parameters)
     module, _, name = extension.rpartition(".")
     try:
         more = getattr(import_module(module), name)
@@ -67,5 +89,5 @@ def with_extension(apply_model: Callable[[Callable[[nn.Module], Any]], Any], ext
     twice = [name for name in vars(more) if not name.startswith("_") and hasattr(MethodCalls, name)]
     if twice:
         raise InvalidArgumentError(f"worker_extension_cls {extension!r} has {twice[0]!r}, which the worker has too")
-    made: MethodCalls = type("Worker", (MethodCalls, more), {})(apply_model)
+    made: MethodCalls = type("Worker", (MethodCalls, more), {})(apply_model, parameters)
     return made

@@ -12,44 +12,22 @@ import torch
 
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
-from ...kernels.reference.fallback import ReferenceFallback
+from ...kernels.registry import reference_on
+from ..memory.updates import Copies
 from ..model.run.attention import StepAttention
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
-from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, PromptPart, StepPlan
+from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, StepPlan
 from .backends import backends_for
-from .device import TURNS, Mark, Tokens, device_for
-from .host_blocks import HostBlocks
+from .device import TURNS, Mark, device_for, tensor_of
 from .kv_layout import KVLayout
-from .logprobs import Scoring, score
 from .registry import Registry
-from .sampler import Sampler
+from .sampler import Launched, Sampled, Sampler
 from .step_inputs import Rows, StepInputs
 
 logger = logging.getLogger(__name__)
 
 CAPTURE_SECONDS = 30.0  # for all graphs, to keep a start short; sizes not captured by then run without a graph
-
-
-class Launched(NamedTuple):
-    """A launched forward pass."""
-
-    logits: torch.Tensor  # [sampling rows, vocab]
-    slots: np.ndarray  # int64 [sampling rows]
-    positions: np.ndarray  # int64 [sampling rows], of the new tokens
-    turn: int
-    scored: list[PromptPart]
-    prompt_logits: torch.Tensor | None  # [rows of these parts, vocab]
-
-
-class Sampled(NamedTuple):
-    """The results of a step, which are being copied to the host."""
-
-    tokens: Tokens  # int64 [sampling rows]
-    logprobs: list[Scoring]  # of the sampling rows that ask for them
-    prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
-    errors: dict[int, Exception]  # by slot: the reason why no token can be chosen
-    complete: set[int]  # slots whose grammar allows no further token
 
 
 class _Graph(NamedTuple):
@@ -82,15 +60,13 @@ class ModelRunner:
         )
         # Zeroed, because attention multiplies masked rows by 0, and 0 times NaN is NaN.
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
-        self._host = HostBlocks(device, layout, host_blocks)
+        self._host_blocks = device.host_blocks((host_blocks, layout.block_elements), layout.dtype)
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype, model.device)
-        self._fallbacks: dict[int, ReferenceFallback] = {}  # by `id` of the backend
+        self._fallbacks: dict[int, Backend] = {}  # by `id` of the backend
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
-        self._scored: dict[int, NewSequence] = {}  # by slot: sequences with prompt log probabilities
         self._registry = registry or Registry()
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
         most_rows = max(max_num_seqs, MOST_GUESS_ROWS)
@@ -114,11 +90,11 @@ class ModelRunner:
     @property
     def tables(self) -> np.ndarray:
         """int32 ``[groups, slots, columns]``."""
-        return self.inputs.tables
+        return self.inputs.tables[:, :-1]
 
     def follow(self, other: ModelRunner) -> None:
         """Use the last sampled tokens of `other`, so that placeholders stand for the tokens that `other` sampled."""
-        self._last_tokens = other._last_tokens
+        self._sampler.last_tokens = other._sampler.last_tokens
 
     def give_back(self) -> None:
         """Return the memory of the KV cache to the system. No step can run after this."""
@@ -133,7 +109,7 @@ class ModelRunner:
     def copy(self, plan: StepPlan) -> None:
         """Launch the step's copies between pool and host memory. Must be called first, because the later parts of a
         step may fail for lack of memory, and the copies must not be lost."""
-        self._host.copy(plan.copies, self.pool)
+        copy_blocks(plan.copies, self.pool, self._host_blocks)
 
     def begin(self, plan: StepPlan) -> None:
         """Apply the changes of `plan`: block tables, released slots, and admitted sequences."""
@@ -142,7 +118,6 @@ class ModelRunner:
         for free in plan.released.tolist():
             self._sampler.release(free)
             self._embeds.pop(free, None)
-            self._scored.pop(free, None)
         for sequence in plan.admitted:
             self._admit(sequence)
         self._sampler.read(plan)
@@ -159,8 +134,7 @@ class ModelRunner:
             # Treat each guess as a request of one token, so that a graph can be used.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
         logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
-        parts = logits.split([len(last_rows), len(wanted) - len(last_rows)]) if plan.scored else (logits, None)
-        return Launched(parts[0], sampling, positions, self._turn, plan.scored, parts[1])
+        return Launched(logits, sampling, positions, self._turn, plan.scored)
 
     @torch.inference_mode()
     def forward(
@@ -173,14 +147,7 @@ class ModelRunner:
         positions: np.ndarray | None = None,
         reach: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Run a forward pass, and return the logits ``[len(rows), vocab]`` of the rows in `rows`.
-
-        Args:
-            slots, starts, counts: int64, one entry per request.
-            token_ids: the tokens of all requests, concatenated.
-            rows: the rows that need logits.
-            positions, reach: see `Rows`.
-        """
+        """Run a forward pass over `Rows`, and return the logits ``[len(rows), vocab]`` of the rows in `rows`."""
         self._turn = (self._turn + 1) % TURNS
         self._marks[self._turn].wait()
         step = Rows(slots, starts, counts, token_ids, rows, positions, reach).singles_first()
@@ -193,23 +160,9 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampled:
         """Choose the tokens of a launched step."""
-        logits, slots, positions, turn = launched[:4]
-        choice = self._sampler.choose(logits, slots, positions, turn)
-        self._last_tokens[choice.slots] = choice.tokens
-        self._marks[turn] = self.device.mark()
-        tokens = self.device.download(choice.tokens)
-        return Sampled(tokens, choice.logprobs, self._score_prompts(launched), choice.errors, choice.complete)
-
-    def _score_prompts(self, launched: Launched) -> list[Scoring]:
-        found, first = [], 0
-        for slot, start, count, _ in launched.scored:
-            assert launched.prompt_logits is not None
-            sequence = self._scored[slot]
-            logprobs = launched.prompt_logits[first : first + count].float().log_softmax(1)
-            tokens = self.device.bring(torch.from_numpy(sequence.tokens[start : start + count].astype(np.int64)))
-            found += score(logprobs, tokens, np.full(count, sequence.sampling.prompt_logprobs), self.device)
-            first += count
-        return found
+        sampled = self._sampler.sample(launched)
+        self._marks[launched.turn] = self.device.mark()
+        return sampled
 
     def _launch(self, step: Rows) -> torch.Tensor:
         count, batches, sequences = self.inputs.fill(step, self._turn)
@@ -224,7 +177,7 @@ class ModelRunner:
 
     def _with_last_tokens(self, ids: torch.Tensor, count: int) -> torch.Tensor:
         """Replace each `IN_FLIGHT` in `ids` by the last token that its slot sampled, which is only on the device."""
-        return torch.where(ids == IN_FLIGHT, self._last_tokens[self.inputs.row_slots.device[:count]], ids)
+        return torch.where(ids == IN_FLIGHT, self._sampler.last_tokens[self.inputs.row_slots.device[:count]], ids)
 
     def _plan(self, batches: list[PagedBatch], count: int, graph: bool = False) -> list[StepAttention]:
         attention: list[StepAttention | None] = [None] * len(self.model.layers)
@@ -239,15 +192,16 @@ class ModelRunner:
                 attention[call] = shared
         return attention  # type: ignore[return-value]  # every call has a plan
 
-    def _fallback_for(self, backend: Backend) -> ReferenceFallback:
-        """The reference kernels for steps that `backend` does not take."""
+    def _fallback_for(self, backend: Backend) -> Backend:
+        """The reference kernels for steps that `backend` does not take. They read the cache that `backend` writes."""
         if id(backend) not in self._fallbacks:
             logger.warning(
                 "a step in which tokens see later ones is not for the %s kernels: the reference kernels run such "
                 "steps, many times slower",
                 backend.name,
             )
-            self._fallbacks[id(backend)] = ReferenceFallback(backend, self.model.device)
+            fallback = self._fallbacks[id(backend)] = reference_on(self.model.device)
+            fallback.append = backend.append  # type: ignore[method-assign]
         return self._fallbacks[id(backend)]
 
     # ------------------------------------------------------------------ graphs
@@ -257,7 +211,7 @@ class ModelRunner:
         """Run each kernel once, so that none has to be compiled while a request waits. Then capture a graph for each of
         `sizes`: a step in which that many requests compute one token each. The largest graph comes first, because the
         others reuse its memory."""
-        for counts in (np.ones(1, np.int64), np.array([1, 1, 5])[-self._last_tokens.shape[0] :]):
+        for counts in (np.ones(1, np.int64), np.array([1, 1, 5])[-len(self._every_row) :]):
             starts = np.zeros(len(counts), np.int64)
             logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
         self._sampler.warm_up(logits)
@@ -318,36 +272,36 @@ class ModelRunner:
         slot = sequence.slot
         self._sampler.admit(sequence)
         if self._adapted is not None:
-            adapter = self._registry.adapters[sequence.adapter] if sequence.adapter else None
+            adapter = self._registry.adapters[sequence.adapter].result() if sequence.adapter else None
             self._adapted.admit(slot, sequence.adapter_place, adapter)
-        self._scored.pop(slot, None)
-        if sequence.sampling.prompt_logprobs >= 0:
-            self._scored[slot] = sequence
         self._embeds.pop(slot, None)
         if sequence.embeds is not None:
-            embeds = torch.from_numpy(sequence.embeds.copy())
-            if sequence.embeds.dtype == np.uint16:
-                embeds = embeds.view(torch.bfloat16)
-            self._embeds[slot] = self.device.bring(embeds).to(self.model.dtype)
+            self._embeds[slot] = self.device.bring(tensor_of(sequence.embeds)).to(self.model.dtype)
 
     def _mix_embeds(self, ids: torch.Tensor, step: Rows) -> torch.Tensor | None:
         """Input embeddings of the step with prompt embeddings inserted; None if no request of the step has any."""
         rows = None
         firsts = np.cumsum(step.counts) - step.counts
-        entries = (a.tolist() for a in (step.slots, step.starts, step.counts, firsts))
-        for slot, start, count, first in zip(*entries, strict=True):
+        for row, slot in enumerate(step.slots.tolist()):
             embeds = self._embeds.get(slot)
             if embeds is None:
                 continue
-            if start >= len(embeds):
-                del self._embeds[slot]
-                continue
-            rows = self.model.embed(ids) if rows is None else rows
-            part = embeds[start : start + count]
-            rows[first : first + len(part)] = part
-            if start + count >= len(embeds):
+            start, end, first = int(step.starts[row]), int(step.starts[row] + step.counts[row]), int(firsts[row])
+            if start < len(embeds):
+                rows = self.model.embed(ids) if rows is None else rows
+                part = embeds[start:end]
+                rows[first : first + len(part)] = part
+            if end >= len(embeds):
                 del self._embeds[slot]
         return rows
+
+
+def copy_blocks(copies: Copies, pool: torch.Tensor, host: torch.Tensor) -> None:
+    """Launch `copies` between `pool` and `host` memory, ``[blocks, block_elements]``. Allocates no device memory."""
+    for block, slot in copies.saves:
+        host[slot].copy_(pool[block], non_blocking=True)
+    for block, slot in copies.loads:
+        pool[block].copy_(host[slot], non_blocking=True)
 
 
 def _seen_by(backend: Backend, spec: AttentionSpec, cache: LayerCache) -> LayerCache:

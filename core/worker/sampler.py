@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from ...kernels.contract import Backend
-from ..plan.step import NewSequence, StepPlan
-from .device import Device, Staged
+from ..plan.step import NewSequence, PromptPart, Scores, StepPlan
+from .device import Device, Staged, Tokens
 from .logit_rules import Choosing, LogitRules
-from .logprobs import Scoring, score
 from .registry import Registry
 
 _COLUMNS = {
@@ -31,30 +30,36 @@ _OF_SEQUENCE = ("temperature", "top_p", "min_p", "top_k", "seed")
 _OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 
 
-class Choice(NamedTuple):
-    """The chosen tokens, on the device, and the findings of the logit rules."""
+class Launched(NamedTuple):
+    """A launched forward pass."""
 
-    tokens: torch.Tensor  # int64 [rows]
-    slots: torch.Tensor  # int64 [rows]
-    logprobs: list[Scoring]  # of the rows that ask for them
+    logits: torch.Tensor  # [sampling rows, then the rows of the prompt parts, vocab]
+    slots: np.ndarray  # int64 [sampling rows]
+    positions: np.ndarray  # int64 [sampling rows], of the new tokens
+    turn: int
+    scored: list[PromptPart]
+
+
+class Scoring(NamedTuple):
+    """`Scores` that are being copied to the host."""
+
+    rows: np.ndarray
+    token_ids: Tokens
+    logprobs: Tokens
+    ranks: Tokens
+
+    def wait(self) -> Scores:
+        return Scores(self.rows, self.token_ids.wait(), self.logprobs.wait(), self.ranks.wait())
+
+
+class Sampled(NamedTuple):
+    """The results of a step, which are being copied to the host."""
+
+    tokens: Tokens  # int64 [sampling rows]
+    logprobs: list[Scoring]  # of the sampling rows that ask for them
+    prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
     errors: dict[int, Exception]  # by slot: the reason why no token can be chosen
     complete: set[int]  # slots whose grammar allows no further token
-
-
-class _KnownTokens:
-    """The tokens of one sequence, on the host."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self._tokens, self._num = tokens.copy(), len(tokens)
-
-    def write(self, start: int, tokens: np.ndarray) -> None:
-        self._num = start + len(tokens)
-        if self._num > len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.zeros(max(64, len(self._tokens)), np.int32)])
-        self._tokens[start : self._num] = tokens
-
-    def read(self) -> np.ndarray:
-        return self._tokens[: self._num]
 
 
 class Sampler:
@@ -64,26 +69,31 @@ class Sampler:
         self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int, registry: Registry
     ) -> None:
         self._device, self._backend = device, backend
-        self._rules = LogitRules(max_num_seqs, vocab_size, device, registry)
+        self._rules = LogitRules(vocab_size, device, registry)
         self._num_logprobs = np.full(max_num_seqs, -1)
         self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
         self._of_slot = {name: np.zeros(max_num_seqs, self._rows[name].host[0].dtype) for name in _OF_SEQUENCE}
-        self._known: dict[int, _KnownTokens] = {}  # by slot, of sequences whose rules look back
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch)  # by slot
+        self._scored: dict[int, NewSequence] = {}  # by slot: sequences with prompt log probabilities
+        self._known: dict[int, list[int]] = {}  # tokens by slot, of sequences whose rules look back
 
     def admit(self, sequence: NewSequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
+        self.release(slot)
         for name, column in self._of_slot.items():
             column[slot] = getattr(sampling, name)
         self._num_logprobs[slot] = sampling.logprobs
         self._rules.admit(sequence)
-        self._known.pop(slot, None)
+        if sampling.prompt_logprobs >= 0:
+            self._scored[slot] = sequence
         if sampling.looks_back or sequence.functions:
-            self._known[slot] = _KnownTokens(sequence.tokens)
+            self._known[slot] = sequence.tokens.tolist()
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
         self._rules.release(slot)
         self._known.pop(slot, None)
+        self._scored.pop(slot, None)
 
     def read(self, plan: StepPlan) -> None:
         """Store the tokens that a step computes, for sequences whose rules look back. These tokens are never
@@ -93,29 +103,36 @@ class Sampler:
         ends = np.cumsum(plan.counts)
         for row, slot in enumerate(plan.slots.tolist()):
             if (known := self._known.get(slot)) is not None:
-                known.write(int(plan.starts[row]), plan.token_ids[ends[row] - plan.counts[row] : ends[row]])
+                known[plan.starts[row] :] = plan.token_ids[ends[row] - plan.counts[row] : ends[row]].tolist()
 
-    def choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
-        """Choose a token for each row. May change `logits`.
-
-        Args:
-            logits: ``[rows, vocab]``.
-            slots, positions: of the new tokens, int64 ``[rows]``.
-        """
-        on_device = self._send("slot", slots, turn)
+    def sample(self, launched: Launched) -> Sampled:
+        """Choose a token for each sampling row, and score the prompts. May change the logits."""
+        slots, positions, turn = launched[1:4]
+        logits = launched.logits[: len(slots)]
         asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
         if asked.size:
             index = self._device.bring(torch.from_numpy(asked))
             logprobs = logits[index].float().log_softmax(1)  # of the model's logits, before rules and masks
-        known = {slot: known.read() for slot, known in self._known.items()}
-        choosing = Choosing(slots, positions, known, {}, set())
+        choosing = Choosing(slots, positions, self._known, {}, set())
         tokens = self._choose(self._rules.apply(logits, choosing), slots, positions, turn)
         self._rules.chosen(tokens, slots)
+        self.last_tokens[self._send("slot", slots, turn)] = tokens
         scores = []
         if asked.size:
             scores = score(logprobs, tokens[index], self._num_logprobs[slots[asked]], self._device)
             scores = [one._replace(rows=asked[one.rows]) for one in scores]
-        return Choice(tokens, on_device, scores, choosing.errors, choosing.complete)
+        prompts = self._score_prompts(launched)
+        return Sampled(self._device.download(tokens), scores, prompts, choosing.errors, choosing.complete)
+
+    def _score_prompts(self, launched: Launched) -> list[Scoring]:
+        found, first = [], len(launched.slots)
+        for slot, start, count, _ in launched.scored:
+            sequence = self._scored[slot]
+            logprobs = launched.logits[first : first + count].float().log_softmax(1)
+            tokens = self._device.bring(torch.from_numpy(sequence.tokens[start : start + count].astype(np.int64)))
+            found += score(logprobs, tokens, np.full(count, sequence.sampling.prompt_logprobs), self._device)
+            first += count
+        return found
 
     def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
         sampled = self._of_slot["temperature"][slots] > 0
@@ -148,3 +165,29 @@ class Sampler:
         column = self._rows[name]
         column.host[turn][: len(values)] = values
         return column.send(turn, len(values))
+
+
+def score(logprobs: torch.Tensor, tokens: torch.Tensor, counts: np.ndarray, device: Device) -> list[Scoring]:
+    """Start to copy the log probabilities of `tokens` to the host, each with those of the likeliest tokens.
+
+    Rows are processed by their count. So the choice among tokens of equal probability depends on the row alone, and not
+    on the other rows of the step.
+
+    Args:
+        logprobs: fp32 ``[n, vocab]``.
+        tokens: int64 ``[n]``.
+        counts: how many of the likeliest tokens each row asks for, ``[n]``.
+    """
+    found = []
+    for count in np.unique(counts).tolist():
+        rows = np.flatnonzero(counts == count)
+        everyone = len(rows) == len(counts)
+        index = None if everyone else device.bring(torch.from_numpy(rows))
+        mine, own = (logprobs, tokens) if index is None else (logprobs[index], tokens[index])
+        own_logprob = mine.gather(1, own.unsqueeze(1))
+        ranks = (mine > own_logprob).sum(1, dtype=torch.int32) + 1
+        largest, ids = mine.topk(min(count, mine.shape[1]))
+        token_ids = torch.cat([own.unsqueeze(1), ids], 1).int()
+        arrays = (device.download(a) for a in (token_ids, torch.cat([own_logprob, largest], 1), ranks))
+        found.append(Scoring(rows, *arrays))
+    return found

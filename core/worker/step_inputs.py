@@ -34,19 +34,15 @@ class Rows(NamedTuple):
         if not (many[:-1] & ~many[1:]).any():
             return self
         order = np.argsort(many, kind="stable")
-        counts = self.counts[order]
-        firsts = _starts(self.counts)
-        moved = np.empty_like(firsts)
-        moved[order] = _starts(counts)
-        within = np.arange(len(self.token_ids)) - np.repeat(_starts(counts), counts)
-        request = np.searchsorted(np.cumsum(self.counts), self.wanted, side="right")
-        rows = np.repeat(firsts[order], counts) + within
+        rows = np.argsort(np.repeat(many, self.counts), kind="stable")
+        moved = np.empty_like(rows)
+        moved[rows] = np.arange(len(rows))
         return Rows(
             self.slots[order],
             self.starts[order],
-            counts,
+            self.counts[order],
             self.token_ids[rows],
-            self.wanted + (moved - firsts)[request],
+            moved[self.wanted],
             None if self.positions is None else self.positions[:, rows],
             None if self.reach is None else self.reach[rows],
         )
@@ -77,7 +73,8 @@ class StepInputs:
         self._multiple = multiple
         groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
         rows = self.padded(max(max_tokens, max_num_seqs))
-        self.tables = np.zeros((groups, max_num_seqs, columns), np.int32)  # block numbers, [group, slot, column]
+        # Block numbers, [group, slot, column]. The last slot, also named -1, is that of padding requests: null blocks.
+        self.tables = np.zeros((groups, max_num_seqs + 1, columns), np.int32)
 
         def staged(n: int, dtype: torch.dtype = torch.int64) -> Staged:
             return Staged(device, (n,), dtype)
@@ -114,6 +111,16 @@ class StepInputs:
                 None: rows are padded to a multiple, and the padding belongs to no request.
         """
         slots, starts, counts, token_ids, wanted, given_positions, given_reach = rows
+        computed, on_device = len(token_ids), self._asynchronous
+        if requests is None:  # a graph computes the logits of every row
+            self.wanted.host[turn][: len(wanted)] = wanted
+            self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
+            if on_device:
+                self.wanted.send(turn, self.padded(len(wanted)))
+        elif more := requests - len(slots):
+            nothing = np.zeros(more, np.int64)
+            slots, starts = np.concatenate([slots, nothing - 1]), np.concatenate([starts, nothing])
+            counts, token_ids = np.concatenate([counts, nothing + 1]), np.concatenate([token_ids, nothing])
         total, num, size = len(token_ids), len(slots), self._block_size
         count = self.padded(total) if requests is None else requests
         ids, positions, offsets = self.ids.host[turn], self._positions.host[turn], self.offsets.host[turn]
@@ -123,74 +130,56 @@ class StepInputs:
             row_slots[:total], index[:] = slots, starts
         else:
             row_slots[:total] = np.repeat(slots, counts)
-            index[:] = np.arange(total) + np.repeat(starts - _starts(counts), counts)
-        positions[:total] = index[:, None] if given_positions is None else given_positions.T
+            index[:] = np.arange(total) + np.repeat(starts + counts - np.cumsum(counts), counts)
+        positions[:computed] = index[:computed, None] if given_positions is None else given_positions.T
+        positions[computed:count] = self._last_position
         column, offsets[:total] = np.divmod(index, size)
         for group, places in enumerate(self.places):
             places.host[turn][:total] = self.tables[group, row_slots[:total], column]
         if count > total:
-            ids[total:count] = row_slots[total:count] = offsets[total:count] = 0
-            positions[total:count] = self._last_position
-            for places in self.places:
-                places.host[turn][total:count] = 0  # the null block
-        if requests is None:  # a graph computes the logits of every row
-            self.wanted.host[turn][: len(wanted)] = wanted
-            self.wanted.host[turn][len(wanted) : self.padded(len(wanted))] = 0
-        if on_device := self._asynchronous:
+            for array in (self.ids, self.row_slots, self.offsets, *self.places):
+                array.host[turn][total:count] = 0  # the null block
+        if on_device:
             for array in (self.ids, self._positions, self.offsets, self.row_slots, *self.places):
                 array.send(turn, count)
-            if requests is None:
-                self.wanted.send(turn, self.padded(len(wanted)))
 
-        last = num if requests is None else requests
         num_blocks = -(-(starts + counts) // size)
         qo_indptr, kv_indptr = self.qo_indptr.host[turn], self.kv_indptr.host[turn]
         qo_indptr[0] = kv_indptr[0] = 0
         np.cumsum(counts, out=qo_indptr[1 : num + 1])
         np.cumsum(num_blocks, out=kv_indptr[1 : num + 1])
-        if last > num:
-            qo_indptr[num + 1 : last + 1] = qo_indptr[num] + np.arange(1, last - num + 1)
-            kv_indptr[num + 1 : last + 1] = kv_indptr[num] + np.arange(1, last - num + 1)
-        request_slots = self.request_slots.host[turn]
-        request_slots[:num], request_slots[num:last] = slots, -1
-        lengths = self.last_page_len.host[turn]
-        lengths[:num], lengths[num:last] = starts + counts - (num_blocks - 1) * size, 1
+        self.request_slots.host[turn][:num] = slots
+        self.last_page_len.host[turn][:num] = starts + counts - (num_blocks - 1) * size
         listed = np.arange(int(num_blocks.max())) < num_blocks[:, None]
-        used, all_blocks = int(kv_indptr[num]), int(kv_indptr[last])
+        num_listed = int(kv_indptr[num])
         if on_device:
-            self.kv_indptr.send(turn, last + 1)
-            self.last_page_len.send(turn, last)
-        cu_seqlens = self.qo_indptr.pages[turn][: last + 1]
+            self.kv_indptr.send(turn, num + 1)
+            self.last_page_len.send(turn, num)
+        cu_seqlens = self.qo_indptr.pages[turn][: num + 1]
         reach = None if given_reach is None else torch.from_numpy(given_reach)
         batches = []
         for group, indices in enumerate(self.kv_indices):
-            indices.host[turn][:used] = self.tables[group, slots, : listed.shape[1]][listed]
-            indices.host[turn][used:all_blocks] = 0
+            indices.host[turn][:num_listed] = self.tables[group, slots, : listed.shape[1]][listed]
             twins = None
             if on_device:
                 # A graph gets the whole array, because its address and length must not change.
-                sent = indices.send(turn, all_blocks)
+                sent = indices.send(turn, num_listed)
                 twins = DeviceBatch(
-                    self.kv_indptr.device[: last + 1],
+                    self.kv_indptr.device[: num + 1],
                     sent if requests is None else indices.device,
-                    self.last_page_len.device[:last],
+                    self.last_page_len.device[:num],
                 )
             batches.append(
                 PagedBatch(
                     cu_seqlens,
-                    self.kv_indptr.pages[turn][: last + 1],
-                    indices.pages[turn][:all_blocks],
-                    self.last_page_len.pages[turn][:last],
+                    self.kv_indptr.pages[turn][: num + 1],
+                    indices.pages[turn][:num_listed],
+                    self.last_page_len.pages[turn][:num],
                     size,
-                    int((counts == 1).sum()) + last - num,
+                    int((counts == 1).sum()),
                     group,
                     twins,
                     reach,
                 )
             )
-        return Filled(count, batches, SequenceOffsets(cu_seqlens, self.request_slots.pages[turn][:last]))
-
-
-def _starts(counts: np.ndarray) -> np.ndarray:
-    out: np.ndarray = np.cumsum(counts) - counts
-    return out
+        return Filled(count, batches, SequenceOffsets(cu_seqlens, self.request_slots.pages[turn][:num]))

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from ...ipc.config import EngineConfig
-from ...ipc.errors import wire_name, wire_text
+from ...ipc.config import CacheConfig, EngineConfig, ModelConfig
+from ...ipc.errors import NotSupportedError, wire_name, wire_text
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
-from ...kernels.contract import AttentionSpec
+from ...kernels.contract import Backend
+from ..model.learn.fuse import Decision
+from ..model.learn.whole_match import make_whole
+from ..model.load.kept_decisions import KeptDecisions
+from ..model.load.loader import load_model
+from ..model.load.quantized import BITS
+from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
-from ..plan.control import (
-    Control,
-    DropAdapter,
-    DropFunctions,
-    DropGrammar,
-    Explain,
-    ParameterRows,
-    PendingStep,
-    PrepareAdapter,
-    PrepareGrammar,
-    ReleaseMemory,
-    SetParameters,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    Wake,
-    Worker,
-    WorkerFacts,
-)
+from ..plan import control as records
+from ..plan.control import Worker
 from ..plan.step import RowError, StepPlan, StepResult
+from .adapter_files import LoRALimits
 from .backends import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
 from .block_count import count_blocks
-from .decisions import Decisions
 from .device import device_for
 from .kv_layout import KVLayout, cache_dtype
 from .profiler import Profiler
@@ -50,6 +42,16 @@ from .runner import ModelRunner
 
 if TYPE_CHECKING:
     from ..model.run.encoder import EncoderModel
+
+
+class Decisions(msgspec.Struct, kw_only=True):
+    """The results of a start's measurements, which another worker reuses: the worker started after a crash, or another
+    rank of the same model. Ranks with different fused modules or block counts would compute different steps."""
+
+    fusing: dict[str, Decision] = {}  # which modules `fuse_model` fused, by their names
+    num_blocks: int = 0  # in the pool, the null block included; 0: not measured yet
+    max_model_len: int = 0  # tokens of the longest request that the blocks and the model allow
+    device_bytes: int = 0  # GPU memory that the worker occupies
 
 
 class LocalWorker(Worker):
@@ -67,28 +69,25 @@ class LocalWorker(Worker):
         self._runner: ModelRunner | None = None
         self._registry = Registry()
         self._profiler = Profiler()
-        self._methods = with_extension(self.apply_model, config.parallel_config.worker_extension_cls)
-        self._given = decisions or Decisions()
-        self.decisions = Decisions()
+        self._explained: list[str] = []  # lines about the model's properties and the decisions made for it
+        self._methods = with_extension(self.apply_model, self.parameters, config.parallel_config.worker_extension_cls)
+        self.decisions = Decisions() if decisions is None else replace(decisions)
         self._controls: dict[type, Callable[[Any], Any]] = {
-            PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter),
-            DropAdapter: lambda r: self._registry.drop_adapter(r.number),
-            PrepareGrammar: lambda r: self._registry.prepare_grammar(r.number, r.kind, r.text),
-            DropGrammar: lambda r: self._registry.drop_grammar(r.number),
-            DropFunctions: lambda r: self._registry.drop_functions(r.numbers),
-            Sleep: lambda r: self.sleep(r.level),
-            Wake: lambda r: self.wake(r.weights, r.kv_cache),
-            SetParameters: lambda r: self.set_parameters([_as_tensor(rows) for rows in r.rows]),
-            ReleaseMemory: lambda r: self.release_memory(),
-            StartProfile: lambda r: self._profiler.start(r.prefix),
-            StopProfile: lambda r: self._profiler.stop(),
-            Explain: lambda r: self.explain(),
+            records.PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter),
+            records.DropAdapter: lambda r: self._registry.drop_adapter(r.number),
+            records.PrepareGrammar: lambda r: self._registry.prepare_grammar(r.number, r.kind, r.text),
+            records.DropGrammar: lambda r: self._registry.drop_grammar(r.number),
+            records.DropFunctions: lambda r: self._registry.drop_functions(r.numbers),
+            records.Sleep: lambda r: self.sleep(r.level),
+            records.Wake: lambda r: self.wake(r.weights, r.kv_cache),
+            records.SetParameters: lambda r: self.set_parameters(r.rows),
+            records.ReleaseMemory: lambda r: self._copies.release_memory(),
+            records.StartProfile: lambda r: self._profiler.start(r.prefix),
+            records.StopProfile: lambda r: self._profiler.stop(),
+            records.Explain: lambda r: self._explained,
         }
 
     # ------------------------------------------------------------------ what a kind of model does its own way
-
-    def launch(self, plan: StepPlan) -> PendingStep:
-        raise NotImplementedError
 
     def sleep(self, level: int) -> None:
         """See `control.Sleep`."""
@@ -98,7 +97,7 @@ class LocalWorker(Worker):
         """See `control.Wake`."""
         raise NotImplementedError
 
-    def set_parameters(self, rows: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+    def set_parameters(self, parts: Sequence[records.ParameterRows]) -> None:
         """See `control.SetParameters`."""
         raise NotImplementedError
 
@@ -106,8 +105,8 @@ class LocalWorker(Worker):
         """Return ``func(model)``. All parameters of the model are unpacked during the call."""
         raise NotImplementedError
 
-    def explain(self) -> list[str]:
-        """Lines of text about the model's properties and the decisions made for it."""
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The parameters by their names in a checkpoint, those that are tied to another one left out."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ what is the same for all
@@ -115,7 +114,7 @@ class LocalWorker(Worker):
     def warm_up(self) -> None:
         self.decisions.device_bytes = max(0, self._free_at_first - free_bytes(self._device))
 
-    def control(self, record: Control) -> Any:
+    def control(self, record: records.Control) -> Any:
         return self._controls[type(record)](record)
 
     def lend_functions(self, functions: Sequence[Callable[..., Any]]) -> tuple[int, ...]:
@@ -126,9 +125,6 @@ class LocalWorker(Worker):
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         return self._profiler.span(name)
-
-    def release_memory(self) -> None:
-        self._copies.release_memory()
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -142,73 +138,108 @@ class LocalWorker(Worker):
     ) -> tuple[int, int]:
         """The number of blocks and the length of the longest request: those of the previous core, or by
         `count_blocks`."""
-        count = self._given.num_blocks, self._given.max_model_len
-        if not self._given.num_blocks:
+        found = self.decisions
+        if not found.num_blocks:
             count = count_blocks(config, layout, model, self._backend, graph_sizes, beside)
-        self.decisions.num_blocks, self.decisions.max_model_len = count
-        return count
-
-    def _prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> None:
-        prepare_kernels(self._backend, specs, dtype, self._cache_dtype(dtype))
-
-    def _cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return cache_dtype(self._config.cache_config.kv_cache_dtype, dtype)
-
-    def _lay_out(self, model: PagedModel) -> KVLayout:
-        return model.lay_out(self._backend, self._config.cache_config.block_size, self._cache_dtype(model.dtype))
+            found.num_blocks, found.max_model_len = count
+        return found.num_blocks, found.max_model_len
 
     def _model_facts(self, model: PagedModel | EncoderModel, max_model_len: int, **more: Any) -> ModelFacts:
         dtype = str(model.dtype).removeprefix("torch.")
         return ModelFacts(model.vocab_size, model.hidden_size, max_model_len, dtype, **more)
 
-    def _make_runner(self, model: PagedModel, layout: KVLayout, facts: WorkerFacts) -> ModelRunner:
-        scheduler = self._config.scheduler_config
+    def _make_runner(self, model: PagedModel, layout: KVLayout, backend: Backend, host_blocks: int = 0) -> ModelRunner:
+        scheduler, facts = self._config.scheduler_config, self.facts
         return ModelRunner(
             model,
             layout,
-            self._backend,
+            backend,
             facts.num_blocks,
             scheduler.max_num_seqs,
             facts.max_model_len,
             scheduler.max_num_batched_tokens,
-            host_blocks=facts.num_host_blocks,
-            registry=self._registry,
+            host_blocks,
+            self._registry,
         )
 
     def _collect(self) -> None:
         """Return unused memory to the system."""
         gc.collect()
         host_memory.trim()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._copies.release_memory()
 
 
-class LackedMemory:
-    """A `PendingStep` whose launch failed because the device lacked memory."""
+def load_paged(
+    config: EngineConfig,
+    wanted: ModelConfig,
+    device: torch.device,
+    backend: Backend,
+    decisions: Mapping[str, Decision] | KeptDecisions | None = None,
+    offload: int = 0,
+) -> tuple[PagedModel, str]:
+    """Load the model `wanted`, and let `backend` run it as a whole if it can. Returns also the fingerprint of its
+    weights. Arguments and errors as `load_model`."""
+    model = load_model(
+        wanted,
+        config.load_config,
+        device,
+        config.model_config.max_model_len,
+        backend,
+        decisions,
+        partial(prepare_kernels, backend, config.cache_config.kv_cache_dtype),
+        offload,
+    )
+    weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
+    bits = BITS.get(wanted.quantization or "")
+    if not isinstance(backend, AdaptedBackend):
+        make_whole(model, backend, bits)
+    model.is_quantized = bits is not None or model.quantized is not None
+    model.quantized = model.verified = None
+    return model, weights
 
-    lacks_memory = True
 
-    def __init__(self, plan: StepPlan, why: str) -> None:
-        self._plan, self._why = plan, why
+def lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend, prefix: str = "") -> LoRALimits:
+    """Let the linear layers of `model` have adapters.
 
-    def wait(self) -> list[StepResult]:
-        nothing = np.zeros(len(self._plan.slots), np.int32)
-        return [StepResult(self._plan.id, nothing, np.zeros(0, np.int64), lack=self._why)]
+    Args:
+        prefix: of the model's path in a larger one, under which adapters may name its layers, too.
+    """
+    if model.is_quantized:
+        raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
+    places = loras.attach(model)
+    model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
+    saved = 2 * 4 * model.hidden_size * model.vocab_size  # fp32 copies of the output layer and the embedding
+    places |= {prefix + name: place for name, place in places.items()}
+    return LoRALimits(places, config.lora_config.max_lora_rank, model.parameters, saved)
 
 
-def lack_in(error: RuntimeError) -> str:
-    """The message of an error that means lack of device memory. Any other error is raised again. Some libraries report
-    it with a text of their own: cuBLAS could not allocate its workspace, or FlashInfer's is too small for the step."""
+def lay_out(cache: CacheConfig, model: PagedModel, backend: Backend) -> KVLayout:
+    return model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
+
+
+class Pending(NamedTuple):
+    """See `PendingStep`."""
+
+    wait: Callable[[], list[StepResult]]
+    lacks_memory: bool = False
+
+
+def lacking(plan: StepPlan, error: RuntimeError) -> Pending:
+    """The result of a plan whose launch failed with `error`, if that means lack of device memory. Any other error is
+    raised again. Some libraries report it with a text of their own: cuBLAS could not allocate its workspace, or
+    FlashInfer's is too small for the step."""
     said = ("CUBLAS_STATUS_ALLOC_FAILED", "Buffer overflow")
     if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in said):
         raise error
-    return str(error).partition("\n")[0] or "out of memory"
+    why = str(error).partition("\n")[0] or "out of memory"
+    result = StepResult(plan.id, np.zeros(len(plan.slots), np.int32), np.zeros(0, np.int64), lack=why)
+    return Pending(lambda: [result], lacks_memory=True)
 
 
 def row_errors(plan: StepPlan, errors: Mapping[int, Exception]) -> list[RowError]:
     """Convert errors by slot to errors by row of the plan."""
-    rows = {slot: row for row, slot in enumerate(plan.slots.tolist())} if errors else {}
-    return [RowError(rows[slot], wire_name(error), wire_text(error)) for slot, error in errors.items()]
+    rows = plan.slots.tolist()
+    return [RowError(rows.index(slot), wire_name(error), wire_text(error)) for slot, error in errors.items()]
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
@@ -230,8 +261,3 @@ def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
         values = parameter.flatten()[:: max(1, parameter.numel() // 8)].float()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values.tolist()}".encode())
     return digest.hexdigest()
-
-
-def _as_tensor(rows: ParameterRows) -> tuple[str, int, torch.Tensor]:
-    values = torch.from_numpy(rows.values.copy())
-    return rows.name, rows.start, values.view(torch.bfloat16) if rows.values.dtype == np.uint16 else values

@@ -19,10 +19,11 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,31 +45,26 @@ FLAGS = (
 OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp5")
 
 
+def _flags(needs: Sequence[str]) -> tuple[str, ...]:
+    return tuple("-m" + name.replace("_", "") for name in needs)
+
+
 class Level(NamedTuple):
     """An instruction set the kernels are written for."""
 
     name: str
     needs: tuple[str, ...]  # as /proc/cpuinfo spells them
-    flags: tuple[str, ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        wide = ("-mprefer-vector-width=512",) if self.name.startswith("avx512") else ()
+        return *_flags(self.needs), *wide
 
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _OPTIONAL = ("avx512_vnni",)  # used where they are
-
-
-def _flags(needs: Sequence[str]) -> tuple[str, ...]:
-    return tuple("-m" + name.replace("_", "") for name in needs)
-
-
-LEVELS = tuple(
-    Level(name, needs, (*_flags(needs), *(("-mprefer-vector-width=512",) if name.startswith("avx512") else ())))
-    for name, needs in (
-        ("avx512_bf16", (*_AVX512, "avx512_bf16")),
-        ("avx512", _AVX512),
-        ("avx2", _AVX2),
-    )
-)
+LEVELS = (Level("avx512_bf16", (*_AVX512, "avx512_bf16")), Level("avx512", _AVX512), Level("avx2", _AVX2))
 """The best first."""
 
 
@@ -89,12 +85,13 @@ def load(level: str | None = None) -> ctypes.CDLL:
     return _load(build(choose_level(level)))
 
 
-def function(library: ctypes.CDLL, name: str, result: Any = None) -> Any:
-    """A function that takes packed words; bytes go to it without a copy."""
-    found = getattr(library, f"mainspring_{name}")  # a CDLL keeps what it has given once
-    if found.argtypes is None:
-        found.argtypes, found.restype = [ctypes.c_char_p], result
-    return found
+@functools.cache
+def function(library: ctypes.CDLL, name: str, layout: str, result: Any = None) -> Callable[..., Any]:
+    """A function of the library. It takes numbers and packs them into 64-bit words; `layout` is that of `struct`."""
+    found = getattr(library, f"mainspring_{name}")
+    found.argtypes, found.restype = [ctypes.c_char_p], result
+    pack = struct.Struct(f"={layout}").pack
+    return lambda *words: found(pack(*words))
 
 
 @functools.cache
@@ -104,17 +101,17 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def choose_level(name: str | None = None) -> Level:
     """The level of this name, or the best there is."""
-    name = name or os.environ.get("MAINSPRING_NATIVE_LEVEL") or None
-    features = cpu_features()
-    if name is not None and name not in {level.name for level in LEVELS}:
+    name = name or os.environ.get("MAINSPRING_NATIVE_LEVEL")
+    named = [level for level in LEVELS if level.name == name]
+    if name and not named:
         known = ", ".join(level.name for level in LEVELS)
         raise BackendUnavailableError(f"MAINSPRING_NATIVE_LEVEL is {name!r}; it must be one of {known}")
-    for level in LEVELS:
-        missing = [flag for flag in level.needs if flag not in features]
-        if name == level.name and missing:
-            raise BackendUnavailableError(f"the native level {name} needs {', '.join(missing)}; this processor has not")
-        if not missing and name in (None, level.name):
+    for level in named or LEVELS:
+        missing = [flag for flag in level.needs if flag not in cpu_features()]
+        if not missing:
             return level
+        if named:
+            raise BackendUnavailableError(f"the native level {name} needs {', '.join(missing)}; this processor has not")
     raise BackendUnavailableError(
         f"the native kernels need an x86 processor with AVX2 and FMA on Linux; this is {platform.machine()} on "
         f"{platform.system()}"
@@ -124,12 +121,15 @@ def choose_level(name: str | None = None) -> Level:
 @functools.cache
 def cpu_features() -> frozenset[str]:
     """What /proc/cpuinfo lists; empty where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    flags = next((line for line in _lines_of("/proc/cpuinfo") if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
+
+
+def _lines_of(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 @functools.cache
@@ -152,10 +152,7 @@ def find_compiler() -> Compiler:
 
 def openmp_runtimes() -> list[str]:
     """The OpenMP runtimes mapped into this process; torch brings one. Empty where there is no /proc."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
+    lines = _lines_of("/proc/self/maps")
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
     return sorted(path for path in paths if Path(path).name.startswith(OPENMP_RUNTIMES))
 

@@ -67,7 +67,7 @@ class NativeDecoder:
     def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
         words = []
         for i, (cache, source) in enumerate(zip(caches, sources, strict=True)):
-            views = (w for side in cache for w in (side.data_ptr(), *side.stride()[:3]))
+            views = *cache_view(cache.keys), *cache_view(cache.values)
             words.append(_CACHE.pack(*views, DTYPES[cache.keys.dtype], source == i))
         self._caches = list(caches)
         self._library.mainspring_decoder_bind(self._handle, b"".join(words))
@@ -154,6 +154,11 @@ class NativeDecoder:
             host_memory.give_back(weight)
             return pack_quantized(self._library, *given, weight.dtype, gated)
         return pack(self._library, weight, gated, release=True, bits=bits)
+
+
+def cache_view(side: torch.Tensor) -> tuple[int, ...]:
+    """CacheView of a layer's keys or values."""
+    return side.data_ptr(), *side.stride()[:3]
 
 
 class _InterleavedBias:

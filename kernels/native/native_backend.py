@@ -7,7 +7,6 @@ call. A call takes one or two microseconds and releases the GIL.
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,19 +16,9 @@ from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
-from .decoder import ACTIVATIONS, DTYPES, NativeDecoder
-from .weights import linear
+from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
+from .weights import linear, readable
 
-_PLAN = struct.Struct("=5q2d7q")
-_ATTENTION = struct.Struct("=18q")
-_RMS_NORM = struct.Struct("=9q2d2q")
-_ADD_RMS_NORM = struct.Struct("=7q2dq")
-_ACT_AND_MUL = struct.Struct("=8q")
-_TOKENS = struct.Struct("=32q")
-_MASK = struct.Struct("=9q")
-_CHOOSE = struct.Struct("=10q")
-
-_FUNCTIONS = ("attention", "rms_norm", "add_rms_norm", "act_and_mul", "rotate_and_append", "mask", "choose")
 _NO_HEADS = (0, 0, 0, 0)
 _NO_CACHE = (0,) * 11
 
@@ -61,8 +50,14 @@ class NativeBackend(Backend):
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of build.py; None: the best one of this processor."""
         self._library = library = load(level)
-        self._call = {name: function(library, name) for name in _FUNCTIONS}
-        self._plan = function(library, "attention_plan", ctypes.c_void_p)
+        self._plan_attention = function(library, "attention_plan", "5q2d7q", ctypes.c_void_p)
+        self._attention = function(library, "attention", "18q")
+        self._rotate_and_append = function(library, "rotate_and_append", "32q")
+        self._rms_norm = function(library, "rms_norm", "9q2d2q")
+        self._add_rms_norm = function(library, "add_rms_norm", "7q2dq")
+        self._act_and_mul = function(library, "act_and_mul", "8q")
+        self._mask = function(library, "mask", "9q")
+        self._choose = function(library, "choose", "10q")
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self._slow_halves = "avx512_bf16" not in cpu_features()
@@ -82,14 +77,13 @@ class NativeBackend(Backend):
         """Write the keys and values of this step's tokens to their rows of the cache, in its dtype."""
         if keys.dtype not in DTYPES or values.dtype != keys.dtype:
             return self._reference.append(cache, keys, values, blocks, rows)
-        keys, values = _rows_contiguous(keys), _rows_contiguous(values)
+        keys, values = readable(keys), readable(values)
         blocks, rows = blocks.int().contiguous(), rows.int().contiguous()
-        self._call["rotate_and_append"](
-            _TOKENS.pack(
-                len(keys), DTYPES[keys.dtype], *_NO_HEADS, *_heads(keys), *_heads(values),
-                keys.shape[2], values.shape[2], 0, 0, 0, 0,
-                *_cache(cache), blocks.data_ptr(), rows.data_ptr(), torch.get_num_threads(),
-            )
+        self._rotate_and_append(
+            len(keys), DTYPES[keys.dtype], *_NO_HEADS, *_heads(keys), *_heads(values),
+            keys.shape[2], values.shape[2], 0, 0, 0, 0,
+            *cache_view(cache.keys), *cache_view(cache.values), DTYPES[cache.keys.dtype],
+            blocks.data_ptr(), rows.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
     def plan(
@@ -101,11 +95,9 @@ class NativeBackend(Backend):
             raise ValueError(f"block_size is {batch.block_size}; it must be a multiple of 8")
         requests = len(batch.last_page_len)
         arrays = [x.contiguous() for x in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)]
-        handle = self._plan(
-            _PLAN.pack(
-                *spec[:4], spec.window or 0, spec.scale, spec.softcap or 0.0, requests,
-                *(x.data_ptr() for x in arrays), batch.block_size, torch.get_num_threads(),
-            )
+        handle = self._plan_attention(
+            *spec[:4], spec.window or 0, spec.scale, spec.softcap or 0.0, requests,
+            *(x.data_ptr() for x in arrays), batch.block_size, torch.get_num_threads(),
         )  # fmt: skip
         return NativePlan(self._library, spec, handle)
 
@@ -113,17 +105,14 @@ class NativeBackend(Backend):
         self, plan: NativePlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero."""
-        query = _rows_contiguous(query)
+        query = readable(query)
         out = torch.empty(len(query), plan.spec.num_q_heads, plan.spec.value_dim, dtype=query.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        self._call["attention"](
-            _ATTENTION.pack(
-                plan.handle, query.data_ptr(), query.stride(0), query.stride(1),
-                DTYPES[query.dtype], DTYPES[cache.keys.dtype],
-                cache.keys.data_ptr(), *cache.keys.stride()[:3], cache.values.data_ptr(), *cache.values.stride()[:3],
-                0 if sinks is None else sinks.data_ptr(), out.data_ptr(), len(query), torch.get_num_threads(),
-            )
+        self._attention(
+            plan.handle, query.data_ptr(), query.stride(0), query.stride(1),
+            DTYPES[query.dtype], DTYPES[cache.keys.dtype], *cache_view(cache.keys), *cache_view(cache.values),
+            0 if sinks is None else sinks.data_ptr(), out.data_ptr(), len(query), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -133,11 +122,9 @@ class NativeBackend(Backend):
             return self._reference.rms_norm(x, weight, eps, offset)
         out = torch.empty(x.shape, dtype=x.dtype)
         x, view = _row_view(x)
-        self._call["rms_norm"](
-            _RMS_NORM.pack(
-                x.data_ptr(), *view, DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype], x.shape[-1],
-                eps, offset, out.data_ptr(), torch.get_num_threads(),
-            )
+        self._rms_norm(
+            x.data_ptr(), *view, DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype], x.shape[-1],
+            eps, offset, out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -148,27 +135,20 @@ class NativeBackend(Backend):
         if not (x.dtype == residual.dtype in DTYPES and x.is_contiguous() and residual.is_contiguous()):
             return self._reference.add_rms_norm(x, residual, weight, eps, offset)
         width = x.shape[-1]
-        self._call["add_rms_norm"](
-            _ADD_RMS_NORM.pack(
-                x.data_ptr(), residual.data_ptr(), DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype],
-                x.numel() // width, width, eps, offset, torch.get_num_threads(),
-            )
+        self._add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), DTYPES[x.dtype], weight.data_ptr(), DTYPES[weight.dtype],
+            x.numel() // width, width, eps, offset, torch.get_num_threads(),
         )  # fmt: skip
         return x, residual
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> None:
         """RoPE, in fp32."""
-        if not self._rotates(query, key):
+        if not (query.dtype == key.dtype in DTYPES and query.stride(2) == key.stride(2) == 1):
             return self._reference.rotate(query, key, cos_sin, interleaved)
-        self._call["rotate_and_append"](
-            _TOKENS.pack(
-                len(query), DTYPES[query.dtype], *_heads(query), *_heads(key), *_NO_HEADS, query.shape[2], 0,
-                *_angles(cos_sin), interleaved, *_NO_CACHE, torch.get_num_threads(),
-            )
+        self._rotate_and_append(
+            len(query), DTYPES[query.dtype], *_heads(query), *_heads(key), *_NO_HEADS, query.shape[2], 0,
+            cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[1], interleaved, *_NO_CACHE, torch.get_num_threads(),
         )  # fmt: skip
-
-    def _rotates(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        return query.dtype == key.dtype in DTYPES and query.stride(2) == key.stride(2) == 1
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """torch's own product. In half precision it is slow on a processor without bf16 instructions, and a native
@@ -197,13 +177,11 @@ class NativeBackend(Backend):
     ) -> torch.Tensor:
         """Top-k, top-p and min-p, in this order."""
         limits = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
-        scores = scores.float() if scores.stride(1) == 1 else scores.float().contiguous()
+        scores = readable(scores.float())
         out = torch.empty(scores.shape, dtype=torch.float32)
-        self._call["mask"](
-            _MASK.pack(
-                scores.data_ptr(), *scores.shape, scores.stride(0), *(0 if x is None else x.data_ptr() for x in limits),
-                out.data_ptr(), torch.get_num_threads(),
-            )
+        self._mask(
+            scores.data_ptr(), *scores.shape, scores.stride(0), *(0 if x is None else x.data_ptr() for x in limits),
+            out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -216,14 +194,12 @@ class NativeBackend(Backend):
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
         """The largest score, with noise in rows that are sampled."""
-        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        scores = readable(scores)
         keys = [x.contiguous() for x in (seeds, positions, sampled)]
         chosen = torch.empty(len(scores), dtype=torch.int64)
-        self._call["choose"](
-            _CHOOSE.pack(
-                scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
-                *(x.data_ptr() for x in keys), chosen.data_ptr(), torch.get_num_threads(),
-            )
+        self._choose(
+            scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
+            *(x.data_ptr() for x in keys), chosen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return chosen
 
@@ -233,14 +209,12 @@ class NativeBackend(Backend):
             raise ValueError(f"activation is {activation!r}; the native backend knows {', '.join(ACTIVATIONS)}")
         if gate_up.dtype not in DTYPES:
             return self._reference.act_and_mul(gate_up, activation)
-        gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+        gate_up = readable(gate_up)
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up.dtype)
-        self._call["act_and_mul"](
-            _ACT_AND_MUL.pack(
-                gate_up.data_ptr(), gate_up.stride(0), DTYPES[gate_up.dtype], ACTIVATIONS[activation], rows, width,
-                out.data_ptr(), torch.get_num_threads(),
-            )
+        self._act_and_mul(
+            gate_up.data_ptr(), gate_up.stride(0), DTYPES[gate_up.dtype], ACTIVATIONS[activation], rows, width,
+            out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -248,21 +222,6 @@ class NativeBackend(Backend):
 def _heads(x: torch.Tensor) -> tuple[int, ...]:
     """HeadView of ``[tokens, heads, dim]``."""
     return x.data_ptr(), x.shape[1], x.stride(0), x.stride(1)
-
-
-def _cache(cache: LayerCache) -> tuple[int, ...]:
-    """Both CacheViews and the dtype."""
-    keys, values = cache
-    return keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3], DTYPES[keys.dtype]
-
-
-def _angles(cos_sin: torch.Tensor) -> tuple[int, int, int]:
-    return cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[1]
-
-
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """``[rows, heads, dim]`` with dim contiguous; the other strides may be any."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _row_view(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:

@@ -7,7 +7,6 @@ and of 4 bits each group's own.
 from __future__ import annotations
 
 import ctypes
-import struct
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,6 @@ _PANEL = 32  # rows of a weight that are packed together: linear.h
 _PIECE_BYTES = 16 << 20  # of a weight that is packed at once
 _CHUNK_BYTES = 256 << 20
 _ALONE = 16_384  # numbers of rows that are read sooner than others are woken
-
-_WORDS = {count: struct.Struct(f"={count}q") for count in (5, 9, 10, 11, 13)}
 
 
 class PanelWeight(NamedTuple):
@@ -122,8 +119,7 @@ def linear(
         gated = weight.gated
         words = (*weight.words(), gated)
     out_features, in_features = words[2:4]
-    flat = x.reshape(-1, in_features)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    flat = readable(x.reshape(-1, in_features))
     if bias is not None:
         bias = bias.view(2, -1, GATE).transpose(0, 1).reshape(-1) if gated else bias.contiguous()
     out = torch.empty(len(flat), out_features, dtype=weight.dtype)
@@ -136,8 +132,13 @@ def linear(
     return out.view(*x.shape[:-1], out_features)
 
 
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied if its last dimension is not contiguous; the other strides may be any."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _call(library: ctypes.CDLL, name: str, *words: int) -> None:
-    function(library, f"weight_{name}")(_WORDS[len(words)].pack(*words))
+    function(library, f"weight_{name}", f"{len(words)}q")(*words)
 
 
 def _kind(weight: torch.Tensor) -> int:
@@ -153,7 +154,7 @@ def _allocate(
     rows, columns = weight.shape
     if gated and rows % (2 * GATE):
         raise ValueError(f"{rows} rows of gate and up; each must have a multiple of {GATE}")
-    size = function(library, "weight_bytes", ctypes.c_int64)(_WORDS[5].pack(kind, 0, rows, columns, group))
+    size = function(library, "weight_bytes", "5q", ctypes.c_int64)(kind, 0, rows, columns, group)
     return PanelWeight(library, _memory.take(size), kind, rows, columns, group, dtype, gated)
 
 
