@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ....ipc.config import LoadConfig, ModelConfig
@@ -54,23 +54,10 @@ class _Weightless(TorchDispatchMode):
         on = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         wanted = {leaf for leaf in leaves if isinstance(leaf, torch.device)}
         if META not in on:
-            args, kwargs = tree_map(_on_cpu, (args, kwargs))
+            args, kwargs = tree_map_only(torch.device, lambda on: CPU if on == META else on, (args, kwargs))
             return func(*args, **kwargs)
         if CPU not in on | wanted:
             return func(*args, **kwargs)
-        args, kwargs = tree_map(_on_meta, (args, kwargs))
-        return tree_map(_zeros, func(*args, **kwargs))
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(META)
-    return META if isinstance(value, torch.device) else value
-
-
-def _on_cpu(value: Any) -> Any:
-    return CPU if isinstance(value, torch.device) and value == META else value
-
-
-def _zeros(value: Any) -> Any:
-    return torch.zeros_like(value, device=CPU) if isinstance(value, torch.Tensor) else value
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(META), (args, kwargs))
+        args, kwargs = tree_map_only(torch.device, lambda _: META, (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device=CPU), func(*args, **kwargs))

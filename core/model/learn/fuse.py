@@ -1,13 +1,12 @@
 """Fuse by structure, verify by execution.
 
-A pass over a loaded model replaces, in place, what it recognises: RMSNorms by one kernel, gated MLPs by one product for
-gate and up and one kernel for ``act(gate) * up``, and linear layers that are given the same tensor (query, key and
-value, but also any others) by one product whose parts are handed out. Each replacement is run against the original on
-fixed random rows and kept only if both agree within `fuse_match.TOLERANCE`. If then all decoder layers are of a known
-form, one loop over kernels takes the place of their code (see stack.py). Decisions are plain values; given back at a
-restart they are followed without running anything, so that numerics are those of the first start.
+A pass over a loaded model replaces, in place, RMSNorms by one kernel, gated MLPs by one product for gate and up and one
+kernel for ``act(gate) * up``, and linear layers that are given the same tensor (such as query, key and value) by one
+product. Each replacement is kept only if it agrees with the original on fixed random rows. If then all decoder layers
+are of a known form, one loop over kernels takes the place of their code (see stack.py). Decisions are plain values;
+given back at a restart they are followed without running anything, so that numerics are those of the first start.
 
-One module at a time: memory peaks at the model plus the weights of one module, and the originals are dropped.
+One module is fused at a time, so memory peaks at the model plus the weights of one module.
 """
 
 from __future__ import annotations
@@ -51,14 +50,28 @@ class Decision(NamedTuple):
     options: Sequence[Any] = ()  # the fields of NormOptions, MLPOptions or StackOptions, or the names of joined layers
 
 
-class FuseReport(NamedTuple):
-    """What `fuse_model` did, and where the parameters live now."""
+class _Replacement(NamedTuple):
+    """What one decision would change."""
 
-    # module path → decision; of joined layers "path:q_proj+k_proj+v_proj", of the stack "decoder_stack"
-    decisions: dict[str, Decision]
-    parameters: ParameterMap
-    untouched: dict[str, int]  # class name → how many modules with parameters of their own stayed as they were
-    stack: StackedDecoder | None  # where it took the place of the layers' code
+    original: Callable[[torch.Tensor], torch.Tensor]
+    fused: Callable[[torch.Tensor], torch.Tensor]
+    modules: dict[str, nn.Module]  # by the path they are to have
+    slots: dict[str, Slot]  # where parameters will be
+
+
+class Fusion:
+    """One pass over one model: what it decided, and where the parameters live now."""
+
+    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
+        self.model = model
+        self.backend = backend
+        # module path → decision; of joined layers "path:q_proj+k_proj+v_proj", of the stack "decoder_stack"
+        self.decisions: dict[str, Decision] = {}
+        self.parameters = ParameterMap.of(model)
+        self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
+        places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+        uses = Counter(places.values())
+        self._shared = {name for name, place in places.items() if uses[place] > 1}
 
     def lines(self) -> list[str]:
         """For ``--explain-model``."""
@@ -72,50 +85,12 @@ class FuseReport(NamedTuple):
                 first = next(path for path, d in of_kind.items() if d.reason == reason)
                 such_as = "" if first == kind else f", such as {first}"
                 lines.append(f"{kind}: {count} not fused{such_as}: {reason}")
-        others = ", ".join(f"{count} {name}" for name, count in self.untouched.items())
-        return [*lines, f"as they were: {others}"] if others else lines
-
-
-def fuse_model(
-    model: PreTrainedModel, backend: Backend, *, decisions: Mapping[str, Sequence[Any]] | None = None
-) -> FuseReport:
-    """Fuse `model` in place. It must be in eval mode.
-
-    decisions: those of an earlier report on the same checkpoint and backend, as they are or back from JSON; then
-    nothing is run, and what they do not name stays as it is. Raises ValueError where they don't fit the model.
-    """
-    if model.training:
-        raise ValueError("fuse_model needs a model in eval mode; call model.eval() first")
-    fusing = _Fusing(model, backend)
-    with torch.no_grad():
-        if decisions is None:
-            fusing.decide()
-        else:
-            fusing.follow({path: Decision(*decision) for path, decision in decisions.items()})
-    return FuseReport(fusing.decisions, fusing.parameters, _untouched(model), fusing.stack)
-
-
-class _Replacement(NamedTuple):
-    """What one decision would change."""
-
-    original: Callable[[torch.Tensor], torch.Tensor]
-    fused: Callable[[torch.Tensor], torch.Tensor]
-    modules: dict[str, nn.Module]  # by the path they are to have
-    slots: dict[str, Slot]  # where parameters will be
-
-
-class _Fusing:
-    """One pass over one model."""
-
-    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
-        self.model = model
-        self.backend = backend
-        self.decisions: dict[str, Decision] = {}
-        self.parameters = ParameterMap.of(model)
-        self.stack: StackedDecoder | None = None
-        places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
-        uses = Counter(places.values())
-        self._shared = {name for name, place in places.items() if uses[place] > 1}
+        # modules with parameters of their own
+        ours = {id(m) for fused in self.model.modules() if isinstance(fused, FusedMLP) for m in fused.modules()}
+        ours |= {id(m) for m in self.model.modules() if isinstance(m, FusedRMSNorm | JoinedProjections)}
+        others = Counter(type(m).__name__ for m in self.model.modules() if m._parameters and id(m) not in ours)
+        left_over = ", ".join(f"{count} {name}" for name, count in others.items())
+        return [*lines, f"as they were: {left_over}"] if others else lines
 
     def decide(self) -> None:
         """Look at every place there is, and fuse what agrees."""
@@ -132,9 +107,9 @@ class _Fusing:
                     self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
         self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend))
 
-    def follow(self, decisions: Mapping[str, Decision]) -> None:
+    def follow(self, decisions: Mapping[str, Sequence[Any]]) -> None:
         """Do what was decided before, without running anything."""
-        for path, decision in decisions.items():
+        for path, decision in ((path, Decision(*fields)) for path, fields in decisions.items()):
             if decision.fused:
                 try:
                     self._fuse(path, decision.kind, decision.options, verify=False)
@@ -239,7 +214,20 @@ def _describe(kind: str, options: Sequence[Any]) -> str:
     return ", ".join(options if names is None else [f"{n} {v}" for n, v in zip(names, options, strict=True)])
 
 
-def _untouched(model: nn.Module) -> dict[str, int]:
-    ours = {id(m) for fused in model.modules() if isinstance(fused, FusedMLP) for m in fused.modules()}
-    ours |= {id(m) for m in model.modules() if isinstance(m, FusedRMSNorm | JoinedProjections)}
-    return dict(Counter(type(m).__name__ for m in model.modules() if m._parameters and id(m) not in ours))
+@torch.no_grad()
+def fuse_model(
+    model: PreTrainedModel, backend: Backend, *, decisions: Mapping[str, Sequence[Any]] | None = None
+) -> Fusion:
+    """Fuse `model` in place. It must be in eval mode.
+
+    decisions: those of an earlier fusion of the same checkpoint and backend, as they are or back from JSON; then
+    nothing is run, and what they do not name stays as it is. Raises ValueError where they don't fit the model.
+    """
+    if model.training:
+        raise ValueError("fuse_model needs a model in eval mode; call model.eval() first")
+    fusion = Fusion(model, backend)
+    if decisions is None:
+        fusion.decide()
+    else:
+        fusion.follow(decisions)
+    return fusion

@@ -1,7 +1,7 @@
 """See what a model's modules are called with, in one forward pass over a few random tokens.
 
-Attention is stood in for by one in which a token sees itself alone. Then no cache is needed, and no row of the pass has
-any business with another: what still depends on the other rows is the model's own doing.
+An attention in which a token sees only itself takes the place of the model's. Then no cache is needed, and a row that
+still depends on other rows shows something besides attention that mixes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.attention import attention_set
@@ -32,30 +31,18 @@ def own_values(
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-def _row_local(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """The same as transformers calls it: ``[1, heads, rows, dim]`` → ``[1, rows, heads, dim]``."""
-    return own_values(*(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
-
-
-ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
-
-
 @contextmanager
 def stand_in(model: PreTrainedModel, note: Callable[..., None] | None = None) -> Iterator[None]:
     """Attention is stood in for. `note` is called with the arguments of each call before."""
 
-    def noted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        note(*args, **kwargs)  # type: ignore[misc]  # not used where there is none
-        return _row_local(*args, **kwargs)
+    def attend(module: nn.Module, *states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        if note is not None:
+            note(module, *states, **kwargs)
+        # as transformers calls it: [1, heads, rows, dim] → [1, rows, heads, dim]
+        return own_values(*(x[0].transpose(0, 1) for x in states[:3]))[None], None
 
-    with attention_set(model, STAND_IN):
-        ALL_ATTENTION_FUNCTIONS.register(STAND_IN, noted if note else _row_local)
-        try:
-            yield
-        finally:
-            ALL_ATTENTION_FUNCTIONS.register(STAND_IN, _row_local)
+    with attention_set(model, STAND_IN, attend):
+        yield
 
 
 @torch.no_grad()
@@ -81,11 +68,9 @@ def run_rows(
         stack.enter_context(stand_in(model, attention))
         for path, module in model.named_modules():
             if before:
-                hook = module.register_forward_pre_hook(partial(before, path), with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
             if after:
-                hook = module.register_forward_hook(partial(after, path), with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_hook(partial(after, path), with_kwargs=True))
         outputs = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     hidden: torch.Tensor = outputs[0][0]
     return hidden

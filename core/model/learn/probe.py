@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import eager_mask
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec
@@ -54,15 +53,9 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
         for module in model.modules():
             if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
-        for registry, function in (
-            (ALL_ATTENTION_FUNCTIONS, recorder.attend),
-            (ALL_MASK_ATTENTION_FUNCTIONS, recorder.build_mask),
-        ):
-            registry.register(PROBE, function)
-            stack.callback(registry._global_mapping.pop, PROBE)
-        stack.enter_context(attention_set(model, PROBE))
-        with torch.inference_mode():
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+        stack.enter_context(attention_set(model, PROBE, recorder.attend, recorder.build_mask))
+        stack.enter_context(torch.inference_mode())
+        model(input_ids=ids, position_ids=positions, use_cache=False)
     return recorder.calls
 
 

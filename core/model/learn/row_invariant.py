@@ -1,20 +1,20 @@
-"""Make a row of the forward pass have the same bits whatever other rows there are, and tell whether it has.
+"""Give a row of the forward pass the same bits whatever other rows there are, and tell whether it has them.
 
-Two kinds of torch's own operators don't, on a CPU (both seen with torch 2.13):
+On a CPU, two kinds of torch's operators don't (seen with torch 2.13):
 
-- matrix products over a number of rows that is no multiple of `ROW_MULTIPLE`: other code runs the last few rows. An
-  expert of a mixture gets as many rows as happen to choose it;
-- some elementwise functions, which are computed by vector instructions but for the end of each thread's share of the
-  tensor, where a scalar version rounds differently. Which elements lie there depends on the number of rows. ``exp``,
-  ``tanh``, ``erf``, ``log1p``, ``sin``, ``cos`` and plain arithmetic are the same in both, and the others can be
-  written with them.
+- matrix products over a number of rows that is no multiple of `ROW_MULTIPLE`, as experts of a mixture get them: other
+  code runs the last few rows;
+- some elementwise functions: a scalar version, which rounds differently, computes the end of each thread's share.
+  ``exp``, ``tanh``, ``erf``, ``log1p``, ``sin``, ``cos`` and plain arithmetic are the same in both versions, and the
+  others can be written with them.
 
-`RowInvariant` is a context in which both are right. It costs a microsecond or two for every torch call inside it, so it
-is put only around the modules that need it.
+`RowInvariant` mends both. It costs a microsecond or two for every torch call inside it, so it is put only around the
+modules that need it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
@@ -26,9 +26,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ....kernels.contract import ROW_MULTIPLE
+from ....ipc.errors import UnsupportedModelError
+from ....kernels.contract import ROW_MULTIPLE, Backend
 from ..run.fused import FusedMLP, FusedRMSNorm
 from .fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 
@@ -137,8 +140,7 @@ class RoutedProducts(TorchFunctionMode):
 
 class _Watch(TorchFunctionMode):
     """Notes what `RowInvariant` would replace in a pass over `model`, under the innermost module that was given all the
-    rows: one that deals rows out is named, not what gets some of them. What fused modules do inside is the backend's
-    promise."""
+    rows. Fused modules are left out, because the backend promises their rows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -171,11 +173,8 @@ class _Watch(TorchFunctionMode):
 
 
 def make_row_invariant(model: PreTrainedModel) -> list[str]:
-    """Run the modules of `model` that need it in `RowInvariant`; → lines for ``--explain-model``.
-
-    To be called on a loaded model in eval mode, after `fuse_model`. Changes no parameter and no name.
-    `is_row_invariant` tells whether anything is left.
-    """
+    """Run the modules of `model` that need it in `RowInvariant`; → lines for ``--explain-model``. To be called on a
+    loaded model in eval mode, after `fuse_model`. Changes no parameter and no name."""
     found, lines = _Watch(model).found, Counter[str]()
     for path, why in found.items():
         if any(path.startswith(f"{outer}.") for outer in found):
@@ -240,3 +239,32 @@ def is_row_invariant(model: PreTrainedModel) -> bool:
     """
     some = slice(ROW_MULTIPLE, 2 * ROW_MULTIPLE)
     return torch.equal(run_rows(model, slice(TEXT_ROWS))[some], run_rows(model, some))
+
+
+def isolate_rows(model: PreTrainedModel, backend: Backend) -> list[str]:
+    """Do what makes rows independent of each other; → lines for ``--explain-model``."""
+    if model.device.type != "cuda":
+        return make_row_invariant(model)
+    if backend.deterministic:
+        route_products(model, backend.linear)
+    return []
+
+
+def check_rows(model: PreTrainedModel, refuse: bool) -> list[str]:
+    """A warning unless `is_row_invariant`, also as a line for ``--explain-model``.
+
+    Raises:
+        UnsupportedModelError: in place of the warning, where asked for and `route_products` was called.
+    """
+    stray = stray_products(model) if refuse else set()
+    if not stray and is_row_invariant(model):
+        return []
+    if refuse:
+        where = f" ({', '.join(sorted(stray))})" if stray else ""
+        raise UnsupportedModelError(
+            f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of a "
+            f"step{where}: unset it, or run the model on a CPU"
+        )
+    note = "not clockwork: a token's bits depend on the other tokens of a step"
+    logger.warning("%s is %s", type(model).__name__, note)
+    return [note]

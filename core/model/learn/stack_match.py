@@ -1,10 +1,9 @@
 """Recognise the decoder layers of a fused model: by what they call in one pass, verified by running them.
 
-A pass over a few tokens tells which modules each layer calls, in which order, and on which side of its attention. What
-can't be seen from outside, the kind of rotary embedding and a multiplier, is tried: each layer is run by itself on
-random rows of small and large scale, at positions up to the last that the model has, with random weights in its norms,
-and so is the stack's version of it. Query, key and value, as they reach attention, and the layer's output must agree.
-In the end the logits must, with the weights that there are.
+A pass over a few tokens tells which modules each layer calls, in which order, and on which side of its attention. The
+kind of rotary embedding and a multiplier are tried: each layer and the stack's version of it run on random rows of
+small and large scale, at positions up to the model's last one, with random weights in the norms. Query, key and value,
+as they reach attention, and the layer's output must agree; in the end the logits must, with the model's own weights.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from ....kernels.contract import Backend
 from ....kernels.decoder_contract import LayerNames
 from ..run.fused import FusedRMSNorm, ProjectionPart
 from ..run.stack import LayerInputs, RotaryOptions, StackedDecoder, StackOptions, build_layer, cos_sin, run_layer
-from .fuse_match import TOLERANCE, NotRecognisedError, random_rows, row_differences
+from .fuse_match import LOGITS_TOLERANCE, TOLERANCE, NotRecognisedError, deviations, random_rows, row_differences
 from .fuse_observe import SEED, TEXT_ROWS, own_values, run_rows, stand_in
-
-LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""Largest difference of the median row, in standard deviations. (A router may send a token to another expert.)"""
 
 # What a layer calls, in order (N a norm, A attention, M the MLP) → the roles of its norms
 FORMS = {
@@ -259,7 +255,8 @@ class _Matching:
             return own_values(query, key, value)
 
         layer = build_layer(module, names)
-        step = LayerInputs(self.backend, cos_sin(self.decoder, self.rotaries, self.seen.positions), attend)
+        angles = cos_sin(self.decoder, self.rotaries, self.seen.positions)
+        step = LayerInputs(self.backend, self.backend.linear, angles, attend)
         got.append(torch.add(*run_layer(step, layer, x, None)))
         *states, output = map(row_differences, expected, got)
         # a router may send a row that was rounded otherwise to another expert
@@ -284,13 +281,12 @@ class _Matching:
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": self.seen.positions, "use_cache": False}
         stacked = StackedDecoder(self.model, options, self.backend)
         with stand_in(self.model):
-            own = self.model(**inputs)[0][0].float()
+            own = self.model(**inputs)[0][0]
             stacked.install()
             try:
-                got = self.model(**inputs)[0][0].float()
+                error = float(deviations(self.model(**inputs)[0][0], own).median())
             finally:
                 stacked.remove()
-        error = float(((got - own).abs().amax(-1) / own.std().clamp_min(1e-12)).median())
         limit = LOGITS_TOLERANCE[self.model.dtype]
         if not error <= limit:
             raise NotRecognisedError(f"the logits differ by {error:.1e} standard deviations, the limit is {limit:.1e}")

@@ -1,18 +1,19 @@
 """Verify by execution: the paged path must give the logits that the model gives alone.
 
 Two random sequences go through the model one by one, with the library's own eager attention, and then together through
-the runner that serves: flattened into rows, cut into chunks, their blocks interleaved. Whatever makes rows of one
-request depend on another's, or a later chunk on state that no cache holds, shows as a difference.
+the runner: flattened into rows, cut into chunks, their blocks interleaved. Rows that depend on another request's, or
+chunks that depend on state that no cache holds, show as a difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
@@ -20,15 +21,11 @@ from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
 from ..run.attention import attention_set
 from ..run.paged_model import PagedModel
+from .fuse_match import LOGITS_TOLERANCE, deviations
 
 BLOCK_SIZE = 8
 LENGTHS = (13, 10)  # tokens of the two sequences; more where a small window must be crossed
 SMALL_WINDOW = 24
-
-# Largest difference allowed, in standard deviations of the logits. Tiny random models of 104 architectures stay below
-# 1e-4 in fp32. In half precision the library's own attention rounds scores, and a router may then send a token to
-# another expert, so the middle row of a chunk is compared there: what is wrong by structure is wrong in most rows.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
 class Chunk(NamedTuple):
@@ -42,23 +39,24 @@ class Chunk(NamedTuple):
 def verify(model: PagedModel, backend: Backend) -> str:
     """Compare the paged path on `backend` with the model alone; → a line for ``--explain-model``.
 
-    Where they differ by more than `TOLERANCE` in half precision, rounding alone may be the reason (seen in models with
-    large scores), and fp32 decides: weights are widened for as long as that takes, which loses nothing but needs the
-    memory, and is not done where they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves
+    Where they differ by too much in half precision, rounding alone may be the reason (seen in models with large
+    scores), and fp32 decides: weights are widened for as long as that takes, which loses nothing but needs the memory,
+    and is not done where they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves
     `model` bound to nothing of use.
     """
     sequences = random_sequences(model)
     dtype = model.dtype
     error, logits = _difference(model, sequences, backend, dtype)
     model.verified = backend, logits
-    if dtype != torch.float32 and not error <= TOLERANCE[dtype] and model.streamed is None:
+    if dtype != torch.float32 and not error <= LOGITS_TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32
         with _widened(model.model):
             error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
-    if not error <= TOLERANCE[dtype]:  # also when it is not a number
+    limit = LOGITS_TOLERANCE[dtype]
+    if not error <= limit:  # also when it is not a number
         raise UnsupportedModelError(
             f"{type(model.model).__name__} gives other logits with a paged cache than alone (they differ by "
-            f"{error:.2g} standard deviations, the limit is {TOLERANCE[dtype]:g}), so something besides its attention "
+            f"{error:.2g} standard deviations, the limit is {limit:g}), so something besides its attention "
             "passes information between tokens"
         )
     kind = str(dtype).removeprefix("torch.")
@@ -71,30 +69,28 @@ def _difference(
     """The largest difference of any row in fp32, of the middle row of any chunk in half precision; and the paged path's
     logits of all rows."""
     steps = schedule([len(sequence) for sequence in sequences])
-    own = _own_logits(model, sequences)
     paged = paged_logits(model, sequences, steps, backend, dtype)
-    worst = []
-    for chunk in (chunk for step in steps for chunk in step):
-        alone = own[chunk.sequence].float()
-        ours = paged[chunk.sequence][chunk.start : chunk.end].float()
-        rows = (ours - alone[chunk.start : chunk.end]).abs().amax(1) / alone.std().clamp_min(1e-12)
-        worst.append(rows.amax() if dtype == torch.float32 else rows.median())
+    rows = [deviations(ours, own) for ours, own in zip(paged, _own_logits(model, sequences), strict=True)]
+    chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in steps for chunk in step]
+    worst = [chunk.amax() if dtype == torch.float32 else chunk.median() for chunk in chunks]
     return float(torch.stack(worst).amax()), torch.cat(paged)
 
 
 def random_sequences(model: PagedModel) -> list[torch.Tensor]:
-    """Two random sequences, long enough to cross the smallest window if that is small. Never the padding token."""
+    """Two random sequences, long enough to cross the smallest window if that is small."""
     windows = [spec.window for spec in model.layers if spec.window is not None]
     extra = min((window for window in windows if window < SMALL_WINDOW), default=0)
-    pad = getattr(model.config, "pad_token_id", None)
+    lengths = [min(length + extra, model.max_position or length + extra) for length in LENGTHS]
+    return [ids.to(model.device) for ids in random_texts(model.config, lengths)]
+
+
+def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Fixed random token ids, int64 on the CPU, of these numbers of tokens. Never the padding token."""
     generator = torch.Generator().manual_seed(0)
-    sequences = []
-    for length in LENGTHS:
-        length = min(length + extra, model.max_position or length + extra)
-        ids = torch.randint(2, model.vocab_size, (length,), generator=generator)
-        ids[ids == pad] = 1
-        sequences.append(ids.to(model.device))
-    return sequences
+    texts = [torch.randint(2, config.vocab_size, (length,), generator=generator) for length in lengths]
+    for ids in texts:
+        ids[ids == getattr(config, "pad_token_id", None)] = 1
+    return texts
 
 
 @torch.inference_mode()
@@ -112,7 +108,7 @@ def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.
 @contextmanager
 def _widened(module: torch.nn.Module) -> Iterator[None]:
     """Hold every half-precision tensor of `module` in fp32 for a while."""
-    narrow = [(t, t.dtype) for t in (*module.parameters(), *module.buffers()) if t.dtype in TOLERANCE]
+    narrow = [(t, t.dtype) for t in (*module.parameters(), *module.buffers()) if t.dtype in LOGITS_TOLERANCE]
     try:
         for tensor, _ in narrow:
             tensor.data = tensor.data.float()

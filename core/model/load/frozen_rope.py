@@ -9,36 +9,29 @@ that the model uses for a sequence of exactly that length.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 
+@torch.no_grad()
 def freeze_rope(model: nn.Module, max_model_len: int) -> list[str]:
     """Freeze every rotary embedding of `model` for `max_model_len`; → one line for each, for ``--explain-model``."""
     lines = []
     for name, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, str):
-            if _depends_on_length(kinds):
-                _update(module, max_model_len)
-                module.rope_type = "frozen"
-                lines.append(f"{name}: {kinds} frequencies frozen for {max_model_len} tokens")
-        elif isinstance(kinds, dict):
-            for layer_type, kind in kinds.items():
-                if _depends_on_length(kind):
-                    _update(module, max_model_len, layer_type=layer_type)
-                    kinds[layer_type] = "frozen"
-                    lines.append(f"{name}, {layer_type}: {kind} frequencies frozen for {max_model_len} tokens")
+        held: Any = getattr(module, "rope_type", None)
+        kinds: dict[str | None, str] = held if isinstance(held, dict) else {None: held} if isinstance(held, str) else {}
+        for layer_type, kind in kinds.items():
+            if "dynamic" not in kind and kind != "longrope":
+                continue
+            arguments = {} if layer_type is None else {"layer_type": layer_type}
+            # the module itself chooses its frequencies when it is given the last position of such a sequence
+            last = torch.tensor([[max_model_len - 1]], device=next(module.buffers()).device)
+            module(torch.zeros(1, 1, 1, device=last.device), last, **arguments)
+            kinds[layer_type] = "frozen"
+            where = name if layer_type is None else f"{name}, {layer_type}"
+            lines.append(f"{where}: {kind} frequencies frozen for {max_model_len} tokens")
+        if isinstance(held, str):
+            module.rope_type = kinds[None]
     return lines
-
-
-def _depends_on_length(kind: str) -> bool:
-    return "dynamic" in kind or kind == "longrope"
-
-
-def _update(module: nn.Module, length: int, **kwargs: str) -> None:
-    """Let the module itself choose its frequencies, by showing it the last position of a sequence of that length."""
-    device = next(module.buffers()).device
-    x = torch.zeros(1, 1, 1, device=device)
-    with torch.no_grad():
-        module(x, torch.tensor([[length - 1]], device=device), **kwargs)

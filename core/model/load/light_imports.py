@@ -1,11 +1,10 @@
-"""Import transformers without what it brings along for torch.compile, for models spread over several processes and for
-training: none is used here, and all take a large part of a core's start and memory.
+"""Import transformers without torch.compile, distributed models and training, which take a large part of a core's start
+and memory and are not used here.
 
-transformers only marks functions that are not to be compiled, so ``torch._dynamo`` is imported when somebody asks for
-more of it. That there is ``torch.distributed`` transformers is not told, for as long as its modules come in. Losses get
-functions of scipy that import it when they are called. And what names there are in model files, all of which
-transformers reads to know, is kept in a file for as long as they stay the same; ``transformers.models``, whose own code
-does so once more, is to do it when it is asked for a name: its modules are found without.
+``torch._dynamo`` is imported when more of it is used than the marks that transformers puts on functions.
+``torch.distributed`` is hidden while transformers is imported. Losses get functions of scipy that import it when they
+are called. The names in all model files, which transformers reads at each start, are kept in a file; the code of
+``transformers.models``, which reads them once more, runs when it is first asked for a name.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
-from ....ipc.config import LoadConfig, ModelConfig
+from ....ipc.config import LoadConfig, ModelConfig, merged
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
 from ..learn.probe import record_attention
-from ..learn.row_invariant import RoutedProducts, is_row_invariant, make_row_invariant, route_products, stray_products
+from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..run.paged_model import PagedModel
 from ..run.streamed_layers import StreamedLayers, stream_layers
@@ -35,10 +35,12 @@ from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
 from .quantized import AwqWeights, read_awq, settle_quantization
 from .refuse import refuse_class, refuse_config, trial_run
+from .sharded_state import read_parts
 from .sliced_reading import SlicesOf, reading
 
 logger = logging.getLogger(__name__)
 
+Prepare = Callable[[Sequence[AttentionSpec], torch.dtype], None]
 PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
 
 
@@ -49,18 +51,17 @@ def load_model(
     max_model_len: int | None = None,
     backend: Backend | None = None,
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
-    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
+    prepare: Prepare | None = None,
     offload: int = 0,
     slices_of: SlicesOf | None = None,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
 
-    `max_model_len` settles what depends on the length of a sequence (see frozen_rope.py); without it the model's own
-    limit does. The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's.
-    `prepare` is told the attention and the dtype before any kernel of `backend` runs. `offload` bytes of a GPU's memory
-    are saved by weights that stay in the host's (see streamed_layers.py). `slices_of` says which part of each tensor of
-    the checkpoint is read. Raises `ModelNotFoundError` when there is no such checkpoint and `UnsupportedModelError`,
-    naming what stands in the way, when it can't be served rightly.
+    `max_model_len`, or the model's own limit, settles what depends on the length of a sequence (see frozen_rope.py).
+    The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. `prepare` gets
+    the attention and the dtype before any kernel of `backend` runs. `offload`: bytes of a GPU's memory to save by
+    weights that stay in the host's (see streamed_layers.py). `slices_of` says which part of each tensor is read. Raises
+    `ModelNotFoundError` when there is no such checkpoint and `UnsupportedModelError` when it can't be served rightly.
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
@@ -70,13 +71,14 @@ def load_model(
     if model_class is not None:
         refuse_class(model_class)
     quantized: AwqWeights | None = None
-    first = torch.device("cpu") if offload else device
     if quantization == "awq" and load_config.load_format != "dummy":
         if slices_of is not None:
             raise UnsupportedModelError(f"{name} is quantized (awq); only plain checkpoints are read in part")
-        with _quiet(load_config.use_tqdm_on_load):
-            model, quantized = _awq_model(config, model_class, model_config, load_config)
+        if model_class is None:
+            raise UnsupportedModelError(f"{name!r} is quantized and brings its own code; only one may be")
+        model, quantized = _awq_model(config, model_class, model_config, load_config)
     else:
+        first = torch.device("cpu") if offload else device
         model = build_model(config, model_config, load_config, first, slices_of=slices_of)
     model.requires_grad_(False)
     streamed, note = stream_layers(model, offload, device_for(device)) if offload else (None, "")
@@ -92,67 +94,40 @@ def page(
     max_model_len: int | None = None,
     backend: Backend | None = None,
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
-    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None = None,
+    prepare: Prepare | None = None,
     streamed: StreamedLayers | None = None,
 ) -> PagedModel:
     """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
+    name = type(model).__name__
     refuse_class(type(model))
     model.eval()
     backend = backend or ReferenceBackend()
-    routed = RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext()
-    with trial_run(type(model).__name__), routed:
-        return _learned(model, max_model_len, backend, decisions, prepare, streamed)
-
-
-def _learned(
-    model: PreTrainedModel,
-    max_model_len: int | None,
-    backend: Backend,
-    decisions: Mapping[str, Decision] | KeptDecisions | None,
-    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None] | None,
-    streamed: StreamedLayers | None,
-) -> PagedModel:
-    limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    notes = freeze_rope(model, limit) if limit else []
-    calls = record_attention(model, limit)
-    if not calls:
-        raise UnsupportedModelError(f"{type(model).__name__} made no attention call that could be served")
-    if streamed is not None and streamed.unseen:
-        raise UnsupportedModelError(
-            f"cpu_offload_gb is set, and {type(model).__name__} runs layers without calling them"
-        )
-    if prepare is not None:
-        prepare([call.spec for call in calls], model.dtype)
-    kept = None
-    if streamed is not None:  # what is joined is copied, so streamed layers stay as they are, and the others like them
-        decisions = {}
-    elif isinstance(decisions, KeptDecisions):
-        kept, decisions = decisions, decisions.find(model, backend)
-    fused = fuse_model(model, backend, decisions=decisions)
-    notes += fused.lines()
-    on_gpu = model.device.type == "cuda"
-    if not on_gpu:
-        notes += make_row_invariant(model)
-    elif backend.deterministic:
-        route_products(model, backend.linear)
-    paged = PagedModel(model, calls, fused.parameters, notes)
-    paged.decisions = dict(fused.decisions)
-    paged.stack = fused.stack
-    if streamed is not None:
-        paged.streamed, paged.parameters.packed = streamed, streamed.weights
-    notes.append(verify(paged, backend))
-    if kept:
-        kept.keep(fused.decisions)
-    stray = stray_products(model) if backend.deterministic and on_gpu else set()
-    if backend.deterministic and (stray or not is_row_invariant(model)):
-        if on_gpu:
-            where = f" ({', '.join(sorted(stray))})" if stray else ""
-            raise UnsupportedModelError(
-                f"deterministic is set, and in {type(model).__name__} a token's bits depend on the other tokens of "
-                f"a step{where}: unset it, or run the model on a CPU"
-            )
-        notes.append("not clockwork: a token's bits depend on the other tokens of a step")
-        logger.warning("%s is %s", type(model).__name__, notes[-1])
+    with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
+        limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        notes = freeze_rope(model, limit) if limit else []
+        calls = record_attention(model, limit)
+        if not calls:
+            raise UnsupportedModelError(f"{name} made no attention call that could be served")
+        if streamed is not None and streamed.unseen:
+            raise UnsupportedModelError(f"cpu_offload_gb is set, and {name} runs layers without calling them")
+        if prepare is not None:
+            prepare([call.spec for call in calls], model.dtype)
+        kept = None
+        if streamed is not None:  # what is joined is copied, so streamed layers stay as they are, and the others too
+            decisions = {}
+        elif isinstance(decisions, KeptDecisions):
+            kept, decisions = decisions, decisions.find(model, backend)
+        fused = fuse_model(model, backend, decisions=decisions)
+        notes += fused.lines()
+        notes += isolate_rows(model, backend)
+        paged = PagedModel(model, calls, fused, notes)
+        if streamed is not None:
+            paged.streamed, paged.parameters.packed = streamed, streamed.weights
+        notes.append(verify(paged, backend))
+        if kept:
+            kept.keep(fused.decisions)
+        if backend.deterministic:
+            notes += check_rows(model, refuse=model.device.type == "cuda")
     return paged
 
 
@@ -177,9 +152,11 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
             str(folder), trust_remote_code=model_config.trust_remote_code, **where
         )
         if model_config.hf_overrides:
-            config = type(config).from_dict(_merged(raw, model_config.hf_overrides))
+            config = type(config).from_dict(merged(raw, model_config.hf_overrides))
     except OSError as error:
-        raise ModelNotFoundError(_not_found(name, error)) from error
+        missing = f"{name!r} is neither a folder here nor a model that the Hugging Face hub gave"
+        what = f"config.json of {name!r} can't be read" if folder.is_dir() else missing
+        raise ModelNotFoundError(f"{what}: {_first_line(error)}") from error
     except UnsupportedModelError:
         raise
     except Exception as error:  # each config class validates in its own way
@@ -209,68 +186,70 @@ def build_model(
     slices_of: SlicesOf | None = None,
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint. `slices_of` and errors as `load_model`."""
-
-    def load(name: str) -> Any:
-        return auto.from_pretrained(
-            name,
-            config=config,
-            dtype=model_config.dtype,
-            revision=model_config.revision or "main",
-            cache_dir=load_config.download_dir,
-            use_safetensors=True if load_config.load_format == "safetensors" else None,
-            trust_remote_code=model_config.trust_remote_code,
-            attn_implementation="eager",
-            # straight to the device where accelerate is installed, which transformers needs for that
-            device_map={"": device} if device.type != "cpu" and is_accelerate_available() else None,
-            output_loading_info=True,
-        )
-
-    with _quiet(load_config.use_tqdm_on_load):
-        if load_config.load_format != "dummy":
-            with nullcontext() if slices_of is None else reading(slices_of):
-                loaded: Any = _loaded(load, model_config)
-            return cast("PreTrainedModel", loaded.to(device))
-        dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(model_config.seed)
-            model = auto.from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
+    if load_config.load_format == "sharded_state":
+        if slices_of is not None or type(config) not in auto._model_mapping:
+            raise UnsupportedModelError("load_format 'sharded_state' is for whole models of transformers' own classes")
+        with _reading_weights(model_config, load_config) as path:
+            found = model_of_tensors(
+                path, auto._model_mapping[type(config)], config, read_parts(Path(path)), model_config
             )
-        return cast("PreTrainedModel", model.eval())
+        return cast("PreTrainedModel", found.to(device))
+    if load_config.load_format != "dummy":
+        with _reading_weights(model_config, load_config) as path, reading(slices_of) if slices_of else nullcontext():
+            loaded: Any = auto.from_pretrained(
+                path,
+                config=config,
+                dtype=model_config.dtype,
+                revision=model_config.revision or "main",
+                cache_dir=load_config.download_dir,
+                use_safetensors=True if load_config.load_format == "safetensors" else None,
+                trust_remote_code=model_config.trust_remote_code,
+                attn_implementation="eager",
+                # straight to the device where accelerate is installed, which transformers needs for that
+                device_map={"": device} if device.type != "cpu" and is_accelerate_available() else None,
+                output_loading_info=True,
+            )
+        return cast("PreTrainedModel", _complete(path, *loaded).to(device))
+    dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
+    with _quiet(load_config.use_tqdm_on_load), torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(model_config.seed)
+        model = auto.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
+        )
+    return cast("PreTrainedModel", model.eval())
 
 
 def _awq_model(
-    config: PreTrainedConfig,
-    model_class: type[PreTrainedModel] | None,
-    model_config: ModelConfig,
-    load_config: LoadConfig,
+    config: PreTrainedConfig, model_class: Any, model_config: ModelConfig, load_config: LoadConfig
 ) -> tuple[PreTrainedModel, AwqWeights]:
     """The plain model that the weights of an AWQ checkpoint stand for, and those weights."""
-    if model_class is None:
-        raise UnsupportedModelError(f"{model_config.model!r} is quantized and brings its own code; only one may be")
-    weights = AwqWeights({})
-
-    def load(name: str) -> Any:
-        nonlocal weights
-        tensors, weights = read_awq(name, model_config.revision or "main", load_config.download_dir)
-        return model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=model_config.dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-
-    return _loaded(load, model_config), weights
+    with _reading_weights(model_config, load_config) as path:
+        tensors, weights = read_awq(path, model_config.revision or "main", load_config.download_dir)
+        return model_of_tensors(path, model_class, config, tensors, model_config), weights
 
 
-def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrainedModel:
-    """What `load` makes of a folder or hub id, a model and how loading it went, unless it went wrong."""
+def model_of_tensors(
+    path: str, model_class: Any, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], model_config: ModelConfig
+) -> Any:
+    """The model that has these tensors as its parameters."""
+    loaded = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=model_config.dtype,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    return _complete(path, *loaded)
+
+
+@contextmanager
+def _reading_weights(model_config: ModelConfig, load_config: LoadConfig) -> Iterator[str]:
+    """The folder or hub id to read weights from. An error in this context becomes one that names it."""
     name = str(Path(model_config.model or "").expanduser())
     try:
-        with _WithoutSympy():
-            model, info = load(name)
+        with _quiet(load_config.use_tqdm_on_load), _WithoutSympy():
+            yield name
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
     except OSError as error:
@@ -279,20 +258,23 @@ def _loaded(load: Callable[[str], Any], model_config: ModelConfig) -> PreTrained
         raise
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
+
+
+def _complete(name: str, model: Any, info: dict[str, Any]) -> Any:
+    """A model for which `info` says how loading it went, unless it lacks a parameter."""
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))  # of no use without a head
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnsupportedModelError(f"the checkpoint {name!r} lacks the parameter {missing[0]!r}{more}")
     if info["unexpected_keys"]:
         logger.warning("%d tensors of %s are not used by the model", len(info["unexpected_keys"]), name)
-    return cast("PreTrainedModel", model)
+    return model
 
 
 class _WithoutSympy(TorchFunctionMode):
-    """Most operations on the meta device, where transformers builds a model, are Python code of torch that imports
-    sympy, a large part of a core's start. The usual ones need not run there: random values for weights, which have no
-    values, and frequencies of rotary embeddings, which are made again once weights are read: so it does no harm that
-    what is written in place into one of both devices is lost."""
+    """Most operations on the meta device, where transformers builds a model, import sympy, a large part of a core's
+    start. Here the usual ones do not run there: random values and frequencies of rotary embeddings. They may get lost
+    between the two devices, which does no harm: weights are read later, and frequencies are made again then."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -324,21 +306,6 @@ def _quiet(show_progress: bool) -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(verbosity)
         transformers_logging.set_tqdm_hook(hook)
-
-
-def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """`raw` with `overrides` on top; a dict in both is merged, so that one field of a part can be replaced."""
-    merged = dict(raw)
-    for key, value in overrides.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def _not_found(name: str, error: OSError) -> str:
-    if Path(name).expanduser().is_dir():
-        return f"config.json of {name!r} can't be read: {_first_line(error)}"
-    return f"{name!r} is neither a folder here nor a model that the Hugging Face hub gave: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

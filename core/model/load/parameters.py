@@ -1,8 +1,7 @@
 """Where every parameter of a checkpoint lives in the model that runs.
 
-Fusing puts several checkpoint parameters into one tensor (gate and up; query, key and value). Code that reads or writes
-weights by their checkpoint names (loading, LoRA, quantization, sharding, weight updates) uses this map and never
-``model.state_dict()``, because fusing changes the names there.
+Fusing puts several checkpoint parameters into one tensor (gate and up; query, key and value), and so changes the names
+in ``model.state_dict()``. All code that reads or writes weights by their checkpoint names uses this map.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ class Slot(NamedTuple):
 
     def view(self) -> torch.Tensor:
         """The parameter itself, in its checkpoint shape; shares memory with `tensor`."""
-        whole = self.tensor.detach()
+        return self.part(self.tensor.detach())
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """The parameter's rows of the whole tensor."""
         return whole if self.length is None else whole.narrow(0, self.start, self.length)
 
 
@@ -80,14 +82,10 @@ class ParameterMap:
         backend has packed the weight."""
         slot = self.slot(name)
         packed = self.packed.get(id(slot.tensor))
-        if packed is None:
-            return slot.view()
-        whole = packed.unpack()
-        return whole if slot.length is None else whole.narrow(0, slot.start, slot.length)
+        return slot.view() if packed is None else slot.part(packed.unpack())
 
     def check(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Raises KeyError for a name the checkpoint does not have, and ValueError unless `values` are rows of the
-        parameter from `start` on, or all of it."""
+        """Raises KeyError as `slot`; ValueError unless `values` are the parameter, or its rows from `start` on."""
         self.slot(name)
         shape, given = self._shapes[name], values.shape
         fits = given == shape if not (shape and given) else given[1:] == shape[1:]
@@ -95,7 +93,6 @@ class ParameterMap:
             raise ValueError(f"parameter {name!r} has shape {list(shape)}, but got {list(given)} from row {start} on")
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises KeyError for a name the checkpoint does not have."""
         return self.slot(name).tensor.dtype
 
     @torch.no_grad()
@@ -105,7 +102,7 @@ class ParameterMap:
         slot = self.slot(name)
         packed = self.packed.get(id(slot.tensor))
         whole = slot.tensor.detach() if packed is None else packed.unpack()
-        target = whole if slot.length is None else whole.narrow(0, slot.start, slot.length)
+        target = slot.part(whole)
         if start or (target.dim() and value.dim() and len(value) < len(target)):
             target = target[start : start + len(value)]
         if value.shape != target.shape:

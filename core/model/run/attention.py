@@ -7,13 +7,14 @@ call: the function finds them in the `AttentionCalls` that loading set on the at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....kernels.contract import Backend, LayerCache, SequenceOffsets
@@ -84,11 +85,22 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
 
 
 @contextmanager
-def attention_set(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """In this context `model` looks up its attention by another name."""
+def attention_set(
+    model: PreTrainedModel,
+    implementation: str,
+    attend: Callable[..., Any] | None = None,
+    build_mask: Callable[..., Any] | None = None,
+) -> Iterator[None]:
+    """In this context `model` looks up its attention by another name, under which these functions are registered."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
+    both = (ALL_ATTENTION_FUNCTIONS, attend), (ALL_MASK_ATTENTION_FUNCTIONS, build_mask)
+    given = [(registry, function) for registry, function in both if function is not None]
+    for registry, function in given:
+        registry.register(implementation, function)
     try:
+        model.set_attn_implementation(implementation)
         yield
     finally:
         model.set_attn_implementation(before)
+        for registry, _ in given:
+            registry._global_mapping.pop(implementation)

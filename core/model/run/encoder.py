@@ -23,8 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, SequenceOffsets
 from ...worker.device import device_for
+from ..learn.fuse_match import LOGITS_TOLERANCE, deviations
 from ..learn.probe import HARMLESS, MaskFunction
-from ..learn.verify import TOLERANCE
+from ..learn.verify import random_texts
 from .attention import attention_set
 
 IMPLEMENTATION = "mainspring_encoder"
@@ -149,25 +150,19 @@ def is_causal(model: PreTrainedModel) -> bool:
 def verify_encoder(encoder: EncoderModel) -> str:
     """Compare sequences in one row with the model alone; → a line for ``--explain-model``. Raises
     `UnsupportedModelError` when they differ."""
-    generator = torch.Generator().manual_seed(0)
-    longest = encoder.max_position or max(LENGTHS)
-    pad = getattr(encoder.config, "pad_token_id", None)
-    sequences, own = [], []
-    for length in (min(length, longest) for length in LENGTHS):
-        ids = torch.randint(2, encoder.vocab_size, (length,), generator=generator)
-        ids[ids == pad] = 1 if pad != 1 else 0
-        sequences.append(ids)
-    seconds = [0, len(sequences[1]) // 2 if encoder.num_types > 1 else 0]
+    counts = [min(length, encoder.max_position or length) for length in LENGTHS]
+    sequences, own = random_texts(encoder.config, counts), []
+    seconds = [0, counts[1] // 2 if encoder.num_types > 1 else 0]
     with attention_set(encoder.model, "eager"):
         for ids, second in zip(sequences, seconds, strict=True):
             types = {"token_type_ids": (torch.arange(len(ids)) >= second)[None].long().to(encoder.device)}
             inputs: dict[str, Any] = {"input_ids": ids[None].to(encoder.device), **(types if second else {})}
-            own.append(encoder.model(**inputs)[0][0].float())
-    counts = [len(ids) for ids in sequences]
+            own.append(encoder.model(**inputs)[0][0])
     offsets = SequenceOffsets.of(counts, range(len(counts)))
-    ours = encoder.forward(torch.cat(sequences).numpy(), offsets, seconds).float().split(counts)
-    rows = torch.cat([(a - b).abs().amax(1) / b.std().clamp_min(1e-12) for a, b in zip(ours, own, strict=True)])
-    error, limit = float(rows.amax() if encoder.dtype == torch.float32 else rows.median()), TOLERANCE[encoder.dtype]
+    ours = encoder.forward(torch.cat(sequences).numpy(), offsets, seconds).split(counts)
+    rows = torch.cat([deviations(got, alone) for got, alone in zip(ours, own, strict=True)])
+    limit = LOGITS_TOLERANCE[encoder.dtype]
+    error = float(rows.amax() if encoder.dtype == torch.float32 else rows.median())
     if not error <= limit:
         raise UnsupportedModelError(
             f"{type(encoder.model).__name__} gives other hidden states for several sequences in a row than for each "

@@ -45,10 +45,9 @@ class FusedMLP(nn.Module):
 class JoinedProjections(nn.Module):
     """Several linear layers over the same input, as one product.
 
-    The model calls them one after another (``self.q_proj(x)``, ``self.k_proj(x)``, ``self.v_proj(x)``). Whichever comes
-    first computes all; each of the others then takes its part, once. Parts are handed over only for the very tensor
-    object they were computed from, which is held until the last is taken, so its identity can't be reused. A call with
-    any other tensor computes anew: the result is right whatever the model does, and two threads at worst compute twice.
+    The model calls them one after another (``self.q_proj(x)``, ``self.k_proj(x)``, ``self.v_proj(x)``). The first call
+    computes all, and each of the others takes its part, once. Parts are handed over only for the tensor object that
+    they are made of, which is held until the last is taken. A call with any other tensor computes anew.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int], backend: Backend) -> None:

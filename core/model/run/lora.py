@@ -1,9 +1,9 @@
 """LoRA in the forward pass: to a row's product ``W x`` its adapter adds ``scale * B (A x)``.
 
-All linear layers compute through `Backend.linear`, so that is the one place: `AdaptedBackend` looks up by the weight's
-identity what the adapters of the step add to it. Several checkpoint parameters may lie in one tensor; each
-adds to its own columns of the product. It is done in fp32, as PEFT does, for each adapter over its own rows, padded to
-a multiple of `ROW_MULTIPLE`: so a row's bits depend on no other row.
+All linear layers compute through `Backend.linear`, where `AdaptedBackend` looks up by the weight's identity what the
+step's adapters add. Several checkpoint parameters may lie in one tensor; each adds to its own columns of the product.
+It is done in fp32, as PEFT does, for each adapter over its own rows, padded to a multiple of `ROW_MULTIPLE`: so a row's
+bits depend on no other row.
 """
 
 from __future__ import annotations

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, SequenceOffsets
-from ....kernels.decoder_contract import Decoder
 from ...worker.kv_layout import KVLayout, plan_layout
-from ..learn.fuse import Decision
+from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
-from ..load.parameters import ParameterMap
 from ..load.quantized import AwqWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
-from .stack import Attend, StackedDecoder
+from .stack import position_ids
 from .streamed_layers import StreamedLayers
-
-
-class WholeForward(Protocol):
-    """A forward that takes the place of the model's own; see whole_model.py."""
-
-    embedding: Callable[[torch.Tensor], torch.Tensor]
-    decoder: Decoder
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Sequence[StepAttention],
-        attend: Attend,
-        wanted: torch.Tensor,
-    ) -> torch.Tensor: ...
+from .whole_model import WholeModel
 
 
 class PagedModel:
@@ -47,9 +30,7 @@ class PagedModel:
     and values, the earlier call whose keys and values call ``i`` reads: `bind` is then given that call's cache twice.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, calls: Sequence[AttentionCall], parameters: ParameterMap, notes: list[str]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], fused: Fusion, notes: list[str]) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.device = model.device
@@ -60,15 +41,15 @@ class PagedModel:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
-        self.parameters = parameters  # each parameter of the checkpoint in its present place
+        self.parameters = fused.parameters  # each parameter of the checkpoint in its present place
         self.notes = notes  # lines for --explain-model
-        self.decisions: dict[str, Decision] = {}  # of fusing, for the next load of the same checkpoint
+        self.decisions = dict(fused.decisions)  # for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
         self.quantized: AwqWeights | None = None  # weights that the checkpoint has as integers
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
-        self.stack: StackedDecoder | None = None  # if it took the place of the layers' code
+        self.stack = fused.stack  # if it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory
-        self.whole: WholeForward | None = None  # if a backend runs the model in one call
+        self.whole: WholeModel | None = None  # if a backend runs the model in one call
         self.position_axes = 1
         self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
@@ -160,12 +141,6 @@ class PagedModel:
         if shared:
             lines.append(f"attention: {shared} of {len(self.layers)} calls read the keys and values of an earlier one")
         return lines + self.notes
-
-
-def position_ids(positions: torch.Tensor) -> torch.Tensor:
-    """Positions ``[axes, tokens]`` as transformers takes them: ``[1, tokens]``, or with several axes ``[axes, 1,
-    tokens]``."""
-    return positions if len(positions) == 1 else positions.unsqueeze(1)
 
 
 def _describe(spec: AttentionSpec) -> str:

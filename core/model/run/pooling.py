@@ -1,14 +1,13 @@
 """Models that give vectors instead of tokens: which they are, how a checkpoint says its rows become one vector, and
 its own classification head.
 
-What sentence-transformers writes beside a checkpoint (modules.json) is followed. Of a head nothing is written again:
-the model's own forward runs, with the hidden states that were computed in the place of its trunk's.
+The files of sentence-transformers beside a checkpoint (modules.json) are followed. A head is the model's own forward,
+run with our hidden states in the place of its trunk's.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,25 +25,24 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForTokenClassification,
 )
 
-from ....ipc.config import LoadConfig, ModelConfig
+from ....ipc.config import LoadConfig, ModelConfig, PoolerConfig
 from ....ipc.errors import InvalidArgumentError, NotSupportedError, UnsupportedModelError
 from ....ipc.messages import Pooling
 from ....ipc.tokenizer_files import checkpoint_folder
-from ....kernels.contract import AttentionSpec, Backend
+from ....kernels.contract import Backend
 from ...plan.pooling_facts import PoolingFacts
 from ..learn.fuse import Decision
+from ..learn.fuse_match import LOGITS_TOLERANCE
 from ..learn.probe import UNLIMITED
-from ..learn.row_invariant import is_row_invariant, make_row_invariant
-from ..learn.verify import TOLERANCE
+from ..learn.row_invariant import check_rows, make_row_invariant
+from ..load.classifier_of_tokens import classifier_of_tokens
 from ..load.frozen_rope import freeze_rope
 from ..load.kept_decisions import KeptDecisions
-from ..load.loader import build_model, page, read_config
+from ..load.loader import Prepare, build_model, page, read_config
 from ..load.refuse import refuse_class, refuse_config, trial_run
 from .attention import attention_set
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .paged_model import PagedModel
-
-logger = logging.getLogger(__name__)
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
@@ -150,16 +148,22 @@ def load_pooling_model(
     device: torch.device,
     backend: Backend,
     decisions: Mapping[str, Decision] | KeptDecisions | None,
-    prepare: Callable[[Sequence[AttentionSpec], torch.dtype], None],
+    prepare: Prepare,
+    pooler: PoolerConfig | None = None,
 ) -> PoolingModel:
     """Load a checkpoint for pooling. Arguments and errors as `load_model`."""
+    pooler = pooler or PoolerConfig()
     config, name = read_config(model_config, load_config), model_config.model or ""
     if model_config.quantization is not None:
         raise NotSupportedError(f"quantization is {model_config.quantization!r}; pooling models are not quantized yet")
     refuse_config(config, name)
     architecture = (config.architectures or [""])[0]
     auto, tasks = next((head for end, head in _HEADS.items() if architecture.endswith(end)), (AutoModel, ["embed"]))
-    model = build_model(config, model_config, load_config, device, auto)
+    if getattr(config, "classifier_from_token", None):
+        tasks = ["classify"]
+        model = classifier_of_tokens(config, model_config, load_config, device)
+    else:
+        model = build_model(config, model_config, load_config, device, auto)
     model.requires_grad_(False).eval()
     trunk: Any = model.base_model
     refuse_class(type(trunk))
@@ -175,7 +179,13 @@ def load_pooling_model(
     else:
         with trial_run(type(trunk).__name__):
             served = _encoder(trunk, notes)
+    if mode := pooler.seq_pooling_type or pooler.pooling_type:
+        recipe = recipe._replace(mode={"CLS": "cls", "LAST": "lasttoken", "MEAN": "mean"}[mode])
     pooling = PoolingModel(model, served, tasks, recipe)
+    if pooler.task is not None:
+        if pooler.task not in pooling.tasks:
+            raise InvalidArgumentError(f"pooler_config: the task is {pooler.task}; the model can {pooling.tasks}")
+        pooling.tasks.sort(key=lambda task: task != pooler.task)
     pooling.notes += notes
     return pooling
 
@@ -187,9 +197,7 @@ def _encoder(model: PreTrainedModel, notes: list[str]) -> EncoderModel:
         notes += make_row_invariant(model)
     encoder = EncoderModel(model)
     notes.append(verify_encoder(encoder))
-    if not is_row_invariant(model):
-        notes.append("not clockwork: a token's bits depend on the other tokens of a step")
-        logger.warning("%s is %s", type(model).__name__, notes[-1])
+    notes += check_rows(model, refuse=False)
     return encoder
 
 
@@ -219,7 +227,7 @@ def _verify_head(model: PreTrainedModel) -> str:
     ids = torch.arange(2, 12, device=model.device) % model.config.get_text_config().vocab_size
     with attention_set(model, "eager"):
         own, hidden = model(input_ids=ids[None]).logits[0].float(), model.base_model(input_ids=ids[None])[0][0]
-    error, limit = float((head_logits(model, ids, hidden) - own).abs().amax()), TOLERANCE[model.dtype]
+    error, limit = float((head_logits(model, ids, hidden) - own).abs().amax()), LOGITS_TOLERANCE[model.dtype]
     if not error <= limit * max(1.0, float(own.abs().amax())):
         raise UnsupportedModelError(
             f"the head of {type(model).__name__} needs more than the last hidden states: its logits differ by "

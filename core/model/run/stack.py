@@ -1,10 +1,9 @@
 """The decoder layers of a model as plain data, and the loop that runs them.
 
-Most decoder-only models have the same layer: norm, query/key/value, rotary embedding, attention, output, add, norm,
-MLP, add. Where `stack_match` recognises all layers of a model, its own forward gives way, from the embeddings to the
-final norm, to the loop below over the backend's kernels. What is left to the model's own code: embeddings, rotary
-frequencies (once a step), MLPs that are no gated ones (experts), and the output layer. Parameters are held, not copied,
-so a `ParameterMap` stays right.
+Where `stack_match` recognises all layers of a model, the loop below over the backend's kernels replaces the model's own
+forward from the embeddings to the final norm. The model's code still computes embeddings, rotary frequencies (once a
+step), MLPs that are no gated ones (experts), and the output layer. Parameters are held, not copied, so a `ParameterMap`
+stays right.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ class LayerInputs(NamedTuple):
     """What the layers of one step share."""
 
     backend: Backend
+    linear: Callable[..., torch.Tensor]  # as `Backend.linear`
     angles: Sequence[torch.Tensor]  # of each rotary embedding: see `cos_sin`
     attend: Attend
 
@@ -50,21 +50,21 @@ def run_layer(
     step: LayerInputs, layer: LayerTensors, hidden: torch.Tensor, added: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer on ``hidden + added`` → two tensors whose sum is its output."""
-    backend, rows = step.backend, len(hidden)
+    backend, linear, rows = step.backend, step.linear, len(hidden)
     x, hidden = _add_norm(backend, hidden, added, layer.input_norm)
-    query, key, value = backend.linear(x, *layer.qkv).split(layer.sizes, dim=-1)
+    query, key, value = linear(x, *layer.qkv).split(layer.sizes, dim=-1)
     query = _heads(backend, query, layer.query_norm, layer.key_dim)
     key = _heads(backend, key, layer.key_norm, layer.key_dim)
     if layer.rotary is not None:
         backend.rotate(query, key, step.angles[layer.rotary], layer.interleaved)
     attended = step.attend(query, key, value.view(rows, -1, layer.value_dim), layer.sinks)
-    added = backend.linear(attended.reshape(rows, -1), *layer.output)
+    added = linear(attended.reshape(rows, -1), *layer.output)
     added = _scaled(backend, added, layer.attention_norm, layer.multiplier)
 
     x, hidden = _add_norm(backend, hidden, added, layer.mlp_norm)
     if isinstance(layer.mlp, GatedMLP):
         gate_up, down, activation = layer.mlp
-        added = backend.linear(backend.act_and_mul(backend.linear(x, *gate_up), activation), *down)
+        added = linear(backend.act_and_mul(linear(x, *gate_up), activation), *down)
     else:
         out = layer.mlp(x.unsqueeze(0))
         added = (out[0] if isinstance(out, tuple) else out).reshape(rows, -1)
@@ -148,11 +148,8 @@ class StackedDecoder:
     def remove(self) -> None:
         self.decoder.forward = self._own_forward
 
-    def embed(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """What the first layer is given: int64 ``[...]`` → ``[..., hidden]``."""
-        return self.scaled(self.embedding(ids))
-
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """What the first layer is given."""
         return embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale
 
     def forward(
@@ -177,9 +174,10 @@ class StackedDecoder:
             raise TypeError(f"{type(self.decoder).__name__} runs as a stack of layers, which takes no {unknown[0]}")
         assert position_ids is not None
         # what is given from outside may be needed there, and the kernels overwrite
-        hidden = self.embed(input_ids) if inputs_embeds is None else self.scaled(inputs_embeds.clone())
+        hidden = self.scaled(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds.clone())
         attend = self._attention.mainspring_calls.run if implementation == IMPLEMENTATION else own_values
-        step = LayerInputs(self._backend, cos_sin(self.decoder, self.rotaries, position_ids), attend)
+        angles = cos_sin(self.decoder, self.rotaries, position_ids)
+        step = LayerInputs(self._backend, self._backend.linear, angles, attend)
         return MoeModelOutputWithPast(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
 
 
@@ -188,6 +186,12 @@ def _changes_nothing(name: str, value: Any) -> bool:
     if name == "attention_mask" and isinstance(value, Mapping):  # one mask for each kind of layer
         return all(mask is None for mask in value.values())
     return value is None or (name in IGNORED and value is IGNORED[name])
+
+
+def position_ids(positions: torch.Tensor) -> torch.Tensor:
+    """Positions ``[axes, tokens]`` as transformers takes them: ``[1, tokens]``, or with several axes ``[axes, 1,
+    tokens]``."""
+    return positions if len(positions) == 1 else positions.unsqueeze(1)
 
 
 def cos_sin(decoder: nn.Module, rotaries: Sequence[RotaryOptions], positions: torch.Tensor) -> list[torch.Tensor]:

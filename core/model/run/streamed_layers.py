@@ -1,8 +1,8 @@
-"""Weights in host memory: layers whose weights are copied to the GPU each time, just before they run.
+"""Layers whose weights are in host memory and are copied to the GPU each time, just before they run.
 
-Two layers' worth of the GPU's memory take turns. While the layer in one of them computes, a stream beside copies the
+Two places of the GPU's memory, of a layer each, take turns: while the layer in one computes, a second stream copies the
 next one into the other. Their addresses never change, so a CUDA graph holds the copies as well. Streamed layers lie
-evenly between the others, whose computing hides part of the copying; what is left is bound by the bus to the host.
+evenly between the others, whose computing hides part of the copying.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class StreamedLayer:
     def __init__(self, parameters: Sequence[nn.Parameter], device: Device) -> None:
         self.parameters = parameters
         self._shapes = [one.shape for one in parameters]
-        self._starts = list(accumulate((_room(one) for one in parameters), initial=0))
+        rooms = (-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in parameters)
+        self._starts = list(accumulate(rooms, initial=0))
         self.held = device.host_blocks((self._starts.pop(),), torch.uint8)
         for one, room in zip(parameters, self.views(self.held), strict=True):
             room.copy_(one.data)
@@ -62,14 +63,11 @@ class HeldWeight:
 
 
 class StreamedLayers:
-    """The streamed layers of a model, whose own code runs them.
-
-    ``weights`` is by the `id` of a parameter. ``unseen`` are layers that no forward has called.
-    """
+    """The streamed layers of a model, whose own code runs them."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], device: Device) -> None:
         self._device = device
-        self.weights: dict[int, HeldWeight] = {}
+        self.weights: dict[int, HeldWeight] = {}  # by the id of a parameter
         uses = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
         # others, which layers share, stay on the GPU
         own = [[tensor for tensor in layer.parameters() if uses[id(tensor)] == 1] for layer in layers]
@@ -77,7 +75,7 @@ class StreamedLayers:
         for layer in self._layers:
             for index, parameter in enumerate(layer.parameters):
                 self.weights[id(parameter)] = HeldWeight(layer, index, device)
-        self.unseen = set(range(len(layers)))
+        self.unseen = set(range(len(layers)))  # layers that no forward has called
         self._places: list[torch.Tensor] = []
         self.wake()
         for number, module in enumerate(layers):
@@ -103,7 +101,7 @@ class StreamedLayers:
         size = max(len(layer.held) for layer in self._layers)
         self._places = [self._device.zeros((size,), torch.uint8) for _ in self._layers[:PLACES]]
         self._holds: list[int | None] = [None] * PLACES  # which layer's weights are in a place, or on their way
-        self._arrived: list[Callable[[], None]] = [_nothing] * PLACES
+        self._arrived: list[Callable[[], None]] = [lambda: None] * PLACES
         for number, layer in enumerate(self._layers):
             for parameter, room in zip(layer.parameters, layer.views(self._places[number % PLACES]), strict=True):
                 parameter.data = room
@@ -173,11 +171,3 @@ def stream_layers(model: nn.Module, num_bytes: int, device: Device) -> tuple[Str
 
 def _size(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in module.parameters())
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _nothing() -> None:
-    pass

@@ -1,0 +1,123 @@
+"""Recognise a model that its backend can run in one call, hand its weights over, and compare the logits.
+
+This needs a backend with such a call (`Backend.decoder`), and a model that has nothing around its layers but an
+embedding before and a product after. The backend then holds the weights, packed and perhaps quantized, and the model's
+own forward can't run any more. So this is the last step of loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ....ipc.errors import UnsupportedModelError
+from ....kernels.contract import Backend
+from ....kernels.decoder_contract import GatedMLP, Linear, PackedWeight
+from ..load.quantized import JoinedWeights
+from ..run.paged_model import PagedModel
+from ..run.stack import StackedDecoder
+from ..run.whole_model import Head, WholeModel
+from .fuse_match import LOGITS_TOLERANCE, NotRecognisedError, deviations
+from .fuse_observe import TEXT_ROWS, stand_in
+from .row_invariant import RoutedProducts
+from .verify import paged_logits, random_sequences, schedule
+
+
+def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> None:
+    """Let `backend` run `model` in one call, if it can. bits: see `Backend.decoder`.
+
+    Raises:
+        UnsupportedModelError: the backend can't, and weights are to be quantized; or its logits differ.
+    """
+    try:
+        with RoutedProducts(backend.linear):
+            if reason := next(filter(None, (backend.refuses(s, model.dtype, model.dtype) for s in model.layers)), None):
+                raise NotRecognisedError(f"attention with {reason}")
+            stack, head, embed_scale = _recognise(model)
+            on, logits = model.verified or (None, None)
+            # the model is as `verify` left it
+            before = logits if logits is not None and on is backend else _logits(model, backend)
+        tensors = None if model.quantized is None else JoinedWeights(model.quantized, model.parameters)
+        decoder = backend.decoder(stack.layers, stack.norm, head.linear, bits, tensors)
+        if decoder is None:
+            raise NotRecognisedError(f"the {backend.name} backend runs layers one by one")
+    except NotRecognisedError as reason:
+        if bits is not None or model.quantized is not None:
+            name = type(model.model).__name__
+            raise UnsupportedModelError(f"the weights of {name} can't be quantized: {reason}") from reason
+        model.notes.append(f"layer by layer: {reason}")
+        return
+    output = decoder.weights[id(head.linear.weight)]
+    embedding = stack.embedding if embed_scale is None else _rows_of(output, embed_scale)
+    model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend), 1
+    model.parameters.packed = decoder.weights
+    error = float(deviations(_logits(model, backend), before).median())
+    if bits is None and model.quantized is None and not error <= LOGITS_TOLERANCE[model.dtype]:
+        raise UnsupportedModelError(
+            f"the {backend.name} backend computes {type(model.model).__name__} wrongly as a whole (logits differ by "
+            f"{error:.1e} standard deviations); this is a bug: attention_backend='reference' avoids it"
+        )
+    model.notes.append(f"as a whole: logits within {error:.1e} standard deviations of those layer by layer")
+
+
+def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
+    """The stack, the output layer, and, where the embeddings are rows of the output layer's weight, their factor."""
+    stack = model.stack
+    if stack is None:
+        raise NotRecognisedError("its layers are of no form that is known")
+    if not all(isinstance(layer.mlp, GatedMLP) for layer in stack.layers):
+        raise NotRecognisedError("an MLP is not a gated one")
+    if len(model.layers) != len(stack.layers):
+        raise NotRecognisedError(f"{len(stack.layers)} layers make {len(model.layers)} attention calls")
+    if any(module._forward_pre_hooks or module._forward_hooks for module in model.model.modules()):
+        raise NotRecognisedError("a module has hooks, which want to be called")
+    output: Any = model.model.get_output_embeddings()
+    if not isinstance(output, nn.Linear):
+        raise NotRecognisedError("its output layer is no linear one")
+    ids = torch.arange(TEXT_ROWS) % output.weight.shape[0]
+    with torch.inference_mode(), stand_in(model.model):
+        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": torch.arange(TEXT_ROWS)[None]}
+        hidden = stack.forward(**inputs).last_hidden_state[0]
+        logits = model.model(**inputs, use_cache=False).logits[0].float()
+        head = _head(model, Linear(output.weight, output.bias), hidden, logits)
+        rows, embeddings = output.weight[ids], stack.embedding(ids)
+    if stack.embedding.weight is not output.weight:
+        return stack, head, None
+    own = [*vars(stack.embedding).values(), *stack.embedding.buffers()]
+    for scale in (1.0, *_numbers(own), *(float(torch.tensor(x, dtype=rows.dtype)) for x in _numbers(own))):
+        if torch.equal(embeddings, rows * scale):
+            return stack, head, scale
+    raise NotRecognisedError("its embedding is no plain lookup in the output layer's weight")
+
+
+def _head(model: PagedModel, linear: Linear, hidden: torch.Tensor, logits: torch.Tensor) -> Head:
+    """The head that comes nearest to `logits`. Its scale is a number of the config, or one over it."""
+    product = F.linear(hidden, linear.weight, linear.bias).float()
+    fitted = float((product * logits).sum() / (product * product).sum().clamp_min(1e-12))
+    named = [x for number in _numbers(vars(model.config).values()) if number for x in (number, 1 / number)]
+    scale = min((1.0, *named), key=lambda x: abs(x - fitted))
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    heads = [Head(linear), Head(linear, scale), Head(linear, 1.0, cap)]
+    errors = [float((head.finish(product.clone()) - logits).square().mean().sqrt()) for head in heads]
+    best = min(range(len(heads)), key=errors.__getitem__)
+    if not errors[best] <= LOGITS_TOLERANCE[model.dtype] * float(logits.std()):
+        raise NotRecognisedError("its logits are not the output layer's product, scaled or capped")
+    return heads[best]
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    single = (x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in values)
+    return [float(x) for x in single if isinstance(x, float)]
+
+
+def _rows_of(weight: PackedWeight, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda ids: weight.rows(ids) if scale == 1.0 else weight.rows(ids) * scale
+
+
+def _logits(model: PagedModel, backend: Backend) -> torch.Tensor:
+    sequences = random_sequences(model)
+    return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))

@@ -1,0 +1,66 @@
+"""Checkpoints as a core wrote them (``load_format="sharded_state"``): the parameters under the names of transformers'
+model, in parts. There is one device, so all parts are those of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ....ipc.errors import InvalidArgumentError, ModelNotFoundError
+
+PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+MAX_FILE_BYTES = 5 << 30  # default size of a part
+
+
+def save_parts(
+    parameters: Iterable[tuple[str, torch.Tensor]], folder: Path, pattern: str | None, max_size: int | None
+) -> None:
+    """Write parameters into files of at most `max_size` bytes, or of one parameter that is larger.
+
+    Raises:
+        InvalidArgumentError: `pattern` is another one than `PATTERN`, or the folder can't be written to.
+    """
+    if pattern not in (None, PATTERN):
+        raise InvalidArgumentError(f"pattern is {pattern!r}; files are named by {PATTERN!r}")
+    part: dict[str, torch.Tensor] = {}
+    size, count = 0, 0
+
+    def write() -> None:
+        nonlocal part, size, count
+        save_file(part, folder / PATTERN.format(rank=0, part=count), {"format": "pt"})
+        part, size, count = {}, 0, count + 1
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in _parts(folder):
+            old.unlink()
+        for name, tensor in parameters:
+            if part and size + tensor.nbytes > (max_size or MAX_FILE_BYTES):
+                write()
+            part[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            size += tensor.nbytes
+        write()
+    except OSError as error:
+        raise InvalidArgumentError(f"the weights can't be written to {folder}: {error}") from error
+
+
+def read_parts(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters in all parts.
+
+    Raises:
+        ModelNotFoundError: there are none.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in _parts(folder):
+        found |= load_file(path)
+    if not found:
+        named = PATTERN.format(rank=0, part=0)
+        raise ModelNotFoundError(f"load_format is 'sharded_state', but {folder} holds no file {named}")
+    return found
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob(PATTERN.format(rank=0, part="*")))
