@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from .client import ConnectedClient
 from .codec import Array
 from .connection import Connection, result_of
 from .errors import WrongEventLoopError
-from .messages import AddRequest, Outputs, UtilityResult
+from .messages import AddRequest, Outputs
+
+T = TypeVar("T")
 
 
 class AsyncClient(ConnectedClient):
@@ -25,8 +27,7 @@ class AsyncClient(ConnectedClient):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outputs_waiter: asyncio.Future[None] | None = None
-        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._waiters: set[asyncio.Future[None]] = set()  # one for each waiting task
         self._watched: tuple[int, ...] = ()  # descriptors that the loop watches
         self._watched_socket = 0  # number of the socket they belong to
         self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
@@ -43,30 +44,23 @@ class AsyncClient(ConnectedClient):
 
     async def get_outputs(self) -> Outputs:
         """The next outputs. Only one task may wait for them at a time."""
-        loop = self._enter()
-        while True:
-            self._take_in()
-            if self._connection.outputs:
-                return self._connection.outputs.popleft()
-            if (error := self._connection.dead_error()) is not None:
-                raise error
-            self._outputs_waiter = loop.create_future()
-            try:
-                await self._outputs_waiter
-            finally:
-                self._outputs_waiter = None
+        queue = self._connection.outputs
+        return await self._wait_for(lambda: queue.popleft() if queue else None)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs that were received and that `get_outputs` has not returned yet."""
+        return len(self._connection.outputs)
 
     async def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
-        loop = self._enter()
-        call_id = self._connection.start_call(method, args, arrays)
-        self._calls[call_id] = loop.create_future()
+        self._enter()
+        results, call_id = self._connection.results, self._connection.start_call(method, args, arrays)
         try:
-            self._take_in()
-            answer = await asyncio.wait_for(self._calls[call_id], timeout)
+            async with asyncio.timeout(timeout):
+                answer = await self._wait_for(lambda: results.pop(call_id, None))
         except TimeoutError:
             raise TimeoutError(f"the core did not answer {method!r} within {timeout} s") from None
         finally:
-            del self._calls[call_id]
             self._connection.end_call(call_id)
         return result_of(answer)
 
@@ -74,6 +68,22 @@ class AsyncClient(ConnectedClient):
         self._watch_only(())
         self._connection.close()
         self._take_in()
+
+    async def _wait_for(self, take: Callable[[], T | None]) -> T:
+        """Wait until `take` finds something among the messages that have arrived."""
+        loop = self._enter()
+        while True:
+            self._take_in()
+            if (found := take()) is not None:
+                return found
+            if (error := self._connection.error) is not None:
+                raise error
+            waiter = loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
 
     def _enter(self) -> asyncio.AbstractEventLoop:
         self._connection.check_process()
@@ -98,21 +108,14 @@ class AsyncClient(ConnectedClient):
         """Receive, and wake the tasks that wait for a message. A zmq descriptor signals a change only once, so every
         send is followed by this."""
         connection = self._connection
-        connection.receive()
+        changed = connection.receive()
         self._watch_only(connection.fds)
         if connection.poll_seconds is not None and self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(connection.poll_seconds, self._look_again)
-        error = connection.dead_error()
-        for call_id, future in self._calls.items():
-            if future.done():
-                continue
-            if (answer := connection.results.pop(call_id, None)) is not None:
-                future.set_result(answer)
-            elif error is not None:
-                future.set_exception(error)
-        waiter = self._outputs_waiter
-        if waiter is not None and not waiter.done() and (connection.outputs or error is not None):
-            waiter.set_result(None)
+        if changed or connection.outputs or connection.error is not None:  # `abort` may make outputs itself
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def _look_again(self) -> None:
         self._timer = None

@@ -86,4 +86,4 @@ class ConnectedClient:
     @property
     def error(self) -> EngineDeadError | None:
         """Why the core is gone for good, if it is."""
-        return self._connection.dead_error()
+        return self._connection.error

@@ -21,6 +21,7 @@ MAX_FRAMES = 16
 Frame = bytes | bytearray | memoryview
 
 _HEADER = struct.Struct(">2sBB8sI")  # magic, protocol version, kind, instance id, epoch
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"ms"
 NO_INSTANCE = b"\0" * 8
 
@@ -33,6 +34,14 @@ class Array(NamedTuple):
 
     values: np.ndarray  # uint16 for bfloat16
     dtype: str  # as in `Tensor`
+
+
+class Header(NamedTuple):
+    """The fields of a message's first frame."""
+
+    kind: int
+    instance_id: bytes
+    epoch: int
 
 
 class Envelope(NamedTuple):
@@ -50,11 +59,20 @@ def encode(message: Any, instance_id: bytes, epoch: int, tensors: Sequence[np.nd
     return [header, _encoder.encode(message), *(np.ascontiguousarray(t).data for t in tensors)]
 
 
-def decode(frames: Sequence[Frame]) -> Envelope:
+def decode(frames: Sequence[Frame], max_body_bytes: int = MAX_BODY_BYTES) -> Envelope:
     """Raises `ProtocolError`, and nothing else, for anything that is not a message of this protocol version."""
+    header = read_header(frames)
+    if len(frames[1]) > max_body_bytes:
+        raise ProtocolError(f"a body of {len(frames[1])} bytes; the limit is {max_body_bytes}")
+    message = read_body(header.kind, frames[1])
+    return Envelope(header.instance_id, header.epoch, message, frames[2:])
+
+
+def read_header(frames: Sequence[Frame]) -> Header:
+    """The header of a message that is not decoded yet. Raises `ProtocolError`."""
     if not 2 <= len(frames) <= MAX_FRAMES:
         raise ProtocolError(f"a message has 2 to {MAX_FRAMES} frames, this one {len(frames)}")
-    header, body = frames[0], frames[1]
+    header = frames[0]
     if len(header) != _HEADER.size:
         raise ProtocolError(f"a header has {_HEADER.size} bytes, this one {len(header)}")
     magic, version, kind, instance_id, epoch = _HEADER.unpack(header)
@@ -62,16 +80,23 @@ def decode(frames: Sequence[Frame]) -> Envelope:
         raise ProtocolError("not a Mainspring frame")
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {version} is not spoken here, only {PROTOCOL_VERSION}")
-    decoder = _decoders.get(kind)
-    if decoder is None:
+    if kind not in KINDS:
         raise ProtocolError(f"unknown message kind {kind}")
-    if len(body) > MAX_BODY_BYTES:
-        raise ProtocolError(f"a body of {len(body)} bytes; the limit is {MAX_BODY_BYTES}")
+    return Header(kind, instance_id, epoch)
+
+
+def kind_of(header: Frame) -> int:
+    """The kind of message that a header of `HEADER_BYTES` names."""
+    kind: int = header[3]
+    return kind
+
+
+def read_body(kind: int, body: Frame, decoder: msgspec.msgpack.Decoder[Any] | None = None) -> Any:
+    """Decode a message. decoder: one with narrower limits. Raises `ProtocolError`."""
     try:
-        message = decoder.decode(body)
+        return (decoder or _decoders[kind]).decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"{KINDS[kind].__name__} does not decode: {error}") from None
-    return Envelope(instance_id, epoch, message, frames[2:])
 
 
 def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 
 import msgspec
 
+from .errors import ModelNotFoundError
+
 SET_BY_CORE = object()  # marks, in a field's annotation, a field that the core sets and users can't
 
 
@@ -63,13 +65,36 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         """The model's name in metrics and traces."""
         return self.served_model_name or self.model or ""
 
+    @property
+    def hf_config(self) -> Any:
+        """The checkpoint's config as transformers has it, with `hf_overrides`. It is read, and transformers imported,
+        at each use.
+
+        Raises:
+            ModelNotFoundError: the checkpoint is not on this machine, as with a daemon on another one.
+        """
+        from transformers import AutoConfig
+
+        where: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        try:
+            found: Any = AutoConfig.from_pretrained(str(self.model), **where)
+        except OSError as error:
+            raise ModelNotFoundError(f"no config of {self.model!r} can be read here: {error}") from error
+        return type(found).from_dict(merged(found.to_dict(), self.hf_overrides)) if self.hf_overrides else found
+
+    @property
+    def hf_text_config(self) -> Any:
+        """The part of `hf_config` that describes the language model."""
+        return self.hf_config.get_text_config()
+
 
 class LoadConfig(Section, frozen=True, kw_only=True):
     """How weights are loaded."""
 
     load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"],
-        "`auto`: safetensors, else PyTorch files; `dummy`: random weights from `seed`.",
+        Literal["auto", "safetensors", "dummy", "sharded_state"],
+        "`auto`: safetensors, else PyTorch files; `dummy`: random weights from `seed`; `sharded_state`: the files that "
+        "`save_sharded_state` wrote.",
     ] = "auto"
     download_dir: Annotated[str | None, "Where hub downloads are kept; none: the hub library's cache."] = None
     use_tqdm_on_load: Annotated[bool, "Show a progress bar on long loads."] = True
@@ -228,6 +253,22 @@ class SpeculativeConfig(Section, frozen=True, kw_only=True):
     prompt_lookup_min: Annotated[int, "`ngram`: shortest suffix to search for."] = 2
 
 
+class PoolerConfig(Section, frozen=True, kw_only=True):
+    """What a pooling model does, where the checkpoint is to be overruled."""
+
+    nested = True
+
+    task: Annotated[
+        Literal["embed", "token_embed", "classify", "token_classify"] | None,
+        "The task of requests that name none; `token_embed`: `LLM.embed` and `LLM.score` work on the vectors of "
+        "tokens; none: the model's first one.",
+    ] = None
+    seq_pooling_type: Annotated[
+        Literal["CLS", "LAST", "MEAN"] | None, "How an embedding is made of the tokens' vectors; none: the model's way."
+    ] = None
+    pooling_type: Annotated[Literal["CLS", "LAST", "MEAN"] | None, "The older name of `seq_pooling_type`."] = None
+
+
 class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
     """Structured outputs."""
 
@@ -237,6 +278,15 @@ class StructuredOutputsConfig(Section, frozen=True, kw_only=True):
 
 
 DecodingConfig = StructuredOutputsConfig  # its older name
+
+
+def merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with `overrides` on top; a dict in both is merged, so that one field of a part can be replaced."""
+    found = dict(raw)
+    for key, value in overrides.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -253,6 +303,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     observability_config: ObservabilityConfig = ObservabilityConfig()
     speculative_config: SpeculativeConfig | None = None
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
+    pooler_config: PoolerConfig | None = None
 
 
 SECTIONS: dict[str, type[Section]] = {

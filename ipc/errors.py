@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 
 class MainspringError(Exception):
-    """Base of all errors raised by Mainspring."""
+    """Base of all errors raised by Mainspring.
+
+    If a request of `LLM.generate`, or of a method like it, failed while it ran, `outputs` holds the outputs of all
+    requests of that call, in the order of the prompts. Otherwise it is None.
+    """
+
+    outputs: Sequence[Any] | None = None
 
 
 class InvalidArgumentError(MainspringError, ValueError):
@@ -29,6 +36,10 @@ class DuplicateRequestError(InvalidRequestError):
 
 class NotSupportedError(MainspringError, NotImplementedError):
     """A named feature that Mainspring does not have yet."""
+
+
+class MissingNameError(NotSupportedError, AttributeError):
+    """vLLM has this name or may have it, and Mainspring does not. Also an `AttributeError`, as `hasattr` needs."""
 
 
 class ModelNotFoundError(MainspringError, OSError):
@@ -132,15 +143,57 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} that is too long to be shown"
 
 
+@contextlib.contextmanager
+def names_prompt(index: int, count: int) -> Iterator[None]:
+    """Put the index of the prompt before the text of an error, if the call has several prompts."""
+    try:
+        yield
+    except MainspringError as error:
+        raise type(error)(f"prompt {index}: {error}" if count > 1 else str(error)) from None
+
+
+def printable(text: str) -> str:
+    """The text with each control character replaced, because any frontend can choose its name."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def check_default(name: str, value: Any, values: Iterable[Any], feature: str) -> None:
+    """Raise `NotSupportedError`, which names the feature, unless the value is one of these, None or empty."""
+    if value is not None and value not in ("", (), [], {}, set()) and value not in values:
+        raise NotSupportedError(f"{name} is {shown(value)}, which is not supported ({feature}); leave it out")
+
+
+# keyword without an effect → values that it may have and the feature of others; older keyword → its newer name
+Accepted = Mapping[str, tuple[Iterable[Any], str] | str]
+
+
+def check_accepted(given: Mapping[str, Any], accepted: Accepted) -> dict[str, Any]:
+    """`given` without the keywords that have no effect, and under our names."""
+    found = dict(given)
+    for name in accepted.keys() & found.keys():
+        value, entry = found.pop(name), accepted[name]
+        if not isinstance(entry, str):
+            check_default(name, value, *entry)
+        elif value is not None and found.setdefault(entry, value) is not value:
+            raise InvalidArgumentError(f"{name} is the older name of {entry}: give one of them")
+    return found
+
+
 T = TypeVar("T")
 
 
 def suggests_names(cls: type[T]) -> type[T]:
-    """Class decorator: an unknown keyword to the constructor raises `UnknownArgumentError` with the nearest name."""
+    """Class decorator: an unknown keyword to the constructor raises `UnknownArgumentError` with the nearest name.
+
+    A class attribute `_accepted` may name keywords that no field has, see `check_accepted`.
+    """
     construct: Callable[..., None] = cls.__init__
     known = [name for name in construct.__annotations__ if name != "return"]
+    accepted: Accepted = getattr(cls, "_accepted", {})
 
     def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+        if kwargs.keys() & accepted.keys():
+            kwargs = check_accepted(kwargs, accepted)
         for name in kwargs:
             if name not in known:
                 raise unknown_argument(cls.__name__, name, known)

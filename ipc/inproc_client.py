@@ -16,6 +16,7 @@ from .codec import Array, decode_value, encode_arguments
 from .config import EngineConfig
 from .errors import EngineDeadError, check_process
 from .messages import AddRequest, ModelFacts, Outputs
+from .saving import SavesWeights
 
 
 class Core(Protocol):
@@ -42,7 +43,7 @@ class Core(Protocol):
     def has_work(self) -> bool: ...
 
 
-class InprocClient:
+class InprocClient(SavesWeights):
     """See `CoreClient`. `get_outputs` runs one step; with nothing to do it returns None."""
 
     in_process = True

@@ -24,9 +24,6 @@ from .errors import InvalidArgumentError
 STEPS = 4  # slots for steps, at least as many as can be in flight
 MAX_SUSPECTS = 4096  # slots for suspects; further ones are not recorded
 
-_HEAD = np.dtype([("phase", "<i8"), ("num_suspects", "<i8")])
-_STEP = np.dtype([("in_flight", "<i8"), ("solo", "<i8"), ("rows", "<i8")])
-
 
 class Phase(IntEnum):
     """What a core is doing. The watchdog acts only in the phases SERVING and DRAINING."""
@@ -61,29 +58,17 @@ class Journal:
 
     def __init__(self, fd: int, max_num_seqs: int, workers: int = 1) -> None:
         self.fd = fd
-        size = _size(max_num_seqs, workers)
-        if os.fstat(fd).st_size < size:
-            raise InvalidArgumentError(f"the journal has {os.fstat(fd).st_size} bytes; {size} are needed")
-        self._map = mmap.mmap(fd, size)
-        at = 0
-
-        def column(dtype: np.dtype | str, *shape: int) -> np.ndarray:
-            nonlocal at
-            array = np.ndarray(shape, dtype, self._map, at)
-            at += array.nbytes
-            return array
-
-        self._head = column(_HEAD, 1)
-        self._beats = column("<f8", workers)
-        self._steps = column(_STEP, STEPS)
-        self._keys = column("<u8", STEPS, max_num_seqs)
-        self._positions = column("<i8", STEPS, max_num_seqs)
-        self._suspects = column("<u8", MAX_SUSPECTS)
+        layout = _layout(max_num_seqs, workers)
+        if (size := os.fstat(fd).st_size) < layout.itemsize:
+            raise InvalidArgumentError(f"the journal has {size} bytes; {layout.itemsize} are needed")
+        memory = np.ndarray((), layout, mmap.mmap(fd, layout.itemsize))
+        self._head, self._beats, self._steps = memory["head"], memory["beats"], memory["steps"]
+        self._keys, self._positions, self._suspects = memory["keys"], memory["positions"], memory["suspects"]
 
     @classmethod
     def create(cls, max_num_seqs: int, workers: int = 1) -> Journal:
         with tempfile.TemporaryFile(prefix="mainspring-journal-") as file:
-            file.truncate(_size(max_num_seqs, workers))
+            file.truncate(_layout(max_num_seqs, workers).itemsize)
             return cls(os.dup(file.fileno()), max_num_seqs, workers)
 
     def close(self) -> None:
@@ -131,7 +116,7 @@ class Journal:
 
     @property
     def phase(self) -> Phase:
-        return Phase(int(self._head["phase"][0]))
+        return Phase(int(self._head["phase"]))
 
     @property
     def silent_s(self) -> float:
@@ -148,7 +133,7 @@ class Journal:
         return found
 
     def suspects(self) -> list[int]:
-        return list(map(int, self._suspects[: int(self._head["num_suspects"][0])]))
+        return list(map(int, self._suspects[: int(self._head["num_suspects"])]))
 
     def clear(self, suspects: Iterable[int]) -> None:
         """Reset for the next core, which starts with these suspects."""
@@ -158,5 +143,14 @@ class Journal:
         self.set_phase(Phase.STARTING)
 
 
-def _size(max_num_seqs: int, workers: int) -> int:
-    return _HEAD.itemsize + 8 * workers + STEPS * (_STEP.itemsize + 16 * max_num_seqs) + 8 * MAX_SUSPECTS
+def _layout(max_num_seqs: int, workers: int) -> np.dtype:
+    return np.dtype(
+        [
+            ("head", [("phase", "<i8"), ("num_suspects", "<i8")]),
+            ("beats", "<f8", (workers,)),  # time of each worker's last heartbeat
+            ("steps", [("in_flight", "<i8"), ("solo", "<i8"), ("rows", "<i8")], STEPS),
+            ("keys", "<u8", (STEPS, max_num_seqs)),
+            ("positions", "<i8", (STEPS, max_num_seqs)),
+            ("suspects", "<u8", MAX_SUSPECTS),
+        ]
+    )

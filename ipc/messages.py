@@ -12,6 +12,7 @@ import msgspec
 from .config import EngineConfig
 
 PROTOCOL_VERSION = 1
+MAX_ABORTED = 65_536  # handles in one Abort
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -60,9 +61,7 @@ class Pooling(msgspec.Struct, array_like=True, frozen=True):
 
     task: str
     dimensions: int = 0  # number of leading dimensions of the vector to return; 0: all
-    activate: bool | None = (
-        None  # normalise an embedding, apply softmax or sigmoid to scores; none: as the model has it
-    )
+    activate: bool | None = None  # normalise embeddings, apply softmax or sigmoid to scores; none: as the model has it
     second: int = 0  # index of the token at which the second text of a pair begins; 0: there is no second text
 
 
@@ -137,7 +136,7 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True):
 class Abort(msgspec.Struct, array_like=True, frozen=True):
     """End these requests. Each still ends with a finish reason; unknown handles are ignored."""
 
-    handles: list[int]
+    handles: Annotated[list[int], msgspec.Meta(max_length=MAX_ABORTED)]
 
 
 class UtilityCall(msgspec.Struct, array_like=True, frozen=True):

@@ -26,10 +26,11 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 class Ended(NamedTuple):
-    """The measurements of a request that has ended, in seconds. The last three are None without a first token."""
+    """The measurements of a request that has ended, in seconds. The last three are None without a first token, and the
+    times that begin with the request's arrival are None if its arrival is not known."""
 
     finish_reason: FinishReason
-    e2e_latency: float
+    e2e_latency: float | None
     num_prompt_tokens: int
     num_generation_tokens: int
     queued_time: float | None = None
@@ -62,8 +63,8 @@ class Meter:
         if gap is not None and num_tokens > num_firsts:
             self._observe("inter_token_latency_seconds", gap, num_tokens - num_firsts)
 
-    def began(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Count a request's first token, which came `seconds` after the request's arrival."""
+    def began(self, num_prompt_tokens: int, seconds: float | None) -> None:
+        """Count a request's first token, which came `seconds` after the request's arrival; None: not known."""
         self.prompt_tokens += num_prompt_tokens
         self._observe("time_to_first_token_seconds", seconds)
 
@@ -74,8 +75,7 @@ class Meter:
         self._observe("request_prompt_tokens", request.num_prompt_tokens)
         self._observe("request_generation_tokens", request.num_generation_tokens)
         for name, seconds in zip(("queue", "prefill", "decode"), request[4:], strict=True):
-            if seconds is not None:
-                self._observe(f"request_{name}_time_seconds", seconds)
+            self._observe(f"request_{name}_time_seconds", seconds)
 
     def measured(self) -> Measured:
         """All counters and histograms so far."""
@@ -85,6 +85,8 @@ class Meter:
         ]
         return Measured(self.prompt_tokens, self.generation_tokens, [*self.ends.values()], distributions)
 
-    def _observe(self, name: str, value: float, times: int = 1) -> None:
+    def _observe(self, name: str, value: float | None, times: int = 1) -> None:
+        if value is None:
+            return
         self._counts[name][bisect_left(DISTRIBUTIONS[name][1], value)] += times
         self._sums[name] += value * times

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
-from .errors import InvalidArgumentError, shown, suggests_names
+from .errors import Accepted, InvalidArgumentError, check_accepted, shown, suggests_names
 from .structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
 MAX_BAD_WORDS = 4096  # words after tokenization, because each step compares all of them with the output
+MAX_BAD_WORD_TOKENS = 65_536  # tokens of all bad words of a request
+MIN_TEMPERATURE = 0.01  # lower ones, except 0, are raised to it, as in vLLM
 MAX_COMPLETIONS = 16384  # completions of one request
 MAX_BIAS = 1e30  # largest absolute bias or penalty: sums of several stay finite in fp32
 
@@ -74,6 +76,20 @@ class SamplingParams:
     use_beam_search: bool = False  # `best_of` beams (or `n`), by sum of log probabilities; see beam_search.py
     length_penalty: float = 1.0  # of beams: the sum is divided by the length to this power
     early_stopping: bool | str = False  # of beams: end with the first `best_of` that have ended; "never" is False
+    trace_decode_token_ids: list[int] | None = None  # the output: these tokens, with the log probabilities they have
+
+    _accepted: ClassVar[Accepted] = {  # fields of vLLM's
+        "flat_logprobs": ((True, False), "another form of log probabilities"),  # theirs reads like a list of dicts, too
+        "skip_clone": ((True, False), "sharing parameters"),  # which is safe: parameters are never changed
+        "logprob_token_ids": ((), "log probabilities of chosen tokens; logprobs=-1 gives all"),
+        "prompt_logprob_start": ((0,), "log probabilities of a part of the prompt"),
+        "prompt_logprob_token_ids": ((), "log probabilities of chosen tokens; prompt_logprobs=-1 gives all"),
+        "repetition_detection": ((), "ending a request that repeats itself"),
+        "routed_experts_prompt_start": ((0,), "telling the experts of a token"),
+        "skip_reading_prefix_cache": ((False,), "computing a cached prefix again; give a cache_salt of its own"),
+        "thinking_token_budget": ((-1,), "limits of a model's reasoning"),
+        "watermarking": ((False,), "watermarks"),
+    }
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
@@ -84,6 +100,20 @@ class SamplingParams:
         if isinstance(self.logit_bias, dict):
             self.logit_bias = _by_token(self.logit_bias)
         self.validate()
+        if self.temperature == 0:  # as in vLLM, greedy: nothing is left out
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """vLLM's second constructor, by keywords: None is the default, except of `max_tokens`, and a logit bias is at
+        most 100 in size."""
+        found = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+        params = cls(**found)
+        if params.logit_bias:
+            params.logit_bias = {token: min(100.0, max(-100.0, bias)) for token, bias in params.logit_bias.items()}
+        return params
 
     @property
     def width(self) -> int:
@@ -97,6 +127,7 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Check every field again: fields may have been assigned since construction."""
+        check_accepted(vars(self), self._accepted)
         for name, limits in _INTEGERS.items():
             if (value := getattr(self, name)) is not None or name in ("n", "top_k", "min_tokens"):
                 check_integer(name, value, *limits)
@@ -135,6 +166,8 @@ class SamplingParams:
             raise InvalidArgumentError(
                 "output_kind is DELTA, but the best completions are known at the end: use CUMULATIVE or FINAL_ONLY"
             )
+        if self.trace_decode_token_ids is not None:
+            self._validate_trace()
         if self.use_beam_search:
             self._validate_beams()
         if self.cache_salt is not None and (not is_text(self.cache_salt) or not self.cache_salt):
@@ -149,7 +182,7 @@ class SamplingParams:
             raise InvalidArgumentError(
                 f"bad_words has {len(self.bad_words or ())} entries; the limit is {MAX_BAD_WORDS // 2}"
             )
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "trace_decode_token_ids"):
             for token in _listed(name, getattr(self, name)):
                 check_integer(name, token, 0, None)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -162,6 +195,22 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             check_integer("a token of logit_bias", token, 0, None)
             check_number("a value of logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+
+    def _validate_trace(self) -> None:
+        if not self.trace_decode_token_ids:
+            raise InvalidArgumentError("trace_decode_token_ids is empty; it must have at least one token id")
+        for name in (
+            "structured_outputs",
+            "guided_decoding",
+            "bad_words",
+            "prompt_logprobs",
+            "use_beam_search",
+            "allowed_token_ids",
+        ):
+            if getattr(self, name) not in (None, [], False):
+                raise InvalidArgumentError(f"{name} is given with trace_decode_token_ids; give one of them")
+        if self.width != 1:
+            raise InvalidArgumentError(f"n is {self.width} with trace_decode_token_ids, which has one output")
 
     def _validate_beams(self) -> None:
         for name, value, needed in (

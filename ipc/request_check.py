@@ -7,14 +7,17 @@ same code for every request that arrives, because there are clients in other lan
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from .adapters import PromptAdapterRequest
-from .config import LoRAConfig
-from .errors import InvalidRequestError, NotSupportedError, shown
+from .config import EngineConfig
+from .errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
 from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
-from .params import CORE_RANGES, MAX_BAD_WORDS, MAX_BIAS
-from .structured import MAX_SPEC_BYTES, Kind
+from .params import CORE_RANGES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS
+from .structured import MAX_SPEC_BYTES, TOKENS, Kind, trace_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _TOKEN_FIELDS = [name for name, kind in Sampling.__annotations__.items() if kind in (list[int], dict[int, float])]
 
@@ -22,15 +25,13 @@ _TOKEN_FIELDS = [name for name, kind in Sampling.__annotations__.items() if kind
 class RequestCheck(NamedTuple):
     """The facts and limits that a request is checked against. Each method raises `MainspringError` for what is wrong.
 
-    The fields from `accepts_embeddings` on are known to the core only: frontends leave them at their defaults.
+    The last two fields are known to the core only: frontends leave them at their defaults.
     """
 
     model: ModelFacts
-    adapters: LoRAConfig = LoRAConfig()
-    max_logprobs: int = -1  # log probabilities of one token that a request may ask for; -1: any number
+    config: EngineConfig = EngineConfig()
     accepts_embeddings: bool = True
     max_carried: int = 2**31 - 1  # log probabilities of one token that fit in a step's outputs
-    max_num_seqs: int = 0  # for the message about `max_carried`
 
     def check(self, message: AddRequest) -> None:
         """Check all that can be checked without the state of the core."""
@@ -52,7 +53,7 @@ class RequestCheck(NamedTuple):
             ("lora_request", lora, "enable_lora"),
             ("prompt_adapter_request", prompt_adapter, "enable_prompt_adapter"),
         ):
-            if given is not None and not getattr(self.adapters, option):
+            if given is not None and not getattr(self.config.lora_config, option):
                 raise NotSupportedError(f"{name} is given, but the core serves none: start it with {option}=True")
 
     def _check_task(self, pooling: Pooling | None) -> None:
@@ -95,7 +96,7 @@ class RequestCheck(NamedTuple):
 
     def _check_prompt_adapter(self, adapter: Adapter, is_embeds: bool) -> None:
         PromptAdapterRequest(adapter.name, adapter.number, adapter.path, adapter.num_virtual_tokens)
-        most = self.adapters.max_prompt_adapter_token
+        most = self.config.lora_config.max_prompt_adapter_token
         if most and adapter.num_virtual_tokens > most:
             raise InvalidRequestError(
                 f"a prompt adapter has {adapter.num_virtual_tokens} virtual tokens; max_prompt_adapter_token is {most}"
@@ -117,6 +118,8 @@ class RequestCheck(NamedTuple):
         self._check_vocabulary("output_token_ids", message.output_token_ids)
         for name in _TOKEN_FIELDS:
             self._check_vocabulary(name, getattr(sampling, name))
+        if (total := sum(map(len, sampling.bad_words))) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(f"bad_words has {total} tokens; the limit is {MAX_BAD_WORD_TOKENS}")
         for tokens in sampling.bad_words:
             self._check_vocabulary("bad_words", tokens)
         never = {tokens[0] for tokens in sampling.bad_words if len(tokens) == 1}
@@ -141,13 +144,21 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError(f"top_p is {shown(sampling.top_p)}; it must be above 0 and at most 1")
         if not all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values()):
             raise InvalidRequestError(f"a value of logit_bias is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
-        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in get_args(Kind)):
-            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(get_args(Kind))}")
+        kinds = (*get_args(Kind), TOKENS)
+        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in kinds):
+            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(kinds)}")
         if sampling.grammar and (length := len(sampling.grammar[1])) > MAX_SPEC_BYTES:
             raise InvalidRequestError(f"the grammar has {length} characters; the limit is {MAX_SPEC_BYTES}")
+        if sampling.grammar and sampling.grammar[0] == TOKENS:
+            try:
+                self._check_vocabulary("trace_decode_token_ids", trace_of(sampling.grammar[1]))
+            except InvalidRequestError:
+                raise
+            except InvalidArgumentError as error:
+                raise InvalidRequestError(str(error)) from None
 
     def _check_logprobs(self, sampling: Sampling) -> None:
-        most, size = self.max_logprobs, self.model.vocab_size
+        most, size = self.config.model_config.max_logprobs, self.model.vocab_size
         for name, wanted in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             if 0 <= most < wanted:
                 given = wanted if wanted < size else "all"
@@ -158,7 +169,7 @@ class RequestCheck(NamedTuple):
             if min(wanted, size) > self.max_carried:
                 raise InvalidRequestError(
                     f"{name} asks for more than a step's outputs can carry for all of max_num_seqs, "
-                    f"{self.max_num_seqs}: lower that"
+                    f"{self.config.scheduler_config.max_num_seqs}: lower that"
                 )
 
     def _check_embeds(self, message: AddRequest, shape: Sequence[int]) -> None:
@@ -174,3 +185,17 @@ class RequestCheck(NamedTuple):
                 f"prompt_embeds has shape {list(shape)}; it must be [{len(message.prompt_token_ids)}, {hidden}], where "
                 f"the model's hidden size is {hidden}"
             )
+
+
+def check_embeds_values(embeds: np.ndarray, dtype: str, model_dtype: str) -> None:
+    """Check that a model of `model_dtype` can represent all values of prompt embeddings: infinite values and NaN would
+    spread to the logits and to cached prefixes. Takes one pass over the array on the CPU, and no wait for the device.
+
+    Raises:
+        InvalidRequestError: there is a NaN, or a value out of range.
+    """
+    if dtype == "bfloat16":  # came as uint16: the upper half of a float32
+        embeds = (embeds.astype("uint32") << 16).view("float32")
+    most = 65504.0 if model_dtype == "float16" else 3.38e38  # the largest finite number; of bfloat16 and float32
+    if embeds.size and not (-most <= float(embeds.min()) and float(embeds.max()) <= most):  # NaN is in no range
+        raise InvalidRequestError(f"prompt_embeds has a NaN, or a value out of the range of {model_dtype}")

@@ -9,35 +9,39 @@ delay the others.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
-from zmq.utils import z85
 
 from . import codec
+from .access import Access
 from .config import ServiceConfig
+from .connection_limits import MONITORED, ConnectionLimits
 from .errors import (
-    ConnectError,
+    InvalidRequestError,
     MainspringError,
-    NotPermittedError,
     OverloadedError,
     ProtocolError,
+    printable,
     wire_name,
     wire_text,
 )
-from .keys import AllowedKey, load_allowed
+from .inbox import Credit, Event, Inbox, Undecoded
+from .intake import FIRST_BYTES, SMALL_BODY_BYTES, BodyLimits, Turns, first_integer, name_of_list
 from .messages import (
+    KINDS,
     PROTOCOL_VERSION,
     Abort,
     AddRequest,
@@ -52,66 +56,48 @@ from .messages import (
     Status,
     StatusCall,
     UtilityCall,
+    UtilityResult,
 )
-from .transport import Endpoints, ProcessWatch, Socket, Waker, bind_router
+from .transport import Endpoints, Waker, bind, bind_router, ipc_path
 
 logger = logging.getLogger(__name__)
 
-MAX_INBOX = 1024  # messages in the inbox
-MAX_INBOX_BYTES = 64 << 20
 MAX_BACKLOG_BYTES = 16 << 20  # unread messages of one frontend, above which it is disconnected
 MAX_EARLY = 1000  # Hellos kept while the model loads
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # range of the weight that a frontend may ask for
-MAX_BODY_BYTES = 16 << 20  # body of a frontend's message: small, because it may grow many times when it is decoded
+MAX_NAME = 100  # characters of a frontend's name
 SESSION_BYTES = 16  # length of a session id
 FRAMES_A_TURN = 256  # messages received from one socket before others get their turn
 FAREWELL_MS = 500  # longest wait for the last frames to be sent before the sockets are closed
 _BACKLOG_POLL_MS = 10  # interval between attempts to send to a slow frontend
-_PARENT_POLL_MS = 500  # interval between checks of the parent process, if the kernel has no pidfd
 _FAREWELL_S = 1.0  # seconds between attempts to send Bye to a frontend that was disconnected
+_SOCKET_FILES_S = 1.0  # seconds between checks that the files of the Unix sockets exist
 _PROBES_S = (0.05, 1.0)  # seconds after a lost connection at which probes are sent to find out whose it was
 
 Origin = tuple[int, bytes]  # number of the socket, routing id of the peer
 
 
-class Credit(NamedTuple):
-    """Made by the server, not received: whether a frontend reads its messages."""
-
-    given: bool
-
-
-class Event(NamedTuple):
-    """A received `message` of a `frontend`. Its first one is a `Hello`, its last one a `Bye`."""
-
-    frontend: int
-    message: Any
-    tensors: Sequence[codec.Frame] = ()
-    admin: bool = False  # of a Hello
-    size: int = 0
-
-
+@dataclass(eq=False, slots=True)
 class _Peer:
     """A connected frontend."""
 
-    def __init__(self, origin: Origin, number: int, hello: Hello) -> None:
-        self.origin = origin
-        self.number = number
-        self.session = hello.session
-        self.name = hello.client_name
-        self.backlog: deque[list[Any]] = deque()  # messages that wait because libzmq's queue is full
-        self.backlog_bytes = 0
-        self.slow_since: float | None = None
-        self.capabilities: list[str] = []
+    origin: Origin
+    number: int
+    session: bytes
+    name: str
+    admin: bool
+    backlog: deque[list[Any]] = field(default_factory=deque)  # messages that wait because libzmq's queue is full
+    backlog_bytes: int = 0
+    slow_since: float | None = None
 
 
 class CoreServer:
-    """Listens and watches its parent from the start on. Before `announce` it only answers status calls.
+    """Listens from the start on. Before `announce` it only answers status calls.
 
     Args:
         endpoints: where to listen, and which frontends may connect.
         instance_id, epoch: written in every header; frames with others are dropped.
         status: the answer to status calls until the first `publish`.
-        parent: the process to watch. When it ends, the I/O thread calls `on_parent_end`.
 
     Raises:
         MainspringError: an address can't be opened.
@@ -124,46 +110,48 @@ class CoreServer:
         epoch: int,
         status: CoreStatus,
         service: ServiceConfig,
-        parent: ProcessWatch | None = None,
-        on_parent_end: Callable[[], None] | None = None,
     ) -> None:
         self._endpoints, self._service = endpoints, service
         self._instance_id, self._epoch, self._status = instance_id, epoch, Status(status)
-        self._own_key = zmq.curve_public(endpoints.secret_key.encode()).decode() if endpoints.secret_key else ""
-        self._parent, self._on_parent_end = parent, on_parent_end
-        self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._put = self._put_bytes = self._taken = self._taken_bytes = 0  # counters, each written by one thread only
-        self._stalled = False  # the inbox is full: read nothing until the main thread has taken messages
+        self._inbox = Inbox()
+        self._turns: Turns[list[zmq.Frame]] = Turns()
+        self._decoded = 0  # bytes that the last message took
+        self._stalled = False  # messages wait until the main thread has taken some, or has begun its next step
         self._outbox: SimpleQueue[tuple[int, Any, Sequence[np.ndarray]]] = SimpleQueue()
         self._peers: dict[int, _Peer] = {}
         self._by_origin: dict[Origin, _Peer] = {}
-        self._by_session: dict[bytes, _Peer] = {}
         self._numbers: set[int] = set()  # frontends' numbers in use, until released
         self._early: dict[Origin, list[zmq.Frame]] = {}  # Hellos received while the model loads
-        self._dropped: dict[Origin, Bye] = {}  # disconnected frontends that have not got their Bye so far
+        self._dropped: dict[Origin, list[Any]] = {}  # disconnected frontends, and the Bye that they have not got so far
         self._next_farewell = 0.0
         self._probes: list[float] = []
         self._ready: Ready | None = None
+        self._limits: BodyLimits | None = None  # set with the first `Ready`
         self.malformed_frames = 0
         self._waker = Waker()
         self._farewell: Bye | None = None
         self._stopping = False
         self._context = zmq.Context()
-        self._zap: Socket | None = None  # where libzmq asks whether a key is allowed
-        if endpoints.secret_key:
-            self._zap = self._context.socket(zmq.REP)
-            self._zap.bind("inproc://zeromq.zap.01")
-        self._routers = [
-            bind_router(self._context, address, service.frontend_timeout, endpoints.secret_key)
-            for address in (endpoints.address, endpoints.admin_address)
-            if address
-        ]
-        self._monitors = [router.get_monitor_socket(zmq.EVENT_DISCONNECTED) for router in self._routers]
+        self._access = Access(self._context, endpoints)
+        self._addresses = [*filter(None, (endpoints.address, endpoints.admin_address))]
+        try:
+            self._routers = [
+                bind_router(self._context, address, service.frontend_timeout, endpoints.secret_key, MONITORED)
+                for address in self._addresses
+            ]
+        except BaseException:  # a context that is collected while sockets are open waits for ever
+            self._context.destroy(linger=0)
+            raise
+        self._monitors = [router.get_monitor_socket(MONITORED) for router in self._routers]
+        self._connections = ConnectionLimits(self._monitors)
+        self._missing: set[str] = set()  # addresses whose socket file is gone and could not be made again
+        self._next_check = time.monotonic() if ipc_path(endpoints.address) else math.inf
         self._thread = threading.Thread(target=self._run, name="mainspring-io", daemon=True)
         self._thread.start()
 
     def announce(self, ready: Ready) -> None:
         """Answer every accepted Hello with `ready` from now on, and send it to frontends that have got another one."""
+        self._limits = BodyLimits(ready.model)
         before, self._ready = self._ready, ready
         for number in list(self._numbers) if before is not None else ():
             self.send(number, ready)
@@ -192,17 +180,13 @@ class CoreServer:
 
     def receive(self, wait: bool) -> list[Event]:
         """The messages in the inbox. With `wait`, wait up to a second for the first."""
-        events: list[Event] = []
-        with contextlib.suppress(Empty):
-            if wait:
-                events.append(self._inbox.get(timeout=1.0))  # bounded, so that Python can run signal handlers
-            while len(events) < MAX_INBOX:
-                events.append(self._inbox.get_nowait())
-        if events:
-            self._taken += len(events)
-            self._taken_bytes += sum(event.size for event in events)
-            if self._stalled:
-                self._waker.wake()
+        self._turns.begin(wait)
+        if self._stalled:
+            self._waker.wake()
+        events = self._inbox.take(wait)
+        self._turns.idle = False
+        if events and self._stalled:
+            self._waker.wake()
         return events
 
     # ------------------------------------------------------------------ the I/O thread
@@ -216,38 +200,36 @@ class CoreServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        parent_fd = self._parent.fd if self._parent else None
-        for one in (self._waker.fd, *self._monitors, *([parent_fd] if parent_fd is not None else []), self._zap):
+        for one in (self._waker.fd, *self._monitors, self._access.zap):
             if one is not None:
                 poller.register(one, zmq.POLLIN)
         more = False
         while True:
-            self._stalled = (
-                True  # set before the test for room, so that the main thread wakes us if it makes room in between
-            )
-            self._stalled = not self._has_room
+            self._stalled = True  # set first, so that the main thread wakes us if it makes room meanwhile
+            self._turns.renew()
+            has_room = self._inbox.has_room and self._turns.may_receive
+            self._stalled = not has_room or self._turns.next_turn is not None
             for router in self._routers:
-                poller.register(router, 0 if self._stalled else zmq.POLLIN)
+                poller.register(router, zmq.POLLIN if has_room else 0)
             poller.poll(0 if more else self._patience())
-            if self._parent and self._parent.ended() and self._on_parent_end:
-                self._on_parent_end()
             self._waker.clear()
             if self._stopping and self._farewell is None:
                 return self._close(0)
-            if self._zap is not None:
-                self._authenticate(self._zap)
+            self._access.authenticate()
             self._watch_connections()
+            self._restore_socket_files()
             if self._early and self._ready is not None:
                 early, self._early = self._early, {}
                 self._probes = [time.monotonic()]  # some may have left meanwhile
                 for origin, frames in early.items():
-                    self._take(origin, frames)
+                    self._take(origin, frames, _body_size(frames))
             more = self._receive_some()
+            self._take_waiting()
             self._send_all()
             self._look_after_slow_ones()
             if self._farewell is not None and self._outbox.empty():
                 for peer in list(self._peers.values()):
-                    self._send(peer, codec.encode(self._farewell, self._instance_id, self._epoch))
+                    self._send(peer, self._encode(self._farewell))
                 return self._close(FAREWELL_MS)
 
     def _close(self, linger_ms: int) -> None:
@@ -255,28 +237,18 @@ class CoreServer:
             router.disable_monitor()
             monitor.close(linger=0)
             router.close(linger=linger_ms)
-        if self._zap is not None:
-            self._zap.close()
+        if self._access.zap is not None:
+            self._access.zap.close()
         self._context.term()
 
     def _patience(self) -> int | None:
         """Milliseconds until the next thing to do; None: wait for an event."""
-        waits = [_PARENT_POLL_MS] if self._parent and self._parent.fd is None else []
-        if any(p.backlog for p in self._peers.values()):
-            waits.append(_BACKLOG_POLL_MS)
+        waits = [_BACKLOG_POLL_MS] if any(peer.backlog for peer in self._peers.values()) else []
         now = time.monotonic()
-        due = [*self._probes, *([self._next_farewell] if self._dropped else [])]
-        waits += [max(1, math.ceil((at - now) * 1000)) for at in due]
+        due = [*self._probes, *([self._next_farewell] if self._dropped else []), self._next_check]
+        due += [at for at in (self._connections.next_close, self._turns.next_turn) if at is not None]
+        waits += [max(1, math.ceil((at - now) * 1000)) for at in due if at < math.inf]
         return min(waits, default=None)
-
-    @property
-    def _has_room(self) -> bool:
-        return self._put - self._taken < MAX_INBOX and self._put_bytes - self._taken_bytes < MAX_INBOX_BYTES
-
-    def _hand_in(self, event: Event) -> None:
-        self._put += 1
-        self._put_bytes += event.size
-        self._inbox.put(event)
 
     # ------------------------------------------------------------------ receiving
 
@@ -285,32 +257,76 @@ class CoreServer:
         more = False
         for number, router in enumerate(self._routers):
             left = FRAMES_A_TURN
-            while left and self._has_room:
+            while left and self._inbox.has_room and self._turns.may_receive:
                 try:
                     identity, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
                 left -= 1
-                self._take((number, identity.bytes), frames)
+                origin = number, identity.bytes
+                size = _body_size(frames)
+                peer = self._by_origin.get(origin)
+                if peer is None or not self._turns.must_wait(origin, size):
+                    self._turns.spend(self._take(origin, frames, size))
+                    continue
+                if size > self._limit(peer, frames[0]):  # it is not going to be decoded
+                    frames = [frames[0], zmq.Frame(bytes(frames[1].buffer[:FIRST_BYTES]))]
+                self._turns.put(origin, size, _body_size(frames), frames)
             more = more or not left
         return more
 
-    def _take(self, origin: Origin, frames: list[zmq.Frame]) -> None:
-        """Handle a message. A `MainspringError` is sent back to its sender."""
+    def _take_waiting(self) -> None:
+        while self._inbox.has_room and (found := self._turns.take()) is not None:
+            origin, size, frames = found
+            self._turns.spend_large(self._take(origin, frames, size))
+
+    def _take(self, origin: Origin, frames: list[zmq.Frame], size: int) -> int:
+        """Handle a message with a body of `size` bytes. A `MainspringError` is sent back to its sender. Returns the
+        bytes that were decoded."""
+        self._decoded = 0
         try:
-            self._handle(origin, frames)
+            self._handle(origin, frames, size)
         except MainspringError as error:
             self.malformed_frames += 1
             logger.debug("dropped a frame: %s", error)
             answer = Fault if origin in self._by_origin else Refused
             self._reply(origin, answer(wire_name(error), wire_text(error)))
+        return self._decoded
 
-    def _handle(self, origin: Origin, frames: list[zmq.Frame]) -> None:
-        if len(frames) > 1 and len(frames[1]) > MAX_BODY_BYTES:
-            raise ProtocolError(f"a body of {len(frames[1])} bytes; the limit is {MAX_BODY_BYTES}")
-        envelope = codec.decode([f.buffer for f in frames])
-        message = envelope.message
+    def _limit(self, peer: _Peer | None, header: zmq.Frame) -> int:
+        """The largest body, in bytes, of a message with this header."""
+        if peer is None or self._limits is None or len(header) < codec.HEADER_BYTES:
+            return SMALL_BODY_BYTES
+        return self._limits.of(codec.kind_of(header.buffer), peer.admin)
+
+    def _handle(self, origin: Origin, frames: list[zmq.Frame], size: int) -> None:
+        buffers = [frame.buffer for frame in frames]
+        header = codec.read_header(buffers)
+        peer, body = self._by_origin.get(origin), buffers[1]
+        limit = self._limit(peer, frames[0])
+        decoder = self._limits.decoder(header.kind, size) if self._limits is not None else None
+        is_ours = (header.instance_id, header.epoch) == (self._instance_id, self._epoch)
+        self._decoded = size if size <= limit else 0
+        try:
+            if size > limit:
+                raise ProtocolError(f"a body of {size} bytes; the limit is {limit}")
+            message = codec.read_body(header.kind, body, decoder)
+        except ProtocolError as error:
+            number = first_integer(body)
+            what = name_of_list(str(error)) if size <= limit else "the request"
+            if peer is None or not is_ours or number is None or what is None:
+                raise
+            if KINDS[header.kind] is AddRequest:
+                reason = f"{what} is larger than this model can accept: {error}"
+                self._inbox.put(Event(peer.number, Undecoded(number, reason)))
+            elif KINDS[header.kind] is UtilityCall:
+                name = InvalidRequestError.__name__
+                self._send(peer, self._encode(UtilityResult(number, error=name, error_text=f"the call has {error}")))
+            else:
+                raise
+            return
         if isinstance(message, Hello):
+            self._connections.check(frames[0])
             if self._ready is not None:
                 self._greet(origin, message, frames[0], self._ready)
             elif len(self._early) < MAX_EARLY:
@@ -319,16 +335,15 @@ class CoreServer:
                 raise OverloadedError(f"{MAX_EARLY} frontends wait for the model to load: connect again later")
             return
         if isinstance(message, StatusCall):
-            self._admit(frames[0], message.token)
+            self._access.admit(frames[0], message.token)
             core = msgspec.structs.replace(self._status.core, malformed_frames=self.malformed_frames)
             self._reply(origin, Status(core, self._status.measured))
             return
-        peer = self._by_origin.get(origin)
-        if peer is None or (envelope.instance_id, envelope.epoch) != (self._instance_id, self._epoch):
+        if peer is None or not is_ours:
             raise ProtocolError("a frame from no session of this core")
         if not isinstance(message, (AddRequest, Abort, UtilityCall, Bye)):
             raise ProtocolError(f"{type(message).__name__} is not for a core")
-        self._hand_in(Event(peer.number, message, envelope.tensors, size=sum(map(len, frames))))
+        self._inbox.put(Event(peer.number, message, buffers[2:], size=sum(map(len, frames))))
         if isinstance(message, Bye):
             self._forget(peer)
 
@@ -338,8 +353,7 @@ class CoreServer:
                 f"this core speaks protocol version {PROTOCOL_VERSION}, the frontend {hello.protocol_version}: install "
                 "the same version of Mainspring on both sides"
             )
-        key = self._admit(frame, hello.token)
-        limit = key.weight if key else MAX_WEIGHT
+        key = self._access.admit(frame, hello.token)
         if not MIN_WEIGHT <= hello.weight < math.inf:
             raise ProtocolError(f"weight is {hello.weight}; it must be at least {MIN_WEIGHT} and finite")
         if len(hello.session) not in (0, SESSION_BYTES):
@@ -348,75 +362,42 @@ class CoreServer:
             )
         if origin in self._by_origin:
             raise ProtocolError("a second Hello on one connection")
-        if hello.session and (before := self._by_session.get(hello.session)):
-            self._leave(before, "the same session connected anew")
+        session = hello.session or os.urandom(SESSION_BYTES)
+        if key:  # only connections with the same key are of the same session
+            session = blake2b(session, key=str(frame.get("User-Id")).encode(), digest_size=SESSION_BYTES).digest()
+        for before in [peer for peer in self._peers.values() if peer.session == session]:
+            self._turn_out(before, "another connection took over its session")
         number = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)
         self._numbers.add(number)
-        peer = _Peer(origin, number, hello)
-        self._peers[number] = self._by_origin[origin] = peer
-        if hello.session:
-            self._by_session[hello.session] = peer
+        name = printable(key.name if key else hello.client_name)[:MAX_NAME]
         admin = key.admin if key else bool(self._endpoints.token or origin[0])
-        name = key.name if key else hello.client_name
-        greeted = msgspec.structs.replace(
-            hello,
-            weight=min(hello.weight, limit),
-            client_name=name[:100],
-            session=hello.session or os.urandom(SESSION_BYTES),
-        )
-        self._hand_in(Event(number, greeted, admin=admin))
-        peer.capabilities = [*ready.capabilities, *(["admin"] if admin else [])]
-        ready = msgspec.structs.replace(ready, capabilities=peer.capabilities)
-        self._send(peer, codec.encode(ready, self._instance_id, self._epoch))  # the peer may be gone already
-
-    # ------------------------------------------------------------------ access control
-
-    def _admit(self, frame: zmq.Frame, token: bytes) -> AllowedKey | None:
-        """Check the sender of a frame: its user on a Unix socket, its token for an embedded core, its key over tcp.
-        Returns the entry in the list of allowed keys, if there is a list."""
-        if not hmac.compare_digest(token, self._endpoints.token):
-            raise ConnectError("the session token is wrong: this core belongs to another process")
-        if self._zap is not None:
-            key = self._allowed(str(frame.get("User-Id")).encode())
-            if key is None:
-                raise NotPermittedError("this key is not among the allowed keys any more")
-            return key
-        with contextlib.suppress(zmq.ZMQError):
-            where, *ids = str(frame.get("Peer-Address")).rsplit(":", 3)
-            if where == "localhost" and len(ids) == 3 and int(ids[0]) not in (os.getuid(), 0):
-                raise NotPermittedError(
-                    f"user {ids[0]} may not use this core, which belongs to user {os.getuid()}: connect over tcp with "
-                    "a key that its owner allows"
-                )
-        return None
-
-    def _allowed(self, key: bytes) -> AllowedKey | None:
-        if key.decode() == self._own_key:  # the daemon itself, for a status call
-            return AllowedKey("daemon")
-        return load_allowed(self._endpoints.allowed_keys).get(key.decode())
-
-    def _authenticate(self, zap: Socket) -> None:
-        """Answer libzmq's authentication request for a public key (RFC 27, ZAP)."""
-        with contextlib.suppress(zmq.Again):
-            version, call, _, _, _, _, *credentials = zap.recv_multipart(zmq.NOBLOCK)
-            key = z85.encode(credentials[0]) if credentials else b""
-            allowed = False
-            try:
-                allowed = self._allowed(key) is not None
-            except MainspringError as error:
-                logger.error("nobody is let in: %s", error)
-            if not allowed:
-                logger.warning("refused a connection with the key %s", key.decode())
-            code, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
-            zap.send_multipart([version, call, code, text, key if allowed else b"", b""])
+        peer = self._peers[number] = self._by_origin[origin] = _Peer(origin, number, session, name, admin)
+        weight = min(hello.weight, key.weight if key else MAX_WEIGHT)
+        greeted = msgspec.structs.replace(hello, weight=weight, client_name=name, session=session)
+        self._inbox.put(Event(number, greeted, admin=admin))
+        self._send_ready(peer, ready)  # the peer may be gone already
 
     # ------------------------------------------------------------------ sending
 
     def _reply(self, origin: Origin, message: Any) -> None:
         """Send a message to any peer. If it can't be sent at once, it is dropped."""
         with contextlib.suppress(zmq.ZMQError):
-            frames = codec.encode(message, self._instance_id, self._epoch)
+            self._offer(origin, self._encode(message))
+
+    def _encode(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> list[Any]:
+        return codec.encode(message, self._instance_id, self._epoch, tensors)
+
+    def _offer(self, origin: Origin, frames: list[Any]) -> bool:
+        """Give frames to libzmq. Returns False if its queue for this peer is full.
+
+        Raises:
+            zmq.ZMQError: the peer is gone.
+        """
+        try:
             self._routers[origin[0]].send_multipart([origin[1], *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _send_all(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.backlog]:
@@ -425,7 +406,7 @@ class CoreServer:
                     peer.backlog_bytes -= _size(peer.backlog.popleft())
             if not peer.backlog and peer.number in self._peers:
                 peer.slow_since = None
-                self._hand_in(Event(peer.number, Credit(True)))
+                self._inbox.put(Event(peer.number, Credit(True)))
         with contextlib.suppress(Empty):
             while True:
                 number, message, tensors = self._outbox.get_nowait()
@@ -433,8 +414,13 @@ class CoreServer:
                     self._numbers.discard(number)
                 elif (to := self._peers.get(number)) is not None:
                     if isinstance(message, Ready):
-                        message = msgspec.structs.replace(message, capabilities=to.capabilities)
-                    self._send(to, codec.encode(message, self._instance_id, self._epoch, tensors))
+                        self._send_ready(to, message)
+                    else:
+                        self._send(to, self._encode(message, tensors))
+
+    def _send_ready(self, peer: _Peer, ready: Ready) -> None:
+        capabilities = ["admin"] if peer.admin else []
+        self._send(peer, self._encode(msgspec.structs.replace(ready, capabilities=capabilities)))
 
     def _send(self, peer: _Peer, frames: list[Any]) -> None:
         if not peer.backlog and self._send_now(peer, frames):
@@ -443,14 +429,12 @@ class CoreServer:
         peer.backlog_bytes += _size(frames)
         if peer.slow_since is None:
             peer.slow_since = time.monotonic()
-            self._hand_in(Event(peer.number, Credit(False)))
+            self._inbox.put(Event(peer.number, Credit(False)))
 
     def _send_now(self, peer: _Peer, frames: list[Any]) -> bool:
-        """False if libzmq's queue is full. A peer that is gone is removed, and its frames are dropped."""
+        """Like `_offer`, but a peer that is gone is removed, and its frames are dropped."""
         try:
-            self._routers[peer.origin[0]].send_multipart([peer.origin[1], *frames], zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+            return self._offer(peer.origin, frames)
         except zmq.ZMQError:
             self._leave(peer, "the connection is gone")
         return True
@@ -460,19 +444,33 @@ class CoreServer:
     def _watch_connections(self) -> None:
         """Send probes to all peers after a lost connection, because libzmq does not report which peer was lost."""
         now = time.monotonic()
-        for monitor in self._monitors:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    monitor.recv_multipart(zmq.NOBLOCK)
-                    soonest = min(
-                        [*self._probes, now + _PROBES_S[0]]
-                    )  # further disconnections do not delay the first probe
-                    self._probes = [soonest, now + _PROBES_S[1]]
+        self._connections.watch()
+        if self._connections.lost_one:
+            self._connections.lost_one = False
+            first = min([*self._probes, now + _PROBES_S[0]])  # not delayed by further disconnections
+            self._probes = [first, now + _PROBES_S[1]]
         if any(at <= now for at in self._probes):
             self._probes = [at for at in self._probes if at > now]
-            probe = codec.encode(Probe(), self._instance_id, self._epoch)
+            probe = self._encode(Probe())
             for peer in list(self._peers.values()):
                 self._send_now(peer, probe)
+
+    def _restore_socket_files(self) -> None:
+        """Bind an address again if its socket file was deleted. Connections over the deleted file remain."""
+        if (now := time.monotonic()) < self._next_check:
+            return
+        self._next_check = now + _SOCKET_FILES_S
+        for router, address in zip(self._routers, self._addresses, strict=True):
+            if os.path.lexists(address.removeprefix("ipc://")):
+                self._missing.discard(address)
+                continue
+            try:
+                bind(router, address)
+                logger.warning("the socket file of %s was deleted: it is made again", address)
+            except MainspringError as error:
+                if address not in self._missing:
+                    self._missing.add(address)
+                    logger.error("the socket file of %s was deleted and can't be made again: %s", address, error)
 
     def _look_after_slow_ones(self) -> None:
         now, limit = time.monotonic(), self._service.slow_frontend_timeout
@@ -480,31 +478,35 @@ class CoreServer:
             if peer.backlog_bytes > MAX_BACKLOG_BYTES or now - (peer.slow_since or now) > limit:
                 reason = f"left {peer.backlog_bytes} bytes unread for {now - (peer.slow_since or now):.0f} s"
                 logger.warning("dropped the frontend %r, which %s", peer.name, reason)
-                self._leave(peer, reason)
-                self._dropped[peer.origin] = Bye(f"this frontend was disconnected: it {reason}")
+                self._turn_out(peer, f"it {reason}")
         if self._dropped and now >= self._next_farewell:
             self._next_farewell = now + _FAREWELL_S
             for origin, bye in list(self._dropped.items()):
-                try:
-                    frames = codec.encode(bye, self._instance_id, self._epoch)
-                    self._routers[origin[0]].send_multipart([origin[1], *frames], zmq.NOBLOCK)
-                except zmq.Again:
-                    continue
-                except zmq.ZMQError:
-                    pass
+                with contextlib.suppress(zmq.ZMQError):
+                    if not self._offer(origin, bye):
+                        continue
                 del self._dropped[origin]
+
+    def _turn_out(self, peer: _Peer, reason: str) -> None:
+        """End a session, and send a Bye as soon as there is room in the peer's queue."""
+        self._leave(peer, reason)
+        self._dropped[peer.origin] = self._encode(Bye(f"this frontend was disconnected: {reason}"))
+        self._next_farewell = 0.0
 
     def _leave(self, peer: _Peer, reason: str) -> None:
         """End a session from the core's side."""
-        self._hand_in(Event(peer.number, Bye(reason)))
+        self._inbox.put(Event(peer.number, Bye(reason)))
         self._forget(peer)
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.pop(peer.number, None) is not None:
             peer.backlog.clear()
+            self._turns.forget(peer.origin)
             del self._by_origin[peer.origin]
-            if self._by_session.get(peer.session) is peer:
-                del self._by_session[peer.session]
+
+
+def _body_size(frames: list[zmq.Frame]) -> int:
+    return len(frames[1]) if len(frames) > 1 else 0
 
 
 def _size(frames: list[Any]) -> int:

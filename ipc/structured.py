@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json as codec
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"  # allowed between parts of JSON; limited, becau
 OPTIONS_KEY = "x-guidance"  # the schema's key for llguidance's options, such as the whitespace between parts
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+TOKENS = "tokens"  # the kind on the wire whose text is the whole output: token ids, separated by commas
 
 
 @suggests_names
@@ -118,6 +120,30 @@ GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FLAGS = [field.name for field in fields(StructuredOutputsParams) if field.type == "bool"]
+
+
+def trace_spec(token_ids: Sequence[int]) -> tuple[str, str]:
+    """The form of an output that consists of these tokens and nothing else, as it is sent.
+
+    Raises:
+        InvalidArgumentError: one is no token id.
+    """
+    ids = [int(token) for token in token_ids]
+    if not all(0 <= token < 2**31 for token in ids):
+        raise InvalidArgumentError(f"trace_decode_token_ids is {shown(token_ids)}; it must be token ids")
+    return TOKENS, ",".join(map(str, ids))
+
+
+def trace_of(text: str) -> list[int]:
+    """The token ids in the text of a form of kind `TOKENS`.
+
+    Raises:
+        InvalidArgumentError: it is no list of token ids.
+    """
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < 11 for part in parts):
+        raise InvalidArgumentError(f"tokens is {shown(text)}; it must be token ids, separated by commas")
+    return [int(part) for part in parts]
 
 
 def _schema(given: str | dict[str, Any] | type) -> dict[str, Any]:

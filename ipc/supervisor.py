@@ -29,11 +29,11 @@ from .messages import DesiredState, StartReport
 from .transport import (
     CoreLaunch,
     Endpoints,
-    ProcessWatch,
     Waker,
     describe_exit,
     ipc_address,
     make_runtime_dir,
+    process_fd,
     readable,
     remove_runtime_dir,
 )
@@ -53,8 +53,8 @@ END_SECONDS = 5.0  # time that a core has to end after SIGTERM, before SIGKILL
 ABORT_SECONDS = 2.0  # time that a hung core has to write its stacks after SIGABRT
 SETTLED_SECONDS = 2.0  # if a core dies before it has served that long, the next start is delayed
 MAX_WAIT_SECONDS = 5.0  # longest delay of a start after several early crashes
-_LOOK_SECONDS = 0.5  # interval between two checks of a core
 _LENGTH = struct.Struct(">I")
+_LOOK_SECONDS = 0.5  # interval between two checks of a core
 
 
 class Supervisor:
@@ -72,24 +72,26 @@ class Supervisor:
     def __init__(
         self, config: EngineConfig, endpoints: Endpoints, runtime_dir: str = "", drain_timeout: float = 0.0
     ) -> None:
-        self._config, self._endpoints = config, endpoints
-        self._runtime_dir, self._drain_timeout = runtime_dir, drain_timeout
         self._service = config.service_config
-        self._instance_id = secrets.token_bytes(8)
         self._journal = Journal.create(config.scheduler_config.max_num_seqs)
         self._suspects = CrashSuspects()
         self._waker = Waker()
-        self._state = DesiredState()
-        self._decisions = msgspec.Raw(b"\xc0")
+        self._crash_file = tempfile.TemporaryFile(prefix="mainspring-crash-", buffering=0)  # noqa: SIM115
+        self.launch = CoreLaunch(  # kept up to date for the next core
+            config,
+            endpoints,
+            instance_id=secrets.token_bytes(8),
+            parent_pid=os.getpid(),
+            journal_fd=self._journal.fd,
+            crash_fd=self._crash_file.fileno(),
+            runtime_dir=runtime_dir,
+            drain_timeout=drain_timeout,
+        )
         self._process: subprocess.Popen[bytes] | None = None
-        self._reports = -1
-        self._crash_fd = -1
+        self._reports: int | None = None  # from the core; None when it has closed its end
         self._hung = False
         self._stops = 0
         self._restarted_at: deque[float] = deque()
-        self.epoch = 0
-        self.restarts = 0
-        self.last_crash = ""
         self.ready = False
         self.dead_error: EngineDeadError | None = None
 
@@ -113,7 +115,7 @@ class Supervisor:
             MainspringError: the core did not start; this is the core's error, with its type.
         """
         try:
-            self._launch()
+            self._start_core()
         except BaseException:
             self._end_core()
             raise
@@ -138,7 +140,7 @@ class Supervisor:
                     return
                 trouble = ""
                 try:
-                    self._launch()
+                    self._start_core()
                 except Exception as error:  # the next start may succeed
                     trouble = f" while it started: {error}"
         except EngineDeadError as error:
@@ -161,48 +163,33 @@ class Supervisor:
 
     # ------------------------------------------------------------------ starting
 
-    def _launch(self) -> None:
-        self.epoch += 1
+    def _start_core(self) -> None:
+        launch, suspects = self.launch, self._suspects
+        launch.epoch += 1
+        launch.suspects, launch.quarantined = suspects.suspects, suspects.quarantined
         self._hung = False
-        self._close_files()
-        self._journal.clear(self._suspects.suspects)
-        self._crash_fd = _temporary_file()
-        self._reports, write = os.pipe()
+        self._journal.clear(launch.suspects)
+        self._crash_file.seek(0)
+        self._crash_file.truncate()
+        self._close_reports()
+        self._reports, launch.report_fd = os.pipe()
         try:
-            launch = CoreLaunch(
-                self._config,
-                self._endpoints,
-                self._instance_id,
-                self.epoch,
-                os.getpid(),
-                write,
-                self._journal.fd,
-                self._crash_fd,
-                self._runtime_dir,
-                self._drain_timeout,
-                self._suspects.suspects,
-                self._suspects.quarantined,
-                self._decisions,
-                self._state,
-                self.restarts,
-                self.last_crash,
-            )
             process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mainspring.core"],
                 stdin=subprocess.PIPE,
                 stdout=2,  # the code of a model may print; keep that out of our standard output
-                pass_fds=[write, self._journal.fd, self._crash_fd],
+                pass_fds=[launch.report_fd, launch.journal_fd, launch.crash_fd],
                 process_group=0,  # so that Ctrl-C reaches only the frontend
                 env={**CORE_ENVIRONMENT, **os.environ},
             )
         finally:
-            os.close(write)
+            os.close(launch.report_fd)
         if self._stops:  # `stop` was called before there was a process
             process.terminate()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(launch))
-        data = self._first_report(process)
+        data = self._first_report(process, self._reports)
         if data is None:
             process.wait()
             raise EngineStartError(
@@ -214,20 +201,20 @@ class Supervisor:
             process.wait()
             raise from_wire(report.error, report.error_text)
         if report.config is not None:
-            self._config = _repeatable(report.config)
-            self._decisions = msgspec.Raw(bytes(report.decisions))
+            launch.config = _repeatable(report.config)
+            launch.decisions = msgspec.Raw(bytes(report.decisions))
         self.ready = True
-        logger.info("the core (pid %d) serves, epoch %d", process.pid, self.epoch)
+        logger.info("the core (pid %d) serves, epoch %d", process.pid, launch.epoch)
 
-    def _first_report(self, process: subprocess.Popen[bytes]) -> bytes | None:
+    def _first_report(self, process: subprocess.Popen[bytes], reports: int) -> bytes | None:
         """The core's first report; None if the core ended without one, or had to be killed."""
         give_up_at: float | None = None
-        while not readable([self._reports], _LOOK_SECONDS):
-            if self._stops and give_up_at is None:
-                give_up_at = time.monotonic() + END_SECONDS
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                process.kill()
-        return _read_message(self._reports)
+        while not readable([reports], _LOOK_SECONDS):
+            if self._stops:
+                give_up_at = give_up_at or time.monotonic() + END_SECONDS
+                if time.monotonic() > give_up_at:
+                    process.kill()
+        return _read(reports)
 
     # ------------------------------------------------------------------ watching
 
@@ -235,53 +222,42 @@ class Supervisor:
         """Wait for the core to end, and read its reports meanwhile."""
         process = self._process
         assert process is not None
-        watch = ProcessWatch(process.pid, lambda: process.poll() is not None)
+        ended_fd = process_fd(process.pid)
         give_up_at: float | None = None
-        looks = (
-            0  # consecutive looks at which the core was silent: if both processes were frozen, this one may wake first
-        )
+        looks = 0  # in a row at which the core was silent; if both processes were frozen, this one may wake first
         try:
-            while not watch.ended():
-                fds = (self._waker.fd, watch.fd, self._reports)
-                found = readable([fd for fd in fds if fd is not None and fd >= 0], _LOOK_SECONDS)
+            while process.poll() is None:
+                fds = (self._waker.fd, ended_fd, self._reports)
+                readable([fd for fd in fds if fd is not None], _LOOK_SECONDS)
                 self._waker.clear()
-                if self._reports in found:
-                    self._read_state()
-                now = time.monotonic()
-                if self._stops and give_up_at is None:
-                    give_up_at = now + self._drain_timeout + END_SECONDS
-                if give_up_at is not None and now > give_up_at:
-                    process.kill()
+                self._read_states()
+                if self._stops:
+                    give_up_at = give_up_at or time.monotonic() + self.launch.drain_timeout + END_SECONDS
+                    if time.monotonic() > give_up_at:
+                        process.kill()
                 looks = looks + 1 if self._is_silent() else 0
                 if not self._hung and looks > 1:
                     self._hung = True
-                    self._end_hung_core(process)
+                    silent_s = self._journal.silent_s
+                    logger.error("the core (pid %d) has made no progress for %.0f s: killed", process.pid, silent_s)
+                    _end_process(process, signal.SIGABRT, ABORT_SECONDS)  # faulthandler writes down where it hangs
         finally:
-            watch.close()
             self.ready = False
-        process.wait()
-        while self._reports >= 0 and readable([self._reports], 0):
-            self._read_state()
+            if ended_fd is not None:
+                os.close(ended_fd)
+        self._read_states()
 
-    def _read_state(self) -> None:
-        data = _read_message(self._reports)
-        if data is None:  # the core has closed its end
-            os.close(self._reports)
-            self._reports = -1
-        else:
-            self._state = msgspec.msgpack.decode(data, type=DesiredState)
+    def _read_states(self) -> None:
+        """Read the reports that have arrived."""
+        while self._reports is not None and readable([self._reports], 0):
+            if (data := _read(self._reports)) is not None:
+                self.launch.state = msgspec.msgpack.decode(data, type=DesiredState)
+            else:  # the core has closed its end
+                self._close_reports()
 
     def _is_silent(self) -> bool:
         limit = self._service.watchdog_timeout
         return bool(limit) and self.phase in (Phase.SERVING, Phase.DRAINING) and self._journal.silent_s > limit
-
-    def _end_hung_core(self, process: subprocess.Popen[bytes]) -> None:
-        logger.error("the core (pid %d) has made no progress for %.0f s: killed", process.pid, self._journal.silent_s)
-        process.send_signal(signal.SIGABRT)  # faulthandler writes down where it hangs
-        try:
-            process.wait(ABORT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
     # ------------------------------------------------------------------ after a crash
 
@@ -301,8 +277,8 @@ class Supervisor:
             killed = process.returncode == -signal.SIGKILL and not self._hung
             if self._suspects.crashed(self._journal, cause, killed):
                 self._restarted_at.clear()  # crashes with a quarantined cause do not count towards the limit
-        self.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
-        trace = os.pread(self._crash_fd, 100_000, 0).decode(errors="replace").strip() if self._crash_fd >= 0 else ""
+        self.launch.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
+        trace = os.pread(self.launch.crash_fd, 100_000, 0).decode(errors="replace").strip()
         logger.error("the core (pid %d) ended %s%s", process.pid, cause, f"\n{trace}" if trace else "")
         now = time.monotonic()
         window, most = self._service.restart_window, self._service.max_restarts
@@ -314,7 +290,7 @@ class Supervisor:
                 f"max_restarts, {most}"
             )
         self._restarted_at.append(now)
-        self.restarts += 1
+        self.launch.restarts += 1
 
     def _wait_to_restart(self, seconds: float) -> bool:
         """Wait before the next start. False if `stop` was called."""
@@ -326,20 +302,15 @@ class Supervisor:
     def _end_core(self) -> None:
         self.ready = False
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._close_files()
+            _end_process(self._process, signal.SIGTERM, END_SECONDS)
+        self._close_reports()
+        self._crash_file.close()
         self._journal.close()
 
-    def _close_files(self) -> None:
-        for fd in (self._reports, self._crash_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._reports = self._crash_fd = -1
+    def _close_reports(self) -> None:
+        if self._reports is not None:
+            os.close(self._reports)
+            self._reports = None
 
 
 class EmbeddedCore:
@@ -394,20 +365,14 @@ def _repeatable(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, cache_config=blocks)
 
 
-def _temporary_file() -> int:
-    with tempfile.TemporaryFile(prefix="mainspring-crash-") as file:
-        return os.dup(file.fileno())
-
-
 def write_message(fd: int, message: msgspec.Struct) -> None:
     """Write a message to a pipe, with its length before it."""
     data = msgspec.msgpack.encode(message)
-    view = memoryview(_LENGTH.pack(len(data)) + data)
-    while view:
-        view = view[os.write(fd, view) :]
+    with open(fd, "wb", closefd=False) as pipe:
+        pipe.write(_LENGTH.pack(len(data)) + data)
 
 
-def _read_message(fd: int) -> bytes | None:
+def _read(fd: int) -> bytes | None:
     """The next message from a pipe; None at its end."""
     head = _read_exactly(fd, _LENGTH.size)
     return None if head is None else _read_exactly(fd, _LENGTH.unpack(head)[0])
@@ -421,3 +386,13 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
             return None
         data += chunk
     return data
+
+
+def _end_process(process: subprocess.Popen[bytes], signum: int, seconds: float) -> None:
+    """Send a signal, and kill the process if it has not ended `seconds` later."""
+    process.send_signal(signum)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -13,12 +13,13 @@ from .client import ConnectedClient
 from .codec import Array
 from .connection import Connection, result_of
 from .messages import AddRequest, Outputs
+from .saving import SavesWeights
 from .transport import Waker, readable, seconds_left
 
 T = TypeVar("T")
 
 
-class SyncClient(ConnectedClient):
+class SyncClient(SavesWeights, ConnectedClient):
     """See `CoreClient`. One lock guards the socket and is never held while waiting.
 
     One of the waiting threads is the reader: it waits for the socket, and the others wait for the reader. A zmq
@@ -84,7 +85,7 @@ class SyncClient(ConnectedClient):
                         self._waker.wake()
                 if (found := take()) is not None:
                     return found
-                if (error := self._connection.dead_error()) is not None:
+                if (error := self._connection.error) is not None:
                     raise error
                 if deadline is not None and time.monotonic() >= deadline:
                     return None

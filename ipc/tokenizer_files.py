@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from .config import ModelConfig
 from .errors import ModelNotFoundError, ProtocolError
 
@@ -73,6 +75,26 @@ def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]
     return found
 
 
+class _TokenizerFile(msgspec.Struct):
+    model: msgspec.Raw  # the part that every tokenizer.json has
+
+
+def check_tokenizer(files: Mapping[str, bytes]) -> None:
+    """Check that tokenizer.json, if there is one, is complete. It is parsed but not kept, which takes a fraction of the
+    time and memory of reading it as a tokenizer.
+
+    Raises:
+        ModelNotFoundError: it is truncated, empty, or something else.
+    """
+    try:
+        msgspec.json.decode(files.get("tokenizer.json", b'{"model": null}'), type=_TokenizerFile)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelNotFoundError(
+            f"the checkpoint's tokenizer.json can't be read ({error}): get the file again, or set "
+            "skip_tokenizer_init=True and use token ids"
+        ) from None
+
+
 def digest_of(files: Mapping[str, bytes]) -> str:
     """BLAKE2b-128 over names and contents, each with its length before it, in order of the names."""
     from hashlib import blake2b  # imported here, because the import is slow and few frontends need it
@@ -102,25 +124,21 @@ def cached_folder(digest: str, fetch: Callable[[], Mapping[str, bytes]]) -> Path
     folder = base / digest
     if folder.is_dir():
         return folder
-    import shutil
     import tempfile
 
     files = fetch()
     if digest_of(files) != digest:
         raise ProtocolError(f"the core sent other tokenizer files than those of digest {digest}")
     base.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=base))
-    try:
+    with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as place:
         for name, content in files.items():
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 raise ProtocolError(f"the core sent a tokenizer file named {name!r}")
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_bytes(content)
-        if not folder.is_dir():
-            place.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another frontend was first
-            raise
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+            Path(place, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(place, name).write_bytes(content)
+        try:
+            os.rename(place, folder)
+        except OSError:
+            if not folder.is_dir():  # else another frontend was first
+                raise
     return folder

@@ -12,7 +12,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ MAX_PATH_BYTES = 107  # of a Unix socket's path, a limit of the kernel
 MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of a peer that sends more
 CORE_TIMEOUT = 30.0  # seconds without an answer from the core's machine after which its connection is lost
 RECEIVE_QUEUE, SEND_QUEUE = 100, 100  # messages that libzmq queues for each peer of the core
+PARENT_POLL_SECONDS = 0.5  # interval between checks of the parent process, if the kernel has no pidfd
 Socket = zmq.Socket[bytes]
 
 
@@ -45,13 +46,13 @@ class CoreLaunch(msgspec.Struct):
     config: EngineConfig
     endpoints: Endpoints
     instance_id: bytes
-    epoch: int
     parent_pid: int
-    report_fd: int  # where its `StartReport` goes, and each `DesiredState` after it
     journal_fd: int
     crash_fd: int  # where its last traceback goes
     runtime_dir: str  # removed by the core if its parent dies
     drain_timeout: float  # seconds; 0: SIGTERM ends it at once
+    report_fd: int = -1  # where its `StartReport` goes, and each `DesiredState` after it
+    epoch: int = 0
     suspects: dict[int, int] = {}  # key → output position up to which the request is computed alone
     quarantined: dict[int, str] = {}  # key → reason why the request is refused
     decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # the `Decisions` of the previous core's worker
@@ -66,8 +67,7 @@ def make_runtime_dir() -> str:
 
 
 def remove_runtime_dir(path: str) -> None:
-    if path:
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def default_folder() -> Path:
@@ -167,9 +167,11 @@ def lock_holder(address: str) -> int | None:
     return None
 
 
-def bind_router(context: zmq.Context[Socket], address: str, peer_timeout: float = 10.0, secret_key: str = "") -> Socket:
+def bind_router(
+    context: zmq.Context[Socket], address: str, peer_timeout: float = 10.0, secret_key: str = "", monitored: int = 0
+) -> Socket:
     """A core's socket. Sends never block: they raise for a peer that is gone or slow. A peer whose machine has not
-    answered for `peer_timeout` seconds is gone.
+    answered for `peer_timeout` seconds is gone. The socket is monitored for the events `monitored` from the start on.
 
     Raises:
         AddressInUseError: another process listens there.
@@ -188,17 +190,28 @@ def bind_router(context: zmq.Context[Socket], address: str, peer_timeout: float 
     if secret_key:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt_string(zmq.CURVE_SECRETKEY, secret_key)
+    monitor = router.get_monitor_socket(monitored) if monitored else None
+    try:
+        bind(router, address)
+    except BaseException:
+        if monitor is not None:
+            monitor.close(linger=0)
+        router.close()
+        raise
+    return router
+
+
+def bind(router: Socket, address: str) -> None:
+    """Let a core's socket listen at an address. Raises like `bind_router`."""
     old = os.umask(0o177)  # only the owner may open the socket file
     try:
         router.bind(address)
     except zmq.ZMQError as error:
-        router.close()
         if error.errno == zmq.EADDRINUSE:
             raise AddressInUseError(f"{address} is in use: stop who listens there, or choose another") from None
         raise InvalidArgumentError(f"nobody can listen at {address}: {error.strerror}") from None
     finally:
         os.umask(old)
-    return router
 
 
 def _keep_alive(socket: Socket, timeout: float) -> None:
@@ -239,31 +252,18 @@ def readable(fds: Iterable[int], seconds: float | None) -> set[int]:
     return {fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)}
 
 
-class ProcessWatch:
-    """Tells when a process has ended, with a descriptor to poll (pidfd) if the kernel has that.
+def process_fd(pid: int) -> int | None:
+    """A descriptor that can be read when the process has ended (pidfd); None if the kernel has no pidfd."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(pid)
+    return None
 
-    Args:
-        pid: the process, a parent or child of this one.
-        ask: returns whether the process has ended; used if the kernel has no pidfd.
-    """
 
-    def __init__(self, pid: int, ask: Callable[[], bool]) -> None:
-        self._ask = ask
-        self.fd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self.fd = os.pidfd_open(pid)
-
-    def ended(self) -> bool:
-        """Whether the process has ended, without waiting. A zombie counts as ended."""
-        if self.fd is not None:
-            return bool(readable([self.fd], 0))
-        return self._ask()
-
-    def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+def wait_for_parent(pid: int) -> None:
+    """Wait until the process `pid`, which has started this one, has ended."""
+    fd = process_fd(pid)
+    while os.getppid() == pid:
+        readable([] if fd is None else [fd], PARENT_POLL_SECONDS)
 
 
 class Waker:

@@ -1,0 +1,103 @@
+"""The socket of a frontend. It is replaced whenever the connection is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from .transport import Socket, make_dealer
+
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
+UNLISTED = "it does not know our key; have it listed with mainspring keys allow"
+
+
+class Link:
+    """Sends and receives frames without waiting, and reads libzmq's events of the connection.
+
+    Args:
+        keys: for CURVE, see `make_dealer`.
+    """
+
+    def __init__(self, address: str, keys: tuple[str, str, str] | None) -> None:
+        self._address, self._keys = address, keys
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._sockets: list[Socket] = []  # the one in use, and its monitor
+        self._end = weakref.finalize(self, _abandon, self._context, self._sockets, os.getpid())
+        self.num_sockets = 0  # a new socket may get the file descriptors of the old one
+        self.trouble = ""  # why no connection was made, or why the last one ended
+        self.open()
+
+    def open(self) -> None:
+        """Replace the socket by a new one, because frames queued in the old one would reach the next core."""
+        self.close_socket(0)
+        dealer = make_dealer(self._context, self._keys)
+        self._sockets[:] = dealer, dealer.get_monitor_socket(_EVENTS)
+        dealer.connect(self._address)
+        self.num_sockets += 1
+        self.opened_at = time.monotonic()
+        self.reached = False  # the ZeroMQ handshake of this socket succeeded
+        self.lost = False
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return tuple(int(socket.FD) for socket in self._sockets)
+
+    def send(self, frames: Sequence[Any], copy: bool = True) -> None:
+        """libzmq queues any number of frames, except on a socket that the core has rejected: that one would block for
+        ever, so the connection counts as lost."""
+        try:
+            self._sockets[0].send_multipart(frames, zmq.NOBLOCK, copy)
+        except zmq.Again:
+            self.lost = True
+
+    def receive(self) -> list[memoryview] | None:
+        """The frames of the next message; None if there is none."""
+        try:
+            return [frame.buffer for frame in self._sockets[0].recv_multipart(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+
+    def read_events(self) -> None:
+        """Update `reached`, `lost` and `trouble`."""
+        while True:
+            try:
+                event = parse_monitor_message(self._sockets[1].recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.reached, self.trouble = True, ""
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.lost = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.trouble = UNLISTED
+            elif self.trouble != UNLISTED:
+                self.trouble = "the handshake failed; check that both sides use keys, and --server-key"
+
+    def close_socket(self, linger_ms: int) -> None:
+        if self._sockets:
+            dealer, monitor = self._sockets
+            dealer.disable_monitor()
+            monitor.close(linger=0)
+            dealer.close(linger=linger_ms)
+            self._sockets.clear()
+
+    def close(self, linger_ms: int) -> None:
+        """Close for good. Waits up to `linger_ms` for the last frames to be sent."""
+        self.close_socket(linger_ms)
+        self._end()
+
+
+def _abandon(context: zmq.Context[Socket], sockets: Sequence[Socket], pid: int) -> None:
+    """Close the sockets before the context, also if `close` was never called: a context that is collected while sockets
+    are open would wait for ever."""
+    if os.getpid() == pid:
+        for socket in sockets:
+            socket.close(linger=0)
+        context.term()
