@@ -63,6 +63,7 @@ _PARTS: dict[str, type[Section]] = {
 _NAMES = {kind: name for name, kind in SECTIONS.items()}
 
 
+Slots = tuple[Any, Any, Any, Any, Any, Any]  # the arguments of `add_request` after the third, as they were given
 Call = dict[str, Any]  # a call in the newest form: the keyword arguments of `InputProcessor.process_inputs`
 
 
@@ -70,13 +71,11 @@ def resolve_add_request(
     request_id: str | int,
     prompt: Any,
     params: Any,
-    slots: tuple[Any, Any, Any, Any, Any],
-    prompt_text: str | None,
+    slots: Slots,
     older: Mapping[str, Any],
     method: str = "add_request",
 ) -> Call:
-    """Convert any form to the newest one. `slots` are the arguments 4 to 8 as they were given, `older` the keywords
-    that the newest form does not have.
+    """Convert any form to the newest one. `older` are the keywords that the newest form does not have.
 
     Raises:
         UnknownArgumentError: no form has this keyword.
@@ -91,7 +90,7 @@ def resolve_add_request(
     prompt_token_ids = older.get("prompt_token_ids")
     prefix_pos, adapter = older.get("prefix_pos"), older.get("prompt_adapter_request")
 
-    fourth, fifth, sixth, seventh, priority = slots
+    fourth, fifth, sixth, seventh, priority, prompt_text = slots
     oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
     headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
     if oldest or type(seventh) is int:
@@ -130,17 +129,15 @@ def resolve_generate(
     params: Any,
     request_id: Any,
     positional: tuple[Any, ...],
-    slots: tuple[Any, Any, Any, Any, Any],
-    prompt_text: str | None,
+    slots: Slots,
     older: Mapping[str, Any],
 ) -> Call:
-    """The same for `generate`: `positional` are the arguments after the third, `slots` the keyword arguments that
-    `add_request` has at 4 to 8.
+    """The same for `generate`: `positional` are its arguments after the third, `slots` its keyword arguments.
 
     Raises: as that, and
         InvalidArgumentError: too many arguments, or one by position and by keyword.
     """
-    arrival_time, lora, tokenization, trace, priority = slots
+    arrival_time, lora, tokenization, trace, priority, prompt_text = slots
     if len(positional) > 4:
         raise InvalidArgumentError(f"generate got {3 + len(positional)} arguments by position; it takes at most 7")
     fourth, fifth, sixth, seventh = (*positional, None, None, None, None)[:4]
@@ -155,8 +152,8 @@ def resolve_generate(
         if (given := sixth if newer else seventh) is not None:
             priority = _given_once("priority", given, None if type(priority) is int and not priority else priority)
     older = {**older, **{name: _given_once(name, value, older.get(name)) for name, value in by_position.items()}}
-    slots = (arrival_time, lora, tokenization, trace, priority)
-    return resolve_add_request(request_id, prompt, params, slots, prompt_text, older, "generate")
+    slots = (arrival_time, lora, tokenization, trace, priority, prompt_text)
+    return resolve_add_request(request_id, prompt, params, slots, older, "generate")
 
 
 def _given_once(name: str, positional: Any, keyword: Any) -> Any:

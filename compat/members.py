@@ -6,15 +6,7 @@ from collections.abc import Callable
 from enum import Enum, StrEnum, auto
 from typing import NoReturn
 
-from ..ipc.config import (
-    CacheConfig,
-    EngineConfig,
-    LoRAConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    StructuredOutputsConfig,
-)
+from ..ipc import config
 from ..ipc.errors import InvalidArgumentError, NotSupportedError, shown
 
 
@@ -56,7 +48,7 @@ class FrontendMembers:
 class EngineMembers:
     """Members of `LLMEngine`; `AsyncLLMEngine` has the getters as coroutines."""
 
-    vllm_config: EngineConfig
+    vllm_config: config.EngineConfig
     has_unfinished_requests: Callable[[], bool]
 
     def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
@@ -73,20 +65,20 @@ class EngineMembers:
         """Whether any copy of the model has unfinished requests, if this one says so: there are no others."""
         return has_unfinished
 
-    def get_model_config(self) -> ModelConfig:
+    def get_model_config(self) -> config.ModelConfig:
         return self.vllm_config.model_config
 
-    def get_cache_config(self) -> CacheConfig:
+    def get_cache_config(self) -> config.CacheConfig:
         return self.vllm_config.cache_config
 
-    def get_scheduler_config(self) -> SchedulerConfig:
+    def get_scheduler_config(self) -> config.SchedulerConfig:
         return self.vllm_config.scheduler_config
 
-    def get_parallel_config(self) -> ParallelConfig:
+    def get_parallel_config(self) -> config.ParallelConfig:
         return self.vllm_config.parallel_config
 
-    def get_decoding_config(self) -> StructuredOutputsConfig:
+    def get_decoding_config(self) -> config.StructuredOutputsConfig:
         return self.vllm_config.structured_outputs_config
 
-    def get_lora_config(self) -> LoRAConfig:
+    def get_lora_config(self) -> config.LoRAConfig:
         return self.vllm_config.lora_config

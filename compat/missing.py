@@ -1,0 +1,166 @@
+"""What vLLM's `LLM`, `LLMEngine` and `AsyncLLM` (0.11 to 0.33) have besides ours.
+
+Members raise an error that says what to do instead. Arguments of methods have no effect, or are older names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..ipc.errors import Accepted, MissingNameError, check_accepted
+from ..ipc.params import SamplingParams
+from ..ipc.pooling_params import PoolingParams
+
+# reason → members, as Class.member, which raise `MissingNameError`
+MEMBERS = {
+    "generate takes any number of prompts; to go on meanwhile use LLMEngine.add_request and step": (
+        "LLM.enqueue LLM.enqueue_chat LLM.wait_for_completion"
+    ),
+    "use get_supported_tasks()": "LLM.supported_tasks",
+    "it is an attribute of llm_engine": "LLM.renderer",
+    "give LLM the argument tokenizer": "LLM.set_tokenizer",
+    "use apply_chat_template of get_tokenizer()": "LLM.preprocess_chat",
+    "use sleep(level=1) and wake_up(tags=[...])": (
+        "LLM.release_kv_cache_memory LLMEngine.release_kv_cache_memory AsyncLLM.release_kv_cache_memory"
+    ),
+    "there is one device": (
+        "LLM.get_world_size AsyncLLM.scale_elastic_ep AsyncLLM.get_external_elastic_ep_status AsyncLLM.handle_fault"
+    ),
+    "set DO_VALIDATE_OUTPUT": "LLMEngine.validate_outputs",
+    "it is the attribute vllm_config": "LLMEngine.get_vllm_config AsyncLLM.get_vllm_config",
+    "update_weights sends weights and names their version": (
+        "LLM.init_weight_transfer_engine LLM.start_weight_update LLM.start_draft_weight_update "
+        "LLM.finish_weight_update LLM.shutdown_weight_transfer_engine LLM.update_weight_version "
+        "LLM.get_weight_version LLMEngine.set_weight_version LLMEngine.get_weight_version "
+        "AsyncLLM.init_weight_transfer_engine AsyncLLM.start_weight_update AsyncLLM.start_draft_weight_update "
+        "AsyncLLM.finish_weight_update AsyncLLM.shutdown_weight_transfer_engine AsyncLLM.update_weight_version "
+        "AsyncLLM.get_weight_version AsyncLLM.compute_weight_checksums"
+    ),
+    "KV connectors and events are not supported": (
+        "AsyncLLM.notify_kv_transfer_request_rejected AsyncLLM.get_kv_event_sources"
+    ),
+    "use get_metrics, or `mainspring status` for a daemon": (
+        "AsyncLLM.get_num_unfinished_requests AsyncLLM.get_num_queued_tokens AsyncLLM.get_status"
+    ),
+    "limits are fields of EngineArgs, and a request above them raises OverloadedError": "AsyncLLM.check_admission",
+    "give EngineArgs otlp_traces_endpoint": "AsyncLLM.is_tracing_enabled",
+    "use is_running or errored": "AsyncLLM.is_stopped AsyncLLM.should_keep_api_server_alive",
+    "it belongs to the inside of vLLM": (
+        "LLM.request_counter LLM.runner_type AsyncLLM.get_input_preprocessor AsyncLLM.checkpoint_prepare "
+        "AsyncLLM.checkpoint_restore"
+    ),
+    "the checkpoint's values are in LLM.get_default_sampling_params()": "SamplingParams.update_from_generation_config",
+    "fields are checked by validate()": "SamplingParams.verify PoolingParams.verify",
+    "it is set by vLLM's engine, not by its users": (
+        "SamplingParams.update_from_tokenizer SamplingParams.sampling_type SamplingParams.eos_token_id "
+        "SamplingParams.all_stop_token_ids SamplingParams.bad_words_token_ids SamplingParams.num_logprobs "
+        "SamplingParams.for_sampler_warmup SamplingParams.output_text_buffer_length PoolingParams.all_parameters "
+        "PoolingParams.valid_parameters"
+    ),
+}
+
+
+class _Anything(tuple[Any, ...]):
+    """Values of an argument without effect: all."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+_MEDIA: Accepted = {"mm_processor_kwargs": ((None, {}), "media input")}
+_STEPS: Accepted = dict.fromkeys(
+    ("delay_iterations", "max_iterations", "profiler_kwargs"), ((0,), "choosing which steps are recorded")
+)
+_REQUEST: Accepted = {
+    "session_id": ((), "sessions of several requests"),
+    "kv_hints": ((), "hints to the KV cache"),
+    "reasoning_ended": ((False,), "reasoning parsers"),
+    "reasoning_parser_kwargs": ((), "reasoning parsers"),
+}
+_CLIENTS: Accepted = {
+    "client_addresses": ((), "several clients of one core; use AsyncLLMEngine.connect"),
+    "client_count": ((1,), "several clients of one core; use AsyncLLMEngine.connect"),
+    "client_index": ((0,), "several clients of one core; use AsyncLLMEngine.connect"),
+    "profiler": ((), "a profiler by argument; use start_profile"),
+    "aggregate_engine_logging": ((True, False), "several devices"),
+    "disable_log_requests": ((True, False), "an older flag; use enable_log_requests"),
+}
+_TRANSFER: Accepted = {"request": ((), "weight transfer by request; give pairs of names and arrays")}
+_DEVICE: Accepted = {"device": "reset_running_requests"}  # whose argument may be a `Device`
+# method → its arguments, see `check_accepted`
+ARGUMENTS: dict[str, Accepted] = {
+    "LLM.generate": _MEDIA,
+    "LLM.chat": {
+        **_MEDIA,
+        "chat_template_content_format": (("auto", "string"), "parts of messages as lists in the template"),
+    },
+    "LLM.beam_search": {
+        "concurrency_limit": (_Anything(), "no limit"),  # prompts are queued in any case
+        "priority": ((), "priorities of beams"),
+    },
+    "LLM.reward": {"truncate_prompt_tokens": ((), "truncation by argument; set it in PoolingParams")},
+    "LLM.update_weights": _TRANSFER,
+    "LLM.start_profile": _STEPS,
+    "LLM.reset_prefix_cache": _DEVICE,
+    "LLMEngine.start_profile": _STEPS,
+    "LLMEngine.abort_request": {"request_ids": "request_id"},
+    "LLMEngine.add_request": _REQUEST,
+    "LLMEngine.reset_prefix_cache": _DEVICE,
+    "AsyncLLM.__init__": _CLIENTS,
+    "AsyncLLM.from_vllm_config": _CLIENTS,
+    "AsyncLLM.start_profile": _STEPS,
+    "AsyncLLM.add_request": _REQUEST,
+    "AsyncLLM.generate": _REQUEST,
+    "AsyncLLM.encode": _REQUEST,
+    "AsyncLLM.shutdown": {"timeout": (_Anything(), "a time limit")},
+    "AsyncLLM.reset_prefix_cache": _DEVICE,
+    "AsyncLLM.update_weights": _TRANSFER,
+}
+
+MISSING: dict[str, dict[str, str]] = {}  # class of vLLM → member → reason
+for _reason, _names in MEMBERS.items():
+    for _owner, _, _member in (_name.partition(".") for _name in _names.split()):
+        MISSING.setdefault(_owner, {})[_member] = _reason
+
+T = TypeVar("T")
+
+
+def knows_members(theirs: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator: the class stands for vLLM's class `theirs`, whose other members and arguments it knows."""
+
+    def decorate(cls: Any) -> Any:
+        reasons = MISSING[theirs]
+
+        def __getattr__(self: Any, name: str) -> Any:
+            if name in reasons:
+                raise MissingNameError(f"{cls.__name__} has no {name}, which vLLM's {theirs} has: {reasons[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+        cls.__getattr__ = __getattr__
+        for owner, _, method in (name.partition(".") for name in ARGUMENTS):
+            if owner == theirs:
+                found, accepted = inspect.getattr_static(cls, method), ARGUMENTS[f"{owner}.{method}"]
+                if isinstance(found, classmethod):
+                    setattr(cls, method, classmethod(_accepting(found.__func__, accepted)))
+                else:
+                    setattr(cls, method, _accepting(found, accepted))
+        return cls
+
+    return decorate
+
+
+def _accepting(method: Callable[..., Any], accepted: Accepted) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        if given and given.keys() & accepted.keys():
+            given = check_accepted(given, accepted)
+        return method(*args, **given)
+
+    return call
+
+
+knows_members("SamplingParams")(SamplingParams)
+knows_members("PoolingParams")(PoolingParams)
