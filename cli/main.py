@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..engine.args import FIELDS, EngineArgs, add_flags
+from ..engine.args import ALL_NAMES, EngineArgs, add_flags, add_vllm_flags, dashed, nearest_flag
 from ..ipc import keys, logs
 from ..ipc.config import fields_of
 from ..ipc.errors import (
@@ -56,10 +56,14 @@ _SAMPLING: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its `ExitCode`, or for `status` its own."""
-    args = _parser().parse_args(arguments)
+    given = dashed(sys.argv[1:] if arguments is None else arguments)
+    args, unknown = _parser(given).parse_known_args(given)
+    if unknown:
+        near = nearest_flag(args.parser, unknown[0])
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
     if args.debug:
         os.environ["MAINSPRING_LOG_LEVEL"] = "DEBUG"  # the core's too
-    os.environ.setdefault("MAINSPRING_LOG_LEVEL", args.log_level)
+    os.environ.setdefault("MAINSPRING_LOG_LEVEL", args.usual_log_level)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         if run is not _daemon:  # which learns its log format later
@@ -87,7 +91,7 @@ def _exit_code(error: Exception) -> ExitCode:
     return ExitCode.ADDRESS if isinstance(error, AddressInUseError) else ExitCode.FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mainspring",
         description="An LLM inference engine.",
@@ -110,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (generate, chat, demo, *benchmarks):
         EngineArgs.add_cli_args(command)
     for command in (generate, chat, demo, daemon, *benchmarks):
+        add_vllm_flags(command, given)
         takes = " PROMPT ..." if command is generate else ""
         command.usage = f"%(prog)s [OPTION ...]{takes}"  # all options are some thirty lines, before each error, too
     for command in (generate, chat, *benchmarks):
@@ -149,7 +154,7 @@ def _command(
         name, help=text, description=text, conflict_handler="resolve", allow_abbrev=False
     )
     command.add_argument("--debug", action="store_true", help="log everything, and show tracebacks")
-    command.set_defaults(run=run, log_level=log_level)
+    command.set_defaults(run=run, usual_log_level=log_level, parser=command)
     return command
 
 
@@ -210,7 +215,7 @@ def _generate(args: argparse.Namespace) -> ExitCode:
         if len(args.prompts) == 1:
             stream(llm.llm_engine, args.prompts[0], params)
         elif args.prompts:
-            for output in llm.generate(args.prompts, params):
+            for output in llm.generate(args.prompts, params, on_error="return"):
                 answer = output.outputs[0]
                 failed = failed or answer.error is not None
                 print(f"> {output.prompt}\n{answer.error or answer.text.strip()}\n")
@@ -242,7 +247,7 @@ def _bench(args: argparse.Namespace) -> ExitCode:
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
+    return {name: getattr(args, name) for name in ALL_NAMES if hasattr(args, name)}
 
 
 def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,32 +10,44 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
+from ..compat.engine_fields import KNOWN, is_flag, takes_vllm_fields
 from ..demo import MODEL_PATH
 from ..ipc import config
-from ..ipc.config import AttentionBackend, EngineConfig, FieldInfo, Section, SpeculativeConfig, StructuredOutputsConfig
+from ..ipc.config import (
+    AttentionBackend,
+    EngineConfig,
+    FieldInfo,
+    PoolerConfig,
+    Section,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+)
 from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, shown, suggests_names
 
 if TYPE_CHECKING:
     import argparse
 
 FIELDS: dict[str, FieldInfo] = {info.name: info for info in config.fields() if not info.set_by_core}
+ALL_NAMES = (*FIELDS, *KNOWN)  # also fields that only vLLM has
 
 
 def _default(name: str) -> Any:
     return FIELDS[name].default
 
 
+@takes_vllm_fields
 @suggests_names
 @dataclass
 class EngineArgs:
-    """Everything a user can set of an engine. `mainspring generate --help` explains each.
+    """Everything a user can set of an engine. `mainspring generate --help` explains each. Fields that only vLLM has are
+    accepted as compat/engine_fields.py says.
 
     Raises:
         UnknownArgumentError: no such argument. The message names the nearest one.
@@ -59,7 +71,7 @@ class EngineArgs:
     served_model_name: str | None = _default("served_model_name")
     runner: Literal["auto", "generate", "pooling"] = _default("runner")
     task: Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"] = _default("task")
-    load_format: Literal["auto", "safetensors", "dummy"] = _default("load_format")
+    load_format: Literal["auto", "safetensors", "dummy", "sharded_state"] = _default("load_format")
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")
     block_size: Literal[8, 16, 32, 64] = _default("block_size")
@@ -112,6 +124,7 @@ class EngineArgs:
     metrics_port: int | None = _default("metrics_port")
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     structured_outputs_config: StructuredOutputsConfig | dict[str, Any] = StructuredOutputsConfig()  # noqa: RUF009
+    pooler_config: PoolerConfig | dict[str, Any] | None = None
 
     def create_engine_config(self) -> EngineConfig:
         """Check every value and group them into the configuration that travels to the core.
@@ -132,7 +145,8 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Arguments from parsed flags; what was not given keeps its default."""
-        return cls(**{one.name: getattr(args, one.name) for one in dataclasses.fields(cls) if hasattr(args, one.name)})
+        names = {one.name for one in dataclasses.fields(cls)} | KNOWN
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
 def checked(given: EngineConfig) -> EngineConfig:
@@ -142,7 +156,7 @@ def checked(given: EngineConfig) -> EngineConfig:
     """
     for name, kind in config.SECTIONS.items():
         part = getattr(given, name)
-        if not isinstance(part, kind) and not (part is None and name == "speculative_config"):
+        if not isinstance(part, kind) and not (part is None and name in ("speculative_config", "pooler_config")):
             raise InvalidArgumentError(f"{name} is {shown(part)}; it must be a {kind.__name__}")
     owners = {name: getattr(given, info.section) if info.section else given for name, info in FIELDS.items()}
     return _with_values(given, {name: getattr(owner, name) for name, owner in owners.items()})
@@ -157,16 +171,10 @@ def _with_values(base: EngineConfig, given: dict[str, Any]) -> EngineConfig:
     values["model"] = _located("model", values["model"] or str(MODEL_PATH))
     if values["tokenizer"] is not None:
         values["tokenizer"] = _located("tokenizer", values["tokenizer"])
-    sections: dict[str, Any] = {}
-    for name, info in FIELDS.items():
-        if info.section:
-            sections.setdefault(info.section, {})[name] = values[name]
-        else:
-            sections[name] = values[name]
-    parts = {
-        name: msgspec.structs.replace(getattr(base, name), **of) if isinstance(of, dict) else of
-        for name, of in sections.items()
-    }
+    parts: dict[str, Any] = {}
+    for section, members in itertools.groupby(FIELDS.values(), lambda info: info.section):
+        own = {info.name: values[info.name] for info in members}
+        parts |= {section: msgspec.structs.replace(getattr(base, section), **own)} if section else own
     return msgspec.structs.replace(base, **parts)
 
 
@@ -181,6 +189,42 @@ def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> N
             group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag_of(kind))
 
 
+def add_vllm_flags(parser: argparse.ArgumentParser, arguments: Iterable[str]) -> None:
+    """Add a flag, which the help does not show, for each field that only vLLM has and that `arguments` give."""
+    import argparse
+
+    for name in (text[2:].partition("=")[0].removeprefix("no-").replace("-", "_") for text in arguments):
+        flag = f"--{name.replace('_', '-')}"
+        if name in KNOWN and flag not in parser._option_string_actions:
+            how: dict[str, Any] = (
+                {"action": argparse.BooleanOptionalAction} if is_flag(name) else {"type": _json_or_text}
+            )
+            parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
+
+
+def nearest_flag(parser: argparse.ArgumentParser, given: str) -> str | None:
+    """The flag, of this parser or of vLLM, that is most similar to one that does not exist."""
+    import difflib
+
+    theirs = [f"--{name.replace('_', '-')}" for name in KNOWN if "--max-model-len" in parser._option_string_actions]
+    near = difflib.get_close_matches(given.partition("=")[0], [*parser._option_string_actions, *theirs], 1)
+    return near[0] if near else None
+
+
+def dashed(arguments: Iterable[str]) -> list[str]:
+    """The arguments with ``--max-tokens`` for ``--max_tokens``, as vLLM's command line takes them."""
+    given = list(arguments)
+    end = given.index("--") if "--" in given else len(given)  # only positional ones follow
+    return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), text) for text in given[:end]] + given[end:]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _flag_of(kind: Any) -> dict[str, Any]:
     """The arguments of `add_argument` for a field of this type."""
     import argparse
@@ -191,33 +235,29 @@ def _flag_of(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind), "type": type(get_args(kind)[0])}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is dict or _is_section(kind):
-        return {"type": _json, "metavar": "JSON"}
+    if _is_table(kind):
+        return {"type": _reads(json.loads, "JSON"), "metavar": "JSON"}
     if kind == list[int]:
-        return {"type": _ints, "metavar": "INT,INT,..."}
+        read = _reads(lambda text: [int(part) for part in text.split(",")], "a list like 1,2,4")
+        return {"type": read, "metavar": "INT,INT,..."}
     return {"type": kind, "metavar": kind.__name__.upper()}
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
+def _is_table(kind: Any) -> bool:
+    return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, Section))
 
 
-def _json(text: str) -> Any:
+def _reads(convert: Callable[[str], Any], form: str) -> Callable[[str], Any]:
+    """`convert` as a type of `add_argument`; what it can't convert is said not to be of this form."""
     import argparse
 
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    def read(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {form}: {error}") from None
 
-
-def _ints(text: str) -> list[int]:
-    import argparse
-
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
+    return read
 
 
 def typed(info: FieldInfo, value: Any) -> Any:
@@ -237,7 +277,7 @@ def typed(info: FieldInfo, value: Any) -> Any:
 def _described(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(repr(option) for option in get_args(kind))
-    if get_origin(kind) is dict or _is_section(kind):
+    if _is_table(kind):
         return "a dict"
     return _NAMES.get(kind) or " or ".join(map(_described, get_args(kind)))
 
@@ -292,9 +332,8 @@ def _check_ranges(values: dict[str, Any]) -> None:
     if not 0 < share <= 1:
         raise InvalidArgumentError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
     if values["watchdog_timeout"]:
-        check_least(
-            "watchdog_timeout", values["watchdog_timeout"], 2
-        )  # an idle core gives a sign of life once a second
+        # an idle core gives a sign of life once a second
+        check_least("watchdog_timeout", values["watchdog_timeout"], 2)
     for name in _SO_FAR:
         if values[name] != (only := FIELDS[name].default):
             raise NotSupportedError(f"{name} is {shown(values[name])}; only {only!r} is supported so far")

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from ..compat.engine_fields import takes_vllm_fields
 from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
 from ..compat.members import EngineMembers, UsageContext
+from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
 from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
-from .args import FIELDS, EngineArgs, add_flags, checked
+from .args import FIELDS, EngineArgs, add_flags
 from .engine_methods import AsyncEngineMethods, coroutine
-from .frontend import Frontend, ModelFiles
+from .frontend import Frontend
 from .llm_engine import LLMEngine
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@takes_vllm_fields
 @suggests_names
 @dataclass
 class AsyncEngineArgs(EngineArgs):
@@ -54,6 +57,7 @@ class AsyncEngineArgs(EngineArgs):
         return parser
 
 
+@knows_members("AsyncLLM")
 class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     """A frontend for one event loop, the first one it is used from, with a core of its own in another process.
 
@@ -84,10 +88,7 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         from ..ipc.async_client import AsyncClient
 
         config, log_stats, stat_loggers = resolve_engine(type(self).__name__, args, kwargs)
-        config = checked(config)
-        files, told = ModelFiles.of(config), config.observability_config
-        more = log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint
-        self._open(AsyncClient.launch(config), files, *more)
+        self._start(config, AsyncClient.launch, log_stats, stat_loggers)
         self._log_requests, self._max_log_len = log_requests, max_log_len
 
     @classmethod
@@ -158,9 +159,8 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
             RequestFailedError: the core gave up on it.
             EngineDeadError: the core is gone for good.
         """
-        slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
-        call = resolve_generate(prompt, sampling_params, request_id, positional, slots, prompt_text, older)
-        return self._stream(call)
+        slots = (None, lora_request, tokenization_kwargs, trace_headers, priority, prompt_text)
+        return self._stream(resolve_generate(prompt, sampling_params, request_id, positional, slots, older))
 
     async def add_request(
         self,
@@ -176,8 +176,8 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         **older: Any,
     ) -> RequestStream:
         """Send a request now; its outputs are the stream's. Arguments and errors as `LLMEngine.add_request`."""
-        slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
-        stream = self._stream(resolve_add_request(request_id, prompt, params, slots, prompt_text, older))
+        slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority, prompt_text)
+        stream = self._stream(resolve_add_request(request_id, prompt, params, slots, older))
         await stream.begin()
         return stream
 
@@ -186,7 +186,7 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         prompt: Prompt | EngineCoreRequest,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         truncate_prompt_tokens: int | None = None,
@@ -199,8 +199,8 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
             raise InvalidRequestError(f"pooling_params is {shown(params)}; it must be a PoolingParams")
         if truncate_prompt_tokens is not None and params.truncate_prompt_tokens is None:
             params = replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
-        slots = (None, lora_request, tokenization_kwargs, trace_headers, priority)
-        call = resolve_add_request(cast(str, request_id), prompt, params, slots, None, {}, "encode")
+        slots = (None, lora_request, tokenization_kwargs, trace_headers, priority, None)
+        call = resolve_add_request(cast(str, request_id), prompt, params, slots, {}, "encode")
         return cast("AsyncIterator[PoolingRequestOutput[PoolingOutput]]", self._stream(call))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -248,6 +248,9 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         if (error := self.dead_error) is not None:
             raise error
 
+    get_tokenizer = coroutine(LLMEngine.get_tokenizer)
+    get_supported_tasks = coroutine(LLMEngine.get_supported_tasks)
+    get_metrics = coroutine(LLMEngine.get_metrics)
     get_model_config = coroutine(EngineMembers.get_model_config)
     get_cache_config = coroutine(EngineMembers.get_cache_config)
     get_scheduler_config = coroutine(EngineMembers.get_scheduler_config)
@@ -267,8 +270,13 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     # ------------------------------------------------------------------ private
 
     def _enter(self) -> None:
-        self._check_process()
+        super()._enter()
         self._reader.enter()
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        answer = await super()._call(method, *args, **options)
+        await self._reader.caught_up()  # so that after a pause no stream yields anything
+        return answer
 
     def _stream(self, call: Call) -> RequestStream:
         return RequestStream(self._reader, call["request_id"], partial(self._add, call))

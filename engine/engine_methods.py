@@ -1,14 +1,12 @@
 """The methods of an engine that are not about requests: profiles, caches, sleep, weights, adapters, metrics.
 
-Each is written once. `LLM` and `LLMEngine` have it as a method that waits for the core's answer, `AsyncLLMEngine` as a
-coroutine.
+Each is written once, as a coroutine. `LLM` and `LLMEngine` have it as a method that waits for the core's answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
@@ -25,10 +23,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 PauseMode = Literal["abort", "wait", "keep"]
+_A_FUNCTION = "{} takes a function, which cannot go to another process"
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
-    """Decorator: run a coroutine as a plain method. It awaits `Frontend._call` only, and a blocking client has answered
+    """The same coroutine as a plain method. It awaits `Frontend._call` only, and a blocking client has answered
     when that returns, so the coroutine ends at its first step."""
 
     @functools.wraps(method)
@@ -44,40 +43,20 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> C
 
 
 def coroutine(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """The same method as a coroutine, for an engine whose client does not block."""
-    inner = inspect.unwrap(method)
+    """A method that does not wait for the core, as a coroutine."""
 
     @functools.wraps(method)
     async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not inspect.iscoroutinefunction(inner):
-            return method(self, *args, **kwargs)
-        self._enter()
-        return cast(R, await inner(self, *args, **kwargs))
+        return method(self, *args, **kwargs)
 
     return run
 
 
-class EngineMethods:
-    """The methods of `LLM` and `LLMEngine`."""
+class AsyncEngineMethods:
+    """The methods of `AsyncLLMEngine`."""
 
     _engine: Frontend[Any]  # whose client is called
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            InvalidRequestError: there is none, because of `skip_tokenizer_init`.
-        """
-        self._engine._check_process()
-        if self._engine.tokenizer is None:
-            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
-        return self._engine.tokenizer
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return tuple(self._engine.engine_core.model.tasks) or ("generate",)
-
-    @blocking
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to record what the core does, step by step, with torch's profiler. The core stands still for a second
         or two.
@@ -91,7 +70,6 @@ class EngineMethods:
         """
         await self._engine._call("start_profile", profile_prefix)
 
-    @blocking
     async def stop_profile(self) -> str:
         """End it and write a Chrome trace, into ``MAINSPRING_PROFILE_DIR`` of the core's environment or the system's
         place for temporary files.
@@ -105,7 +83,6 @@ class EngineMethods:
         """
         return str(await self._engine._call("stop_profile"))
 
-    @blocking
     async def reset_prefix_cache(
         self, reset_running_requests: bool | Device | None = False, reset_connector: bool = False
     ) -> bool:
@@ -127,15 +104,14 @@ class EngineMethods:
             of = [False, reset_running_requests.name.lower()]
         return bool(await self._engine._call("reset_prefix_cache", *of))
 
-    @blocking
     async def reset_mm_cache(self) -> None:
         """Forget what was made of images and the like. Nothing is, as long as there are no multi-modal prompts."""
+        self._engine._enter()
 
-    @blocking
     async def reset_encoder_cache(self) -> None:
         """Forget what encoders have made of prompts. Nothing of it is kept beyond a request."""
+        self._engine._enter()
 
-    @blocking
     async def pause_generation(
         self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
     ) -> None:
@@ -153,17 +129,14 @@ class EngineMethods:
         mode = "wait" if wait_for_inflight_requests else mode
         await self._engine._call("pause_generation", mode, clear_cache and mode != "keep")
 
-    @blocking
     async def resume_generation(self) -> None:
         """End a pause."""
         await self._engine._call("resume_generation")
 
-    @blocking
     async def is_paused(self) -> bool:
         """Whether somebody has paused the core."""
         return bool(await self._engine._call("is_paused"))
 
-    @blocking
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Let the core compute nothing, and need less memory, until `wake_up`; new requests wait. Returns when it
         sleeps. A core that dies in its sleep is followed by one that sleeps.
@@ -180,7 +153,6 @@ class EngineMethods:
         await self._engine._call("sleep", level, mode)
         self._engine._take_stats(await self._engine._call("stats"))
 
-    @blocking
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End `sleep`.
 
@@ -195,12 +167,10 @@ class EngineMethods:
         await self._engine._call("wake_up", tags)
         self._engine._take_stats(await self._engine._call("stats"))
 
-    @blocking
     async def is_sleeping(self) -> bool:
         """Whether any part of the core sleeps."""
         return bool(await self._engine._call("is_sleeping"))
 
-    @blocking
     async def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -226,10 +196,9 @@ class EngineMethods:
         """
         given = plain_arguments(args, kwargs, timeout)
         if self._engine.engine_core.in_process or callable(method):
-            return self._engine._core_here("collective_rpc").collective_rpc(method, *given)
+            return self._engine._core_here(_A_FUNCTION.format("collective_rpc")).collective_rpc(method, *given)
         return list(await self._engine._call("collective_rpc", method, *given, timeout=timeout))
 
-    @blocking
     async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """``func(model)`` with the module of transformers, in the core; what it changes of the parameters is kept.
 
@@ -239,9 +208,8 @@ class EngineMethods:
         Raises:
             NotSupportedError: the core is in another process.
         """
-        return self._engine._core_here("apply_model").collective_rpc("apply_model", [func], {})
+        return self._engine._core_here(_A_FUNCTION.format("apply_model")).collective_rpc("apply_model", [func], {})
 
-    @blocking
     async def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
         """Replace parameters by others, for all frontends: what a training loop needs between rollouts. Meanwhile
         nothing is computed; then cached prefixes are forgotten and running requests go on with the new weights.
@@ -265,7 +233,6 @@ class EngineMethods:
                 await self._engine._call("update_weights", version, -1, [], [], True)
             raise
 
-    @blocking
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load a LoRA adapter before a request needs it, and let it be loaded again should the core die. Others go on
         meanwhile.
@@ -280,17 +247,14 @@ class EngineMethods:
         self._engine.input_processor.check_adapters(lora_request)
         return bool(await self._engine._call("add_lora", lora_request.message))
 
-    @blocking
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget one of this engine's adapters; requests that have it go on. False if there is none of that number."""
         return bool(await self._engine._call("remove_lora", lora_id))
 
-    @blocking
     async def list_loras(self) -> set[int]:
         """Numbers of this engine's adapters that are in memory."""
         return set(await self._engine._call("list_loras"))
 
-    @blocking
     async def pin_lora(self, lora_id: int) -> bool:
         """Let an adapter stay in memory, whatever others need.
 
@@ -298,6 +262,46 @@ class EngineMethods:
             InvalidArgumentError: it is not loaded, or no place would be left for others.
         """
         return bool(await self._engine._call("pin_lora", lora_id))
+
+
+class EngineMethods:
+    """The methods of `LLM` and `LLMEngine`."""
+
+    _engine: Frontend[Any]
+
+    start_profile = blocking(AsyncEngineMethods.start_profile)
+    stop_profile = blocking(AsyncEngineMethods.stop_profile)
+    reset_prefix_cache = blocking(AsyncEngineMethods.reset_prefix_cache)
+    reset_mm_cache = blocking(AsyncEngineMethods.reset_mm_cache)
+    reset_encoder_cache = blocking(AsyncEngineMethods.reset_encoder_cache)
+    pause_generation = blocking(AsyncEngineMethods.pause_generation)
+    resume_generation = blocking(AsyncEngineMethods.resume_generation)
+    is_paused = blocking(AsyncEngineMethods.is_paused)
+    sleep = blocking(AsyncEngineMethods.sleep)
+    wake_up = blocking(AsyncEngineMethods.wake_up)
+    is_sleeping = blocking(AsyncEngineMethods.is_sleeping)
+    collective_rpc = blocking(AsyncEngineMethods.collective_rpc)
+    apply_model = blocking(AsyncEngineMethods.apply_model)
+    update_weights = blocking(AsyncEngineMethods.update_weights)
+    add_lora = blocking(AsyncEngineMethods.add_lora)
+    remove_lora = blocking(AsyncEngineMethods.remove_lora)
+    list_loras = blocking(AsyncEngineMethods.list_loras)
+    pin_lora = blocking(AsyncEngineMethods.pin_lora)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequestError: there is none, because of `skip_tokenizer_init`.
+        """
+        self._engine._check_process()
+        if self._engine.tokenizer is None:
+            raise InvalidRequestError("there is no tokenizer; this engine has skip_tokenizer_init=True")
+        return self._engine.tokenizer
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return tuple(self._engine.engine_core.model.tasks) or ("generate",)
 
     def get_metrics(self) -> list[Metric]:
         """Every metric: requests and latencies as this engine saw them, the core as it last told.
@@ -313,29 +317,3 @@ class EngineMethods:
 
     def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
-
-
-class AsyncEngineMethods:
-    """The methods of `AsyncLLMEngine`."""
-
-    get_tokenizer = coroutine(EngineMethods.get_tokenizer)
-    get_supported_tasks = coroutine(EngineMethods.get_supported_tasks)
-    get_metrics = coroutine(EngineMethods.get_metrics)
-    start_profile = coroutine(EngineMethods.start_profile)
-    stop_profile = coroutine(EngineMethods.stop_profile)
-    reset_prefix_cache = coroutine(EngineMethods.reset_prefix_cache)
-    reset_mm_cache = coroutine(EngineMethods.reset_mm_cache)
-    reset_encoder_cache = coroutine(EngineMethods.reset_encoder_cache)
-    pause_generation = coroutine(EngineMethods.pause_generation)
-    resume_generation = coroutine(EngineMethods.resume_generation)
-    is_paused = coroutine(EngineMethods.is_paused)
-    sleep = coroutine(EngineMethods.sleep)
-    wake_up = coroutine(EngineMethods.wake_up)
-    is_sleeping = coroutine(EngineMethods.is_sleeping)
-    collective_rpc = coroutine(EngineMethods.collective_rpc)
-    apply_model = coroutine(EngineMethods.apply_model)
-    update_weights = coroutine(EngineMethods.update_weights)
-    add_lora = coroutine(EngineMethods.add_lora)
-    remove_lora = coroutine(EngineMethods.remove_lora)
-    list_loras = coroutine(EngineMethods.list_loras)
-    pin_lora = coroutine(EngineMethods.pin_lora)

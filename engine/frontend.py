@@ -3,6 +3,7 @@ output processor."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import logging
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
@@ -31,7 +32,7 @@ from ..ipc.errors import (
 from ..ipc.messages import AddRequest, Stats
 from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
-from .args import FIELDS, check_url, typed
+from .args import FIELDS, check_url, checked, typed
 from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
 from .request.input_processor import EngineCoreRequest, InputProcessor, core_messages
 from .request.output_processor import OutputProcessor
@@ -50,32 +51,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+ModelFiles = tuple[Tokenizer | None, dict[str, Any]]  # the parts of a checkpoint that a frontend reads
 C = TypeVar("C", bound="CoreClient | AsyncClient")
 _CONNECTION = ("key", "server_key", "weight", "name", "connect_timeout", "reconnect_timeout")
 CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "otlp_traces_endpoint")
 
 
-class ModelFiles(NamedTuple):
-    """The parts of a checkpoint that a frontend reads."""
-
-    tokenizer: Tokenizer | None
-    generation_config: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> ModelFiles:
-        """Read them for a core that this frontend is about to start."""
-        model, download_dir = config.model_config, config.load_config.download_dir
-        return cls.read(model, checkpoint_folder(str(model.model), model.revision, download_dir), download_dir)
-
-    @classmethod
-    def read(cls, model: ModelConfig, folder: Path, download_dir: str | None = None) -> ModelFiles:
-        """Read them from a folder. The configuration may name another folder for the tokenizer."""
-        found = generation_config(folder, model)
-        if model.skip_tokenizer_init:
-            return cls(None, found)
-        if model.tokenizer is not None:
-            folder = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
-        return cls(load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found)
+def read_files(model: ModelConfig, folder: Path, download_dir: str | None = None) -> ModelFiles:
+    """Tokenizer and generation config of a checkpoint. The configuration may name another folder for the tokenizer."""
+    found = generation_config(folder, model)
+    if model.skip_tokenizer_init:
+        return None, found
+    if model.tokenizer is not None:
+        folder = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
+    return load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found
 
 
 class Frontend(FrontendMembers, Generic[C]):
@@ -118,7 +107,7 @@ class Frontend(FrontendMembers, Generic[C]):
         from ..ipc.connection import Connection  # imports zmq, which `import mainspring` must not
         from ..ipc.sync_client import SyncClient
 
-        connection = Connection.connect(address, **options)
+        connection = Connection(address, **options)
         try:
             config, elsewhere = connection.config, tokenizer is not None or skip_tokenizer_init
             has_files = bool(connection.model.files_digest) or not elsewhere
@@ -135,7 +124,7 @@ class Frontend(FrontendMembers, Generic[C]):
             digest, folder = connection.model.files_digest, Path()
             if has_files:
                 folder = cached_folder(digest, lambda: SyncClient(connection).call("tokenizer_files"))
-            files = ModelFiles.read(theirs, folder)
+            files = read_files(theirs, folder)
             engine = cls.__new__(cls)
             told = config.observability_config
             engine._open(cls._client(connection), files, not told.disable_log_stats, None, None, otlp_traces_endpoint)
@@ -151,7 +140,19 @@ class Frontend(FrontendMembers, Generic[C]):
 
     @classmethod
     def _client(cls, connection: Connection) -> C:
-        raise NotImplementedError
+        from ..ipc.sync_client import SyncClient
+
+        return cast(C, SyncClient(connection))
+
+    def _start(
+        self, config: EngineConfig, launch: Callable[[EngineConfig], C], log_stats: bool, loggers: StatLoggers | None
+    ) -> None:
+        """A constructor, with a core that `launch` starts."""
+        config = checked(config)
+        model, download_dir, told = config.model_config, config.load_config.download_dir, config.observability_config
+        folder = checkpoint_folder(str(model.model), model.revision, download_dir)
+        files = read_files(model, folder, download_dir)  # before a core is started in vain
+        self._open(launch(config), files, log_stats, loggers, told.metrics_port, told.otlp_traces_endpoint)
 
     def _open(
         self,
@@ -165,9 +166,9 @@ class Frontend(FrontendMembers, Generic[C]):
         """The second half of a constructor: everything that needs the client."""
         self.engine_core = client
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _in_process, self._pid, client.close)
-        self._stop_serving: Callable[[], object] = lambda: None
-        self._stop_tracing: Callable[[], object] = lambda: None
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(client.close)
+        self._finalizer = weakref.finalize(self, _in_process, self._pid, self._closing.close)
         self._lock = threading.RLock()  # guards the state; never held while waiting for the core
         self._warned_of_trace_headers = False  # warn once that trace headers have no effect
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
@@ -176,7 +177,7 @@ class Frontend(FrontendMembers, Generic[C]):
         eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
-        check = RequestCheck(client.model, client.config.lora_config, client.config.model_config.max_logprobs)
+        check = RequestCheck(client.model, client.config)
         interval = client.config.scheduler_config.stream_interval
         self.input_processor = InputProcessor(self.tokenizer, check, eos, interval)
         self._handles = itertools.count(1)
@@ -191,7 +192,7 @@ class Frontend(FrontendMembers, Generic[C]):
                 from .observe.prometheus import serve_metrics
 
                 self.metrics_port, stop = serve_metrics("127.0.0.1", metrics_port, self._statistics().metrics)
-                self._stop_serving = weakref.finalize(self, _in_process, self._pid, stop)
+                self._closing.callback(stop)
             if traces:
                 self._trace(traces)
         except BaseException:
@@ -208,7 +209,7 @@ class Frontend(FrontendMembers, Generic[C]):
                 'pip install "mainspring[tracing]"'
             ) from error
         tracer = self.output_processor.tracer = Tracer(endpoint, self.model_config.shown_name)
-        self._stop_tracing = weakref.finalize(self, _in_process, self._pid, tracer.close)
+        self._closing.callback(tracer.close)
 
     def _make_request(self, call: Call) -> EngineCoreRequest:
         """Turn a call into a checked request."""
@@ -222,10 +223,9 @@ class Frontend(FrontendMembers, Generic[C]):
 
     def _register(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
         """Expect outputs of a request. Returns its state, the messages to send, and the arrays of each message."""
-        if request.params.logits_processors and not self.engine_core.in_process:
-            raise NotSupportedError(
-                "logits_processors are functions, which cannot go to another process: use "
-                "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or logit_bias, or bad_words"
+        if request.params.logits_processors:
+            self._core_here(
+                "logits_processors are functions, which cannot go to another process", "logit_bias, or bad_words"
             )
         if request.request_id in self.output_processor:
             raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
@@ -234,7 +234,7 @@ class Frontend(FrontendMembers, Generic[C]):
             logger.warning("trace_headers have no effect, for otlp_traces_endpoint is not set; this is said once")
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
-        return state, messages, () if request.embeds is None else (request.embeds.array,)
+        return state, messages, () if request.embeds is None else (request.embeds.values,)
 
     def _statistics(self) -> StatLoggerManager:
         self._check_process()
@@ -250,6 +250,7 @@ class Frontend(FrontendMembers, Generic[C]):
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the core. With a blocking client the answer is there at once, so nothing is awaited."""
+        self._enter()
         answer = self.engine_core.call(method, *args, **options)
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -258,17 +259,17 @@ class Frontend(FrontendMembers, Generic[C]):
         if self.logger_manager is not None:
             self.logger_manager.stats = msgspec.convert(stats, Stats)
 
-    def _core_here(self, what: str) -> InprocClient:
+    def _core_here(
+        self, why: str, instead: str = "give collective_rpc the name of a method of worker_extension_cls"
+    ) -> InprocClient:
         """The client of a core in this process.
 
         Raises:
             NotSupportedError: the core is in another process; the message names two ways out.
         """
         if not self.engine_core.in_process:
-            raise NotSupportedError(
-                f"{what} takes a function, which cannot go to another process: use LLMEngine.from_engine_args(…, "
-                "enable_multiprocessing=False), or give collective_rpc the name of a method of worker_extension_cls"
-            )
+            use = "use LLMEngine.from_engine_args(…, enable_multiprocessing=False), or"
+            raise NotSupportedError(f"{why}: {use} {instead}")
         return cast("InprocClient", self.engine_core)
 
     @property
@@ -296,12 +297,7 @@ class Frontend(FrontendMembers, Generic[C]):
         Raises:
             NotSupportedError: the core is in another process, and the worker with it.
         """
-        if not self.engine_core.in_process:
-            raise NotSupportedError(
-                "model_executor lives in the core's process: use "
-                "LLMEngine.from_engine_args(…, enable_multiprocessing=False), or collective_rpc"
-            )
-        return cast(Any, self.engine_core).core.worker
+        return cast(Any, self._core_here("model_executor lives in the core's process", "collective_rpc")).core.worker
 
     @property
     def observability_config(self) -> ObservabilityConfig:
@@ -311,9 +307,11 @@ class Frontend(FrontendMembers, Generic[C]):
         """Disconnect from the core. A core that belongs to this engine ends. A second call does nothing."""
         if self.output_processor.tracer is not None and os.getpid() == self._pid:
             self.output_processor.forget(EngineDeadError("the engine was shut down"), time.monotonic())
-        self._stop_serving()
         self._finalizer()
-        self._stop_tracing()
+
+    def _enter(self) -> None:
+        """Check that the engine may be called here."""
+        self._check_process()
 
     def _check_process(self) -> None:
         check_process(self._pid)

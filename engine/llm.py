@@ -10,21 +10,33 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
+
+import msgspec
 
 from ..compat.forms import one_prompt
+from ..compat.logits_processors import functions_of, processor_classes
 from ..compat.members import UsageContext
+from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, shown
-from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, is_text
+from ..ipc.config import ModelConfig
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, names_prompt, shown
+from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .args import FIELDS, EngineArgs
 from .engine_methods import EngineMethods
 from .frontend import CONNECT_OPTIONS
 from .llm_engine import LLMEngine
-from .pooling_methods import PoolingMethods, Progress
-from .request.input_processor import EngineCoreRequest
-from .request.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, errors_of, num_tokens_of
-from .request.prompts import Prompt, TokensPrompt, listed_prompts
+from .pooling_methods import OnError, PoolingMethods, Progress, check_on_error
+from .request.input_processor import EngineCoreRequest, check_message
+from .request.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    RequestOutput,
+    errors_of,
+    num_tokens_of,
+    raise_first_failure,
+)
+from .request.prompts import Prompt, listed_prompts
 from .text.chat_template import Message
 from .text.model_files import default_sampling_params
 
@@ -34,27 +46,52 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # seconds before requests that an ov
 PATIENCE_S = 300.0  # seconds without any request ending, after which a refusal is returned to the caller
 
 
+@knows_members("LLM")
 class LLM(EngineMethods, PoolingMethods):
     """A model to call from a script or a notebook. Its core runs in a process of its own; no ``__main__`` guard needed.
 
     Args:
         model: folder or Hugging Face id of a checkpoint; None: the embedded model.
         connect: address of a running daemon to use instead; `model`, if given, must then be the daemon's.
+        logits_processors: classes as in compat/logits_processors.py, or their dotted names, for all requests. The core
+            then runs in this process.
+        chat_template: for `chat`, in place of the model's own.
         engine_args: the fields of `EngineArgs`; under `connect` the options of `LLMEngine.connect`.
 
     Raises:
         MainspringError: an argument is wrong, the model is not found or not supported, or the core did not start.
     """
 
-    def __init__(self, model: str | None = None, *, connect: str | None = None, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        connect: str | None = None,
+        logits_processors: Sequence[type | str] | None = None,
+        chat_template: str | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self.chat_template = chat_template
+        self._processors = processor_classes(logits_processors)
         if connect is None:
             args = EngineArgs(model, **engine_args)
-            self.llm_engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+            multiprocess = False if self._processors else None
+            self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS, None, multiprocess)
         else:
             self.llm_engine = _connected(connect, model, engine_args)
         self._engine = self.llm_engine
         self._numbers = itertools.count()
         self._one_batch = threading.Lock()  # batches of several threads take turns: `step` returns outputs of all
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An `LLM` with these arguments."""
+        return cls(**vars(engine_args))
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's part of the configuration."""
+        return self.llm_engine.model_config
 
     def generate(
         self,
@@ -67,8 +104,9 @@ class LLM(EngineMethods, PoolingMethods):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Complete one prompt or many. Nothing is sent before every prompt has been checked.
+        """Complete one prompt or many. Nothing is computed before every prompt, grammar and adapter has been checked.
 
         Args:
             prompts: see prompts.py for the forms; a list of ints is one prompt.
@@ -79,15 +117,21 @@ class LLM(EngineMethods, PoolingMethods):
             prompt_token_ids: the older form of prompts of token ids: one list or several.
             prompt_adapter_request: virtual tokens before each prompt.
             tokenization_kwargs: ``add_special_tokens`` (default True) for prompts that are text.
+            on_error: ``"raise"``, or ``"return"``: an output whose finish reason is ``error`` holds the error of its
+                request, with the text in `stop_reason`; grammars and adapters are then not checked in advance.
 
         Returns:
-            One output for each prompt, in order. One whose finish reason is ``error`` has the text in `stop_reason`.
+            One output for each prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters can't be served; the message says which.
+            InvalidRequestError: a prompt, its parameters, grammar or adapter can't be served. The message names the
+                index of the prompt.
+            MainspringError: a request failed while it ran. This is raised when all have ended: the error of the first
+                one that failed, whose `outputs` are the outputs of all.
             EngineDeadError: the core is gone.
             KeyboardInterrupt: the batch was aborted, and the engine goes on.
         """
+        check_on_error(on_error)
         listed = listed_prompts(prompts)
         if prompt_token_ids is not None:
             ids = listed_prompts(prompt_token_ids)
@@ -100,7 +144,7 @@ class LLM(EngineMethods, PoolingMethods):
         loras = self._one_each("lora_request", lora_request, len(listed))
         requests = []
         for at, prompt in enumerate(listed):
-            try:
+            with names_prompt(at, len(listed)):
                 request = self.llm_engine.input_processor.process_inputs(
                     str(next(self._numbers)),
                     prompt,
@@ -111,12 +155,18 @@ class LLM(EngineMethods, PoolingMethods):
                     lora_request=loras[at],
                     prompt_adapter_request=prompt_adapter_request,
                 )
-            except InvalidRequestError as error:
-                raise type(error)(f"prompt {at}: {error}" if len(listed) > 1 else str(error)) from None
+                given = request.params.logits_processors or []
+                classes = functions_of(self._processors, self.llm_engine.vllm_config, request.params)
+                request.params.logits_processors = [*given, *classes]
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
             requests.append(request)
+        if on_error == "raise":
+            self._check_in_core(requests)
         with self._one_batch:
-            return self._run(requests, use_tqdm)
+            outputs = self._run(requests, use_tqdm)
+        if on_error == "raise":
+            raise_first_failure(outputs)
+        return outputs
 
     def chat(
         self,
@@ -129,16 +179,22 @@ class LLM(EngineMethods, PoolingMethods):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_error: OnError = "raise",
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation or to many, through the model's chat template.
 
         Args:
             messages: dicts with ``role`` and ``content``; a list of such lists is several conversations.
-            chat_template: the template's text, or the name of one of the model's; None: the model's own.
+            chat_template: the template's text, or the name of one of the model's; None: that of this object.
             add_generation_prompt: end the prompt where the assistant's reply begins.
             continue_final_message: have the last message continued instead; needs `add_generation_prompt=False`.
             tools: JSON schemas of functions, for templates that show them.
             chat_template_kwargs: more variables for the template.
+            on_error: as `generate`.
+            priority, tokenization_kwargs: as `generate`; special tokens are not added unless asked for.
 
         Returns, raises: as `generate`.
         """
@@ -148,21 +204,22 @@ class LLM(EngineMethods, PoolingMethods):
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
         prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(chat_template_kwargs or {}),
-            )
-            if not is_text(text):
-                raise InvalidRequestError(f"the conversation makes {shown(text)}, which holds half a surrogate pair")
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=text))
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+        for at, conversation in enumerate(conversations):
+            with names_prompt(at, len(conversations)):
+                text = tokenizer.apply_chat_template(
+                    conversation,
+                    tools=tools,
+                    chat_template=self.chat_template if chat_template is None else chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **(chat_template_kwargs or {}),
+                )
+            prompts.append(cast(str, text))
+        # the template writes all special tokens itself
+        kwargs = {"add_special_tokens": False, **(tokenization_kwargs or {})}
+        more: dict[str, Any] = {"priority": priority, "tokenization_kwargs": kwargs, "on_error": on_error}
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **more)
 
     def beam_search(
         self,
@@ -170,13 +227,17 @@ class LLM(EngineMethods, PoolingMethods):
         params: BeamSearchParams,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: Progress = False,
+        *,
+        on_error: OnError = "raise",
     ) -> list[BeamSearchOutput]:
         """The `params.beam_width` continuations of each prompt that beam search finds, see beam_search.py.
+
+        With ``on_error="return"`` the one sequence of a prompt that failed has the finish reason ``error``.
 
         Raises: as `generate`.
         """
         found = []
-        for output in self.generate(prompts, params.sampling_params(), use_tqdm, lora_request):
+        for output in self.generate(prompts, params.sampling_params(), use_tqdm, lora_request, on_error=on_error):
             before = output.prompt_token_ids or []
             prompt = self.get_tokenizer().decode(before) if output.prompt is None else output.prompt
             found.append(
@@ -216,6 +277,16 @@ class LLM(EngineMethods, PoolingMethods):
         if len(given) != count:
             raise InvalidArgumentError(f"{name} has {len(given)} entries for {count} prompts; give one for each")
         return list(given)
+
+    def _check_in_core(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Let the core prepare all grammars and adapters, because only the core can tell whether they are usable."""
+        checked = set()
+        for at, request in enumerate(requests):
+            message = check_message(request)
+            if message is not None and (key := msgspec.msgpack.encode(message)) not in checked:
+                checked.add(key)
+                with names_prompt(at, len(requests)):
+                    self.llm_engine.engine_core.call("check_request", message)
 
     def _run(self, requests: Sequence[EngineCoreRequest], use_tqdm: Progress) -> list[RequestOutput]:
         engine = self.llm_engine

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..compat.forms import refuse_unsupported, resolve_add_request, takes_older_forms
 from ..compat.members import EngineMembers, UsageContext
+from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, shown, wire_text
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
-from .args import EngineArgs, checked
+from .args import EngineArgs
 from .engine_methods import EngineMethods
-from .frontend import Frontend, ModelFiles
+from .frontend import Frontend
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import PoolingRequestOutput, RequestOutput
@@ -25,8 +27,6 @@ from .request.prompts import Prompt
 
 if TYPE_CHECKING:
     from ..ipc.client import CoreClient
-    from ..ipc.connection import Connection
-    from ..ipc.inproc_client import InprocClient
 
 
 def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
@@ -47,6 +47,7 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
     return InprocClient(core)
 
 
+@knows_members("LLMEngine")
 class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
     """A frontend with a core of its own, in a process of its own unless `multiprocess_mode` is False.
 
@@ -83,16 +84,7 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
         multiprocess_mode: bool = True,
     ) -> None:
         refuse_unsupported(executor_class=executor_class)
-        vllm_config = checked(vllm_config)
-        files, told = ModelFiles.of(vllm_config), vllm_config.observability_config
-        client = make_client(vllm_config, multiprocess_mode)
-        self._open(client, files, log_stats, stat_loggers, told.metrics_port, told.otlp_traces_endpoint)
-
-    @classmethod
-    def _client(cls, connection: Connection) -> CoreClient:
-        from ..ipc.sync_client import SyncClient
-
-        return SyncClient(connection)
+        self._start(vllm_config, lambda config: make_client(config, multiprocess_mode), log_stats, stat_loggers)
 
     def _open(self, client: CoreClient, *more: Any) -> None:
         super()._open(client, *more)
@@ -163,18 +155,16 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
             EngineDeadError: the core is gone.
         """
         self._check_process()
-        slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority)
-        call = resolve_add_request(request_id, prompt, params, slots, prompt_text, older)
-        request = self._make_request(call)
+        slots = (arrival_time, lora_request, tokenization_kwargs, trace_headers, priority, prompt_text)
+        request = self._make_request(resolve_add_request(request_id, prompt, params, slots, older))
         with self._lock:
             _, messages, tensors = self._register(request)
-            processors = request.params.logits_processors
+            send: Callable[..., None] = self.engine_core.add_request
+            if processors := request.params.logits_processors:  # the core is in this process
+                send = partial(send, processors=processors)
             try:
                 for message in messages:
-                    if processors:
-                        cast("InprocClient", self.engine_core).add_request(message, tensors, processors)
-                    else:
-                        self.engine_core.add_request(message, tensors)
+                    send(message, tensors)
             except BaseException:
                 self._end_requests([request.request_id])
                 raise

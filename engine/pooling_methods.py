@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, RequestFailedError, shown
+from ..ipc.adapters import LoRARequest
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
 from ..ipc.pooling_params import PoolingParams
 from .request.outputs import (
     ClassificationOutput,
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
     from .text.tokenizer import Tokenizer
 
 Progress = bool | Callable[..., Any]  # False, True, or something like the class `tqdm`
+OnError = Literal["raise", "return"]
+
+
+def check_on_error(given: object) -> None:
+    if given not in ("raise", "return"):
+        raise InvalidArgumentError(f"on_error is {shown(given)}; it must be 'raise' or 'return'")
 
 
 class PoolingMethods:
@@ -43,22 +51,26 @@ class PoolingMethods:
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the model makes of each prompt's hidden states.
 
         Args:
             prompts: as of `generate`.
             pooling_params: one for all prompts or one each.
+            lora_request: as of `generate`; for models that are not encoders.
             truncate_prompt_tokens, pooling_task: defaults for parameters that do not set them.
+            on_error: ``"raise"``, or ``"return"``: the output of a request that failed has no data and its `error`.
 
         Returns:
-            One output for each prompt, in order. One that failed has no data and its `error`.
+            One output for each prompt, in order.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served, or the model generates.
+            MainspringError: as `generate`, a request failed while it ran; its `outputs` are the outputs of all.
         """
         given = pooling_params if isinstance(pooling_params, Sequence) else [pooling_params or PoolingParams()]
         params = []
@@ -71,13 +83,14 @@ class PoolingMethods:
                 )
             keep = one.truncate_prompt_tokens or truncate_prompt_tokens
             task = cast(Any, one.task or pooling_task)
-            params.append(PoolingParams(one.dimensions, one.activate, None, task, keep))
+            params.append(replace(one, task=task, truncate_prompt_tokens=keep))
         outputs = self.generate(
             prompts,
             params if isinstance(pooling_params, Sequence) else params[0],
             use_tqdm,
             lora_request,
             tokenization_kwargs=tokenization_kwargs,
+            on_error=on_error,
         )
         return cast("list[PoolingRequestOutput[PoolingOutput]]", outputs)
 
@@ -88,11 +101,14 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt. Arguments and errors as `encode`; that of a request that failed is raised."""
+    ) -> list[EmbeddingRequestOutput] | list[PoolingRequestOutput[PoolingOutput]]:
+        """One vector for each prompt, or, if `pooler_config` has the task token_embed, one for each token or chunk, as
+        of `encode`. Arguments and errors as `encode`; `outputs` of an error are those of `encode`."""
         more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs, truncate_prompt_tokens)
+        if self._by_token:
+            return self._asked("token_embed", prompts, *more)
         found = self._asked("embed", prompts, *more)
         return [one.with_outputs(EmbeddingRequestOutput, EmbeddingOutput(one.outputs.data.tolist())) for one in found]
 
@@ -103,7 +119,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each label for each prompt. Arguments and errors as `embed`."""
@@ -111,6 +127,19 @@ class PoolingMethods:
         found = self._asked("classify", prompts, *more)
         make = ClassificationRequestOutput
         return [one.with_outputs(make, ClassificationOutput(one.outputs.data.tolist())) for one in found]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The scores of each token that a reward model gives. Arguments and errors as `embed`."""
+        return self._asked("token_classify", prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs, None)
 
     def score(
         self,
@@ -121,18 +150,23 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well two texts go together: what a cross-encoder says of the pair, or the cosine of two embeddings.
+        If `pooler_config` has the task token_embed, it is their late interaction: for each token of `text_1` the
+        largest product with a token of `text_2`, summed.
 
         Args:
             text_1, text_2: one and one, one and many, or as many of both. Of a cross-encoder both are text.
+            chat_template: for cross-encoders: makes one text of the two, which are messages of the roles ``query`` and
+                ``document``. None: the tokenizer makes a pair of them.
 
         Returns:
             One output for each of `text_2`.
 
-        Raises: as `embed`.
+        Raises: as `embed`. An index in a message counts the pairs, or all of `text_1` and then `text_2`.
         """
         firsts, seconds = listed_prompts(text_1), listed_prompts(text_2)
         if len(firsts) not in (1, len(seconds)) or not seconds:
@@ -146,29 +180,28 @@ class PoolingMethods:
         more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs, truncate_prompt_tokens)
         make = ScoringRequestOutput
         if "classify" in tasks:
-            if (
-                truncate_prompt_tokens is not None
-                or getattr(pooling_params, "truncate_prompt_tokens", None) is not None
-            ):
+            if (truncate_prompt_tokens, getattr(pooling_params, "truncate_prompt_tokens", None)) != (None, None):
                 raise NotSupportedError("truncate_prompt_tokens is not supported for pairs yet; leave it out")
             pairs = [
-                self._pair(one, two) for one, two in zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
+                self._pair(one, two, chat_template)
+                for one, two in zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
             ]
             found = self._asked("classify", pairs, *more)
             return [one.with_outputs(make, ScoringOutput(float(one.outputs.data[0]))) for one in found]
-        found = self._asked("embed", firsts + seconds, *more)
+        found = self._asked("token_embed" if self._by_token else "embed", firsts + seconds, *more)
+        similarity = _late_interaction if self._by_token else _cosine
         ones, twos = found[: len(firsts)], found[len(firsts) :]
         scored = []
         for one, two in zip(ones * (len(twos) // len(ones)), twos, strict=True):
-            score = ScoringOutput(_cosine(one.outputs.data, two.outputs.data))
+            score = ScoringOutput(similarity(one.outputs.data, two.outputs.data))
             ids = [*one.prompt_token_ids, *two.prompt_token_ids]
             scored.append(make(two.request_id, score, ids, True, one.num_cached_tokens + two.num_cached_tokens, "stop"))
         return scored
 
     def _asked(
-        self, task: str, prompts: Any, use_tqdm: Progress, params: Any, lora: None, kwargs: Any, keep: int | None
+        self, task: str, prompts: Any, use_tqdm: Progress, params: Any, lora: Any, kwargs: Any, keep: int | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        found = self.encode(
+        return self.encode(
             prompts,
             params,
             truncate_prompt_tokens=keep,
@@ -177,18 +210,28 @@ class PoolingMethods:
             pooling_task=task,
             tokenization_kwargs=kwargs,
         )
-        for at, one in enumerate(found):
-            if one.error is not None:
-                raise type(one.error)(f"prompt {at}: {one.error}")
-            if one.finish_reason != "stop":
-                raise RequestFailedError(f"prompt {at}: it was ended ({one.finish_reason}) before its data came")
-        return found
 
-    def _pair(self, one: Any, two: Any) -> TokensPrompt:
+    @property
+    def _by_token(self) -> bool:
+        """Whether embeddings are those of tokens."""
+        return self.llm_engine.get_supported_tasks()[0] == "token_embed"
+
+    def _pair(self, one: Any, two: Any, chat_template: str | None) -> TokensPrompt:
         if not (isinstance(one, str) and isinstance(two, str)):
             raise InvalidRequestError("a cross-encoder scores pairs of text; one of a pair is something else")
+        if chat_template is not None:
+            messages = [{"role": "query", "content": one}, {"role": "document", "content": two}]
+            tokenizer = self.get_tokenizer()
+            text = cast(str, tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+            return TokensPrompt(prompt_token_ids=tokenizer.encode(text))
         token_ids, types = self.get_tokenizer().encode_pair(one, two)
         return TokensPrompt(prompt_token_ids=token_ids, token_type_ids=types)
+
+
+def _late_interaction(one: np.ndarray, two: np.ndarray) -> float:
+    import numpy as np
+
+    return float((np.asarray(one) @ np.asarray(two).T).max(axis=1).sum())
 
 
 def _cosine(one: np.ndarray, two: np.ndarray) -> float:

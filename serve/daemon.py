@@ -14,7 +14,7 @@ import zmq
 
 from ..engine.observe.metrics import OF_SUPERVISOR, PREFIX, Metric, metrics_of
 from ..ipc.config import EngineConfig
-from ..ipc.connection import ask
+from ..ipc.connection import ask_status
 from ..ipc.errors import AddressInUseError, InvalidArgumentError, MainspringError
 from ..ipc.journal import Phase
 from ..ipc.keys import default_allowed, load_allowed, load_keypair
@@ -38,6 +38,9 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
         MainspringError: the first core did not start; its error.
     """
     endpoints = endpoints_of(options)
+    paths = [
+        path for address in (endpoints.address, endpoints.admin_address) if address and (path := ipc_path(address))
+    ]
     stopping = False
 
     def stop(*_: Any) -> None:
@@ -47,11 +50,12 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
         supervisor.stop()
 
     def ready() -> bool:
-        return supervisor.ready and not stopping and supervisor.phase is not Phase.DRAINING
+        listens = all(path.is_socket() for path in paths)  # the core makes a deleted socket file again
+        return supervisor.ready and not stopping and supervisor.phase is not Phase.DRAINING and listens
 
     def status() -> str:
         phase = "stopping" if stopping else "serving" if ready() else "starting"
-        return f"{phase} at {endpoints.address}, core pid {supervisor.core_pid}, {supervisor.restarts} restarts"
+        return f"{phase} at {endpoints.address}, core pid {supervisor.core_pid}, {supervisor.launch.restarts} restarts"
 
     with contextlib.ExitStack() as stack:
         for address in filter(None, (endpoints.address, endpoints.admin_address)):
@@ -116,15 +120,17 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
 
 def _metrics(supervisor: Supervisor, config: EngineConfig, address: str, keys: dict[str, Any]) -> list[Metric]:
     """The metrics of the core. While it does not answer, only those that the supervisor knows."""
-    ours: dict[str, Any] = {"epoch": supervisor.epoch, "requests_quarantined": supervisor.num_quarantined}
+    ours: dict[str, Any] = {"epoch": supervisor.launch.epoch, "requests_quarantined": supervisor.num_quarantined}
     model, lora = config.model_config.shown_name, config.lora_config
     try:
-        status = ask(address, **keys)
+        status = ask_status(address, **keys)
     except MainspringError:
-        found = metrics_of(Stats(**ours), Measured(), model, supervisor.restarts)
+        found = metrics_of(Stats(**ours), Measured(), model, supervisor.launch.restarts)
         return [one for one in found if one.name.removeprefix(PREFIX) in OF_SUPERVISOR]
     stats = msgspec.structs.replace(status.core.stats, malformed_frames=status.core.malformed_frames, **ours)
-    return metrics_of(stats, status.measured, model, supervisor.restarts, lora.max_loras if lora.enable_lora else 0)
+    return metrics_of(
+        stats, status.measured, model, supervisor.launch.restarts, lora.max_loras if lora.enable_lora else 0
+    )
 
 
 def _absolute(address: str) -> str:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from ..ipc.errors import AddressInUseError
 
 logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 10.0
+_OWN_DESCRIPTORS = 24  # that the process needs beside its health checks
+_CHECK_DESCRIPTORS = 10  # of one health check: its connection, and the sockets that ask the core
+_MAX_CHECKS = 32  # at once
 
 
 def notify(state: str) -> None:
@@ -69,8 +74,23 @@ def probes(host: str, port: int, ready: Callable[[], bool]) -> Iterator[int]:
         def log_message(self, format: str, *args: object) -> None:
             logger.debug(format, *args)
 
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    slots = threading.Semaphore(max(1, min(_MAX_CHECKS, (descriptors - _OWN_DESCRIPTORS) // _CHECK_DESCRIPTORS)))
+
+    class Server(ThreadingHTTPServer):
+        """Closes connections for which there are no descriptors: libzmq aborts a process that has none left."""
+
+        def verify_request(self, *_: object) -> bool:
+            return slots.acquire(blocking=False)
+
+        def process_request_thread(self, *args: Any) -> None:
+            try:
+                super().process_request_thread(*args)
+            finally:
+                slots.release()
+
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = Server((host, port), Handler)
     except (OSError, OverflowError) as error:
         why = f"{getattr(error, 'strerror', error)}; choose another"
         raise AddressInUseError(f"http_port is {port}, where nobody can listen on {host}: {why}") from None

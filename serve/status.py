@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..ipc.connection import ask_status
-from ..ipc.errors import ConnectError
+from ..ipc.errors import ConnectError, printable
 from ..ipc.messages import CoreStatus, Latency
 from ..ipc.transport import ipc_path, lock_holder, readable
 
@@ -35,7 +35,7 @@ def look(address: str, **options: Any) -> CoreStatus | int:
         ConnectError: neither is there.
     """
     try:
-        return ask_status(address, **options)
+        return ask_status(address, **options).core
     except ConnectError as error:
         holder = lock_holder(address) if ipc_path(address) else None
         if holder is None:
@@ -83,11 +83,6 @@ def frame(found: CoreStatus | int, speeds: Sequence[float] = (), trouble: str = 
 
 def starting(supervisor_pid: int) -> str:
     return f"starting: daemon {supervisor_pid} has no core yet that serves"
-
-
-def printable(text: str) -> str:
-    """The text without control characters, because any frontend can choose its name."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _facts(core: CoreStatus) -> list[tuple[str, str]]:

@@ -52,11 +52,7 @@ COUNTERS = {
     "malformed_frames": ("Frames from frontends that were dropped.", "malformed_frames"),
     "core_restarts": ("Restarts of the core; told by a daemon.", ""),
 }
-OF_SUPERVISOR = {
-    "core_epoch",
-    "core_restarts",
-    "requests_quarantined",
-}  # metrics that the supervisor knows while there is no core
+OF_SUPERVISOR = {"core_epoch", "core_restarts", "requests_quarantined"}  # known while there is no core
 HELP = {name: str(entry[0]) for name, entry in {**GAUGES, **COUNTERS, **DISTRIBUTIONS}.items()}
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -42,7 +42,9 @@ class Tracer:
 
     def __init__(self, endpoint: str, model: str) -> None:
         url = urlsplit(endpoint)
-        self._exporter = _Exporter(endpoint if url.path.strip("/") else f"{url.scheme}://{url.netloc}/v1/traces")
+        whole = endpoint if url.path.strip("/") else f"{url.scheme}://{url.netloc}/v1/traces"
+        trace_exporter._logger.addFilter(_quiet)
+        self._exporter = _Exporter(whole, timeout=SEND_SECONDS)
         resource = Resource({"service.name": "mainspring"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         queued = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", QUEUED_SPANS))
@@ -120,23 +122,17 @@ class Tracer:
         return {name: value for name, value in found.items() if value is not None}
 
 
-class _Exporter(SpanExporter):
+class _Exporter(trace_exporter.OTLPSpanExporter):
     """OpenTelemetry's exporter, except that it gives up at a shutdown if the collector can't be reached."""
 
-    def __init__(self, url: str) -> None:
-        trace_exporter._logger.addFilter(_quiet)
-        self._sender = trace_exporter.OTLPSpanExporter(url, timeout=SEND_SECONDS)
-        self._failed = self.closing = False
+    failed = closing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if self.closing and self._failed:
+        if self.closing and self.failed:
             return SpanExportResult.FAILURE
-        result = self._sender.export(spans)
-        self._failed = result is not SpanExportResult.SUCCESS
+        result = super().export(spans)
+        self.failed = result is not SpanExportResult.SUCCESS
         return result
-
-    def shutdown(self) -> None:
-        self._sender.shutdown()  # type: ignore[no-untyped-call]
 
 
 class _Quiet(logging.Filter):

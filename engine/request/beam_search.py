@@ -86,9 +86,6 @@ class BeamRequest(RequestState):
             ended = Finished(-1, "length" if beam.stop_token is None else "stop", beam.stop_token)
             completion.advance(ended)
             if failed is not None:
-                completion.finish_reason, completion.stop_reason, completion.error = (
-                    failed.finish_reason,
-                    failed.stop_reason,
-                    failed.error,
-                )
+                completion.finish_reason, completion.error = failed.finish_reason, failed.error
+                completion.stop_reason = failed.stop_reason
             self.completions.append(completion)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
@@ -14,9 +14,12 @@ from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
 from ...ipc.request_check import RequestCheck
-from .prompts import Embeds, ParsedPrompt, parse_prompt
+from ...ipc.structured import trace_spec
+from .late_chunking import LateChunkingMetadata, chunks_of
+from .prompts import ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
+    from ...ipc.codec import Array
     from ..text.tokenizer import Tokenizer
 
 
@@ -46,13 +49,14 @@ class EngineCoreRequest:
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
-    embeds: Embeds | None = None
+    embeds: Array | None = None  # [tokens, hidden size]
     bad_words: list[list[int]] = field(default_factory=list)  # each as token ids
     grammar: list[str] = field(default_factory=list)  # kind and text of its structured outputs
     trace_headers: Mapping[str, str] | None = None  # of the trace that the request belongs to
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
     pooling: PoolingParams | None = None  # of a request to a pooling model; `params` are then without effect
+    chunking: LateChunkingMetadata | None = None  # of a request with late chunking
     second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
 
 
@@ -101,7 +105,7 @@ class InputProcessor:
         if pooling is not None:
             pooling.validate()
             pooling.task = pooling.task or cast(Any, next(iter(self.model.tasks), None))
-            params = _no_tokens()
+            params = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -123,7 +127,18 @@ class InputProcessor:
         keep = (pooling or params).truncate_prompt_tokens
         keep = limit if keep == -1 else keep
         token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, pooling is not None)
+        chunking = None
+        if pooling is not None and pooling.late_chunking_params is not None:
+            if pooling.task != "token_embed":
+                raise InvalidRequestError(f"late_chunking_params is for token_embed, and the task is {pooling.task}")
+            special = (tokenization_kwargs or {}).get("add_special_tokens", True)
+            size = pooling.late_chunking_params.chunk_size
+            chunking = chunks_of(parsed.text, token_ids, size, self.tokenizer, special)
         form = params.structured_outputs or params.guided_decoding
+        spec: tuple[str, str] | None = None if form is None else form.spec()
+        if params.trace_decode_token_ids is not None:
+            spec, params.ignore_eos = trace_spec(params.trace_decode_token_ids), True
+            params.max_tokens, params.stop, params.stop_token_ids = len(params.trace_decode_token_ids), [], []
         room = max(1, self.model.max_model_len - virtual - len(token_ids))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -140,11 +155,12 @@ class InputProcessor:
             cache_salt=parsed.cache_salt or params.cache_salt or "",
             embeds=parsed.embeds,
             bad_words=self._tokenized(params.bad_words or ()),
-            grammar=[] if form is None else list(form.spec()),
+            grammar=list(spec or ()),
             trace_headers=trace_headers,
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             pooling=pooling,
+            chunking=chunking,
             second=parsed.second,
         )
         self._request_check.check(core_message(request, 0))
@@ -166,7 +182,9 @@ class InputProcessor:
         for word in bad_words:
             if self.tokenizer is None:
                 raise InvalidRequestError("bad_words need a tokenizer; this engine has skip_tokenizer_init=True")
-            bare, spaced = (self.tokenizer.encode(space + word.lstrip(), False) for space in ("", " "))
+            bare, spaced = (
+                self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
+            )
             found += [bare] if bare[:1] == spaced[:1] or len(bare) != len(spaced) else [bare, spaced]
         return [tokens for tokens in found if tokens]
 
@@ -184,7 +202,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
-            return [0] * len(parsed.embeds.array)
+            return [0] * len(parsed.embeds.values)
         if parsed.token_ids is not None:
             token_ids = parsed.token_ids
         elif self.tokenizer is None:
@@ -192,9 +210,13 @@ class InputProcessor:
         elif not is_text(parsed.text):
             raise InvalidRequestError(f"the prompt is {shown(parsed.text)}, which holds half a surrogate pair")
         else:
-            add_special_tokens = tokenization_kwargs.get("add_special_tokens", True)
-            most = keep if pooled else None
-            token_ids = self.tokenizer.encode(parsed.text, add_special_tokens, most) if parsed.text else []
+            special = tokenization_kwargs.get("add_special_tokens", True)
+            if not parsed.text:
+                token_ids = []
+            elif pooled and keep is not None:
+                token_ids = self.tokenizer.encode_first(parsed.text, special, keep)
+            else:
+                token_ids = self.tokenizer.encode(parsed.text, add_special_tokens=special)
         if keep is None:
             return token_ids
         return token_ids[:keep] if pooled else token_ids[-keep:]
@@ -207,6 +229,15 @@ def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[Ad
     return [core_message(request, handle, index=index) for index, handle in numbered]
 
 
+def check_message(request: EngineCoreRequest) -> AddRequest | None:
+    """The message for the core's method ``check_request``, with only what the core checks; None: there is nothing."""
+    if not (request.grammar or request.pooling or request.lora_request or request.prompt_adapter_request):
+        return None
+    whole = core_message(replace(request, second=0), 0)
+    sampling, pooling = Sampling(1, grammar=whole.sampling.grammar), whole.pooling
+    return AddRequest(0, "", [0], sampling, pooling=pooling, lora=whole.lora, prompt_adapter=whole.prompt_adapter)
+
+
 def core_message(
     request: EngineCoreRequest, handle: int, beam: Sequence[int] | None = None, index: int = 0, age_s: float = 0.0
 ) -> AddRequest:
@@ -214,7 +245,7 @@ def core_message(
     sent `age_s` seconds ago."""
     params, embeds = request.params, None  # a value may be of a subclass of int, float or str, which msgpack refuses
     if request.embeds is not None:
-        embeds = Tensor(0, request.embeds.dtype, list(request.embeds.array.shape))
+        embeds = Tensor(0, request.embeds.dtype, list(request.embeds.values.shape))
     assert params.max_tokens is not None
     assert params.seed is not None
     stops = sorted(int(token) for token in request.eos_token_ids.union(params.stop_token_ids or ()))
@@ -253,7 +284,8 @@ def core_message(
 def _pooling(request: EngineCoreRequest) -> Pooling | None:
     if (params := request.pooling) is None:
         return None
-    return Pooling(str.__str__(params.task or ""), int(params.dimensions or 0), params.activate, request.second)
+    activate = params.activate if request.chunking is None else False
+    return Pooling(str.__str__(params.task or ""), int(params.dimensions or 0), activate, request.second)
 
 
 def _count(logprobs: int | None) -> int:
@@ -267,8 +299,3 @@ def child_seed(seed: int, index: int) -> int:
 
     digest = blake2b(int(seed).to_bytes(8, "big", signed=True) + index.to_bytes(8, "big", signed=True), digest_size=8)
     return int.from_bytes(digest.digest(), "big", signed=True)
-
-
-def _no_tokens() -> SamplingParams:
-    """The sampling parameters of a pooling request."""
-    return SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

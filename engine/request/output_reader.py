@@ -70,6 +70,11 @@ class OutputReader:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self.end([request_id])))
 
+    async def caught_up(self) -> None:
+        """Wait until the streams have yielded all that was received so far."""
+        for _ in range(self._client.num_outputs + 2):  # one turn of the loop each; then the last stream runs
+            await asyncio.sleep(0)
+
     async def drained(self, seconds: float) -> None:
         """Wait until nothing is in flight. After so many seconds: `TimeoutError`."""
         await asyncio.wait_for(self._idle.wait(), seconds)
@@ -90,14 +95,12 @@ class OutputReader:
             if not isinstance(error, EngineDeadError):
                 logger.exception("reading outputs failed")
             for state in self._processor.forget(error, time.monotonic()):  # no stream may wait for ever
-                assert state.output_ready is not None
                 state.connection_error = error
                 state.output_ready.set()
             self._idle.set()
 
     async def _settle(self, processed: Processed) -> None:
         for state in processed.changed:
-            assert state.output_ready is not None
             state.output_ready.set()
         if not len(self._processor):
             self._idle.set()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ...ipc.errors import MainspringError
+from ...ipc.errors import MainspringError, RequestFailedError
 from ...ipc.messages import FinishReason
+from .late_chunking import LateChunkingMetadata
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,6 +149,7 @@ class PoolingRequestOutput(Generic[O]):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finish_reason: FinishReason | None = None  # "stop", "abort" or "error"
     error: MainspringError | None = None  # behind finish reason "error"
+    late_chunking: LateChunkingMetadata | None = None  # the chunks, under late chunking
 
     def with_outputs(self, kind: type[P], outputs: Any) -> P:
         """The same output, with other `outputs`."""
@@ -168,6 +171,24 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 def num_tokens_of(output: RequestOutput | PoolingRequestOutput[Any]) -> int:
     """The number of tokens in an output."""
     return 0 if isinstance(output, PoolingRequestOutput) else sum(len(one.token_ids) for one in output.outputs)
+
+
+def raise_first_failure(outputs: Sequence[Any]) -> None:
+    """Raise the error of the first request that failed, under its own type and with the `outputs` of all requests."""
+    failed = [(at, error) for at, output in enumerate(outputs) for error in _failures_of(output)[:1]]
+    if failed:
+        at, error = failed[0]
+        more = f" ({len(failed)} of {len(outputs)} prompts failed)" if len(failed) > 1 else ""
+        raised = type(error)(f"prompt {at}: {error}{more}" if len(outputs) > 1 else str(error))
+        raised.outputs = outputs
+        raise raised
+
+
+def _failures_of(output: RequestOutput | PoolingRequestOutput[Any]) -> list[MainspringError]:
+    """As `errors_of`. A pooling request that was aborted has failed too, because it has no data."""
+    if isinstance(output, PoolingRequestOutput) and output.finish_reason == "abort":
+        return [RequestFailedError("it was ended (abort) before its data came")]
+    return errors_of(output)
 
 
 def errors_of(output: RequestOutput | PoolingRequestOutput[Any]) -> list[MainspringError]:

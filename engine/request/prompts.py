@@ -10,7 +10,7 @@ from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown
 from ...ipc.params import is_text
 
 if TYPE_CHECKING:
-    import numpy as np
+    from ...ipc.codec import Array  # imports numpy, which `import mainspring` must not
 
 
 class TextPrompt(TypedDict):
@@ -48,30 +48,20 @@ class ExplicitEncoderDecoderPrompt(TypedDict):
 Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 
 
-class Embeds(NamedTuple):
-    """An array of floats as it is sent to the core. bfloat16 is kept as uint16."""
-
-    array: np.ndarray  # [tokens, hidden size]
-    dtype: str  # float32, float16 or bfloat16
-
-
 class ParsedPrompt(NamedTuple):
     """A prompt in its one form: `token_ids` or `embeds` is set, or `text` is still to be encoded."""
 
     text: str | None = None
     token_ids: list[int] | None = None
-    embeds: Embeds | None = None
+    embeds: Array | None = None  # [tokens, hidden size]
     cache_salt: str | None = None
     second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
 
 
 _KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids")
-_NOT_SUPPORTED = {
-    "multi_modal_data": "multi-modal prompts are",
-    "multi_modal_uuids": "multi-modal prompts are",
-    "mm_processor_kwargs": "multi-modal prompts are",
-    "encoder_prompt": "encoder-decoder prompts are",
-    "decoder_prompt": "encoder-decoder prompts are",
+_NOT_SUPPORTED = {  # key → the kind of prompt that has it
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "multi-modal"),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder"),
 }
 
 
@@ -110,7 +100,7 @@ def listed_prompts(prompts: Any) -> list[Any]:
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key in prompt:
         if key in _NOT_SUPPORTED and prompt[key] is not None:
-            raise NotSupportedError(f"{_NOT_SUPPORTED[key]} not supported yet ({key!r})")
+            raise NotSupportedError(f"{_NOT_SUPPORTED[key]} prompts are not supported yet ({key!r})")
         if key not in _KEYS and key not in _NOT_SUPPORTED:
             raise InvalidRequestError(str(unknown_argument("a prompt", key, _KEYS)))
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
@@ -160,20 +150,22 @@ def _is_int(value: Any) -> bool:
     )
 
 
-def _read_embeds(value: Any) -> Embeds:
+def _read_embeds(value: Any) -> Array:
     embeds = read_array("prompt_embeds", value)
-    if embeds.array.ndim != 2:
-        raise InvalidRequestError(f"prompt_embeds has shape {list(embeds.array.shape)}; it must be [tokens, hidden]")
+    if embeds.values.ndim != 2:
+        raise InvalidRequestError(f"prompt_embeds has shape {list(embeds.values.shape)}; it must be [tokens, hidden]")
     return embeds
 
 
-def read_array(name: str, value: Any) -> Embeds:
+def read_array(name: str, value: Any) -> Array:
     """An array from numpy, torch, or anything with `__array__` or DLPack.
 
     Raises:
         InvalidRequestError: `name` is none, or not of a float dtype.
     """
     import numpy as np
+
+    from ...ipc.codec import Array
 
     torch, dtype = sys.modules.get("torch"), ""  # a tensor can only come from a process that has torch
     try:
@@ -191,4 +183,4 @@ def read_array(name: str, value: Any) -> Embeds:
             raise InvalidRequestError(f"{name} has dtype {array.dtype}; it must be float32, float16 or bfloat16")
         dtype = "float16" if array.dtype.itemsize == 2 else "float32"
         array = np.asarray(array, dtype=dtype, order="C")
-    return Embeds(array, dtype)
+    return Array(array, dtype)

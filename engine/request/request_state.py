@@ -147,6 +147,8 @@ class Completion:
 class RequestState:
     """A request and its completions."""
 
+    output_ready: asyncio.Event  # set by the async engine: an output can be made, or there is a `connection_error`
+
     def __init__(
         self, source: EngineCoreRequest, handles: Sequence[int], tokenizer: Tokenizer | None, now: float
     ) -> None:
@@ -159,12 +161,7 @@ class RequestState:
         self._prompt_shown = False
         self.metrics = RequestMetrics(source.arrival_time)
         self.num_cached_tokens: int | None = None
-        self.output_ready: asyncio.Event | None = (
-            None  # for the async engine: an output can be made, or there is a `connection_error`
-        )
-        self.connection_error: Exception | None = (
-            None  # why no more outputs will come, though the request has not ended
-        )
+        self.connection_error: Exception | None = None  # why no outputs come any more, though it has not ended
         self.added = now
         self._tokenizer = tokenizer
         # without stop strings and without outputs before the end, text can be made at the end

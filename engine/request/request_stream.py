@@ -44,7 +44,6 @@ class RequestStream:
             raise ended
         try:
             state = self._state or await self.begin()
-            assert state.output_ready is not None
             await state.output_ready.wait()
         except BaseException:  # refused, or cancelled
             await self.aclose()

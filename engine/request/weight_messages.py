@@ -58,16 +58,15 @@ def plain_arguments(
 
 
 def _parts(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, Array]]:
-    from ...ipc.codec import Array
-
     for pair in weights:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidArgumentError(f"weights gives {shown(pair)}; it must give pairs of a name and an array")
         name, value = pair
-        values, dtype = read_array(name, value)
+        array = read_array(name, value)
+        values = array.values
         if not values.ndim or not len(values):
-            yield name, 0, Array(values.copy(), dtype)  # a copy, because the caller may change the array
+            yield name, 0, array._replace(values=values.copy())  # a copy, because the caller may change the array
             continue
         rows = max(1, MAX_BYTES // max(1, values[:1].nbytes))
         for start in range(0, len(values), rows):
-            yield name, start, Array(values[start : start + rows].copy(), dtype)
+            yield name, start, array._replace(values=values[start : start + rows].copy())

@@ -9,17 +9,26 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 
-from ...ipc.errors import InvalidRequestError, shown
+from ...ipc.errors import InvalidRequestError, NotSupportedError, shown
 
 if TYPE_CHECKING:
     import jinja2
 
 Message = Mapping[str, Any]
+
+_MODALITIES = "text"  # of every model that can be served
+_TEXT_TYPES = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
+_MEDIA = re.compile(r"(input_)?(image|audio|video|file)s?(_\w+)?")  # types of parts that are media
+_MEDIA_KEYS = re.compile(
+    r"(input_)?(image|audio|video)s?(_url)?"
+)  # keys of media in a message, or in a part without type
+_SPEAKERS = ("system", "developer", "user", "assistant")  # content of the other roles may be data of any form
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the trailing space shows whether the template trims
 
@@ -37,24 +46,30 @@ def render_chat(
 
     Raises:
         InvalidRequestError: the arguments contradict each other, or the template refuses the conversation.
+        NotSupportedError: a message has a part that is no text, such as an image.
     """
     import jinja2
 
     messages = _checked(conversation)
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidRequestError("tools must be a list of dicts, each the JSON schema of a function")
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        return _compile(template).render(
+            messages=messages,
+            tools=_plain(tools),
+            add_generation_prompt=add_generation_prompt,
+            **{"documents": None, **_plain(variables)},  # a template may ask whether there are any
+        )
+
+    _unify_content(messages, template, render)
     final = ""
     if continue_final_message:
         if add_generation_prompt:
             raise InvalidRequestError("continue_final_message and add_generation_prompt can't both be set")
         final = _mark_final(messages[-1])
     try:
-        text = _compile(template).render(
-            messages=messages,
-            tools=_plain(tools),
-            add_generation_prompt=add_generation_prompt,
-            **{"documents": None, **_plain(variables)},  # a template may ask whether there are any
-        )
+        text = render(messages)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise InvalidRequestError(f"the chat template refused the conversation: {error}") from error
     return _cut_at_mark(text, final) if continue_final_message else text
@@ -68,6 +83,64 @@ def _checked(conversation: Sequence[Message]) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"a message is {shown(message)}; it must be a dict with 'role' and 'content'")
     # a None (as some APIs return) would be printed as "None"; templates expect the key to be missing
     return [{key: value for key, value in _plain(message).items() if value is not None} for message in conversation]
+
+
+def _unify_content(messages: list[dict[str, Any]], template: str, render: Callable[..., str]) -> None:
+    """Refuse parts of messages that are no text. Join the parts that are text, unless the template reads parts."""
+    lists: dict[int, list[str | None]] = {}  # index of a message → the texts of its parts; None: a part is no text
+    for at, message in enumerate(messages):
+        content, speaks = message.get("content"), message["role"] in _SPEAKERS
+        parts = content if isinstance(content, list) else [content] if isinstance(content, dict) and speaks else None
+        for part in ({**message, "type": None}, *(parts or ())):
+            if (name := _no_text(part, template, speaks)) is not None:
+                raise NotSupportedError(
+                    f"message {at} has a part of type {name!r:.80}; the modalities of this model are: {_MODALITIES}"
+                )
+        texts = list(map(_text, parts or ()))
+        if parts is not None and (speaks or None not in texts):
+            lists[at] = texts
+            both = zip(parts, texts, strict=True)
+            message["content"] = [part if text is None else {"type": "text", "text": text} for part, text in both]
+    if lists and not _reads_parts(messages, lists, render):
+        for at, texts in lists.items():
+            if None in texts:
+                raise InvalidRequestError(
+                    f"message {at} has a part that is no text, but the chat template reads only text"
+                )
+            messages[at]["content"] = "\n".join(cast(list[str], texts))
+
+
+def _no_text(part: Any, template: str, speaks: bool) -> str | None:
+    """The type of a part that is media, or that the template does not mention; None: the part may be used."""
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    if isinstance(kind, str):
+        known = kind in _TEXT_TYPES or (not _MEDIA.fullmatch(kind) and (kind in template or not speaks))
+        return None if known else kind
+    return next((key for key in part if speaks and part[key] and _MEDIA_KEYS.fullmatch(str(key))), None)
+
+
+def _text(part: Any) -> str | None:
+    """The text of a part; None: the part is no text."""
+    if isinstance(part, dict):
+        kind = part.get("type", "text")
+        part = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_TYPES else None
+    return part if isinstance(part, str) else None
+
+
+def _reads_parts(messages: Sequence[Message], at: Iterable[int], render: Callable[..., str]) -> bool:
+    """Whether a template prints the text of parts. Others print a list as Python or JSON, leave it out, or fail."""
+    marks = {index: f"TEXT_OF_MESSAGE_{index}." for index in at}
+    tried = [
+        {**message, "content": [{"type": "text", "text": marks[index]}]} if index in marks else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        text = render(tried)
+    except Exception:  # whatever is wrong with the conversation is raised when it is rendered
+        return False
+    return all(mark in text and not re.search(rf"""['"]: ?['"]{mark}""", text) for mark in marks.values())
 
 
 def _plain(value: Any) -> Any:

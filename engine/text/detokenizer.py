@@ -17,22 +17,12 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from .tokenizer import SlowTokenizer, Tokenizer
 
 _MAX_UNFINISHED = 3  # tokens an unfinished character can have: each holds a byte of at most 4
-
-
-class TextStream(Protocol):
-    """Text of a growing sequence of token ids."""
-
-    def push(self, token: int) -> str:
-        """The text that this token completes."""
-
-    def flush(self) -> str:
-        """What remains at the end: U+FFFD for an unfinished character, else nothing."""
 
 
 def text_stream(
@@ -44,7 +34,7 @@ def text_stream(
     """A stream for what follows this prompt. Without `spaces_between_special_tokens`, added tokens that follow one
     another are joined directly, also where the decoder would put a space.
     """
-    skip = tokenizer.all_special_ids if skip_special_tokens else frozenset()
+    skip = tokenizer.skipped_ids if skip_special_tokens else frozenset()
     table = _piece_table(tokenizer)
     if table is not None:
         return PieceStream(table, prompt_token_ids, skip)
@@ -84,7 +74,10 @@ class PieceTable(dict[int, bytes]):
 
 
 class PieceStream:
-    """For tokenizers that a `PieceTable` describes."""
+    """For tokenizers that a `PieceTable` describes.
+
+    `push` gives the text that a token completes, `flush` what remains at the end: U+FFFD for an unfinished character.
+    """
 
     def __init__(self, table: PieceTable, prompt: Sequence[int], skip: frozenset[int]) -> None:
         self._table = table
@@ -108,14 +101,16 @@ class PieceStream:
 
 
 class WindowStream:
-    """For any tokenizer: the last tokens shown are context, those after them wait until they make whole characters."""
+    """The same for any tokenizer: the last tokens shown are context, and later ones wait until they make whole
+    characters."""
 
     _CONTEXT = 6
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], skip: frozenset[int], joined: frozenset[int]
     ) -> None:
-        self._tokenizer = tokenizer
+        # cleaning up could change text that was shown
+        self._decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._skip = skip
         self._joined = joined
         self._window = [token for token in prompt[-64:] if token not in skip][-self._CONTEXT :]
@@ -126,7 +121,7 @@ class WindowStream:
         if token in self._skip:
             return ""
         if token in self._joined and self._last in self._joined:
-            text = self.flush() + self._tokenizer.decode(token)
+            text = self.flush() + self._decode([token])
             self._window, self._shown = [token], 1
             return text
         self._last = token
@@ -140,8 +135,8 @@ class WindowStream:
         return self._take(self._pending())
 
     def _pending(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._shown])
-        return self._tokenizer.decode(self._window)[len(before) :]
+        before = self._decode(self._window[: self._shown])
+        return self._decode(self._window)[len(before) :]
 
     def _take(self, text: str) -> str:
         if len(self._window) > self._shown:
@@ -152,6 +147,9 @@ class WindowStream:
     def _drop(self) -> str:
         del self._window[self._shown :]  # they stand for nothing: the context before them stays
         return ""
+
+
+TextStream = PieceStream | WindowStream  # text of a growing sequence of token ids
 
 
 _tables: WeakKeyDictionary[Tokenizer, PieceTable | None] = WeakKeyDictionary()

@@ -26,16 +26,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def generation_config(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """The generation config of the checkpoint, or of the folder named instead, with the user's overrides."""
-    found: dict[str, Any] = {}
-    if model.generation_config == "auto":
-        found = read_json(folder / "generation_config.json")
-    elif model.generation_config != "none":
-        path = Path(model.generation_config).expanduser()
-        if not path.is_dir():
-            raise InvalidArgumentError(
-                f"generation_config is {model.generation_config!r}; it must be 'auto', 'none' or a folder"
-            )
-        found = read_json(path / "generation_config.json")
+    given = model.generation_config
+    if given not in ("auto", "none") and not (folder := Path(given).expanduser()).is_dir():
+        raise InvalidArgumentError(f"generation_config is {given!r}; it must be 'auto', 'none' or a folder")
+    found = {} if given == "none" else read_json(folder / "generation_config.json")
     return {**found, **model.override_generation_config}
 
 
