@@ -1,5 +1,5 @@
-"""A service for any number of users: each line that one sends is a question, and the answer streams back. A user who
-hangs up has his request aborted.
+"""A service for any number of users: each line that a user sends is a question, and the answer is streamed back. If a
+user disconnects, the request is aborted.
 
     python examples/async_service.py [ADDRESS OF A DAEMON]
     nc localhost 8765
@@ -16,7 +16,7 @@ ids = itertools.count()
 
 
 async def main() -> None:
-    # a plain call, for it blocks until the model is loaded
+    # not a coroutine; it blocks until the model is loaded
     engine = AsyncLLMEngine.connect(sys.argv[1]) if sys.argv[1:] else AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,7 +28,7 @@ async def main() -> None:
                 try:
                     async for output in engine.generate(prompt, PARAMS, f"question-{next(ids)}"):
                         writer.write(output.outputs[0].text.encode())
-                        await writer.drain()  # a slow user is waited for; meanwhile tokens gather, not outputs
+                        await writer.drain()  # wait for a slow user; new tokens are merged into one output
                 except MainspringError as error:
                     writer.write(str(error).encode())
                 writer.write(b"\n")

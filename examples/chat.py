@@ -1,4 +1,4 @@
-"""A conversation through the model's chat template, each answer part of the next prompt."""
+"""A conversation with the model's chat template; each answer becomes part of the next prompt."""
 
 from mainspring import LLM, SamplingParams
 

@@ -1,5 +1,5 @@
-"""Which texts are alike? Embeddings of the embedded model, which was trained to write; for good ones give a checkpoint
-made for that, encoder or decoder, as `model`. It needs no `runner` then."""
+"""Which texts are similar? Embeddings of the embedded model, which was trained to generate. For good embeddings give an
+embedding checkpoint, encoder or decoder, as `model`; then `runner` is not needed."""
 
 from mainspring import LLM, PoolingParams
 

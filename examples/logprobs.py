@@ -1,4 +1,4 @@
-"""How sure is it? Log probabilities of an answer's tokens and of the likeliest others; beam search; penalties."""
+"""Log probabilities of an answer's tokens and of the most likely alternatives; beam search; penalties."""
 
 import math
 

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 from mainspring import LLM, LoRARequest, SamplingParams
 
-RANK, LAYERS, HIDDEN, OUTPUTS = 8, 4, 256, 256  # of the query projections of the embedded model
+RANK, LAYERS, HIDDEN, OUTPUTS = 8, 4, 256, 256  # sizes of the query projections of the embedded model
 
 
 def write_adapter(folder: Path) -> None:
-    """What `PeftModel.save_pretrained` would write after a training."""
+    """Write an adapter in the format of `PeftModel.save_pretrained`."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for layer in range(LAYERS):

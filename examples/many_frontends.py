@@ -1,4 +1,4 @@
-"""One core for many processes: a daemon has the model, and each program that connects costs next to nothing."""
+"""One core for many processes: a daemon has the model, and each program that connects needs few resources."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What dashboards read: counters, gauges and histograms, from Python and as Prometheus would scrape them."""
+"""Metrics for dashboards: counters, gauges and histograms, from Python and in Prometheus' format."""
 
 import urllib.request
 

@@ -1,4 +1,4 @@
-"""Many prompts in one call. Run it as it is: without `model` it is the embedded one."""
+"""Many prompts in one call. Without `model`, the embedded model is used."""
 
 from mainspring import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Many questions about one text: it is computed once, for those that come together and for those that come later."""
+"""Many questions about one text: the text is computed once, for concurrent and for later requests."""
 
 from mainspring import LLM, SamplingParams
 

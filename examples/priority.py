@@ -1,4 +1,4 @@
-"""Urgent requests first: with two seats, whoever has the lowest number is served before those that came earlier."""
+"""Urgent requests first: with two slots, waiting requests are served by the lowest priority number, not by arrival."""
 
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 

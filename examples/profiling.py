@@ -1,4 +1,4 @@
-"""Where a step's time goes: a trace of a few steps, for chrome://tracing or ui.perfetto.dev."""
+"""Profile steps: a trace of a few steps, for chrome://tracing or ui.perfetto.dev."""
 
 import json
 from collections import Counter

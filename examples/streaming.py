@@ -1,4 +1,4 @@
-"""Add, step, collect: several requests at once, each shown as it grows, one ended early."""
+"""Add, step, collect: several concurrent requests, each printed while it is generated, one aborted."""
 
 from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 

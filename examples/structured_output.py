@@ -1,4 +1,4 @@
-"""Answers that a program can read: a JSON schema, a regular expression, a choice."""
+"""Machine-readable answers: a JSON schema, a regular expression, a choice."""
 
 import json
 

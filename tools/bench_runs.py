@@ -188,7 +188,7 @@ def _batch(llm: LLM, asked: Sequence[Ask], temperature: float, progress: bool = 
     """All at once; what became of them, and the seconds that took."""
     prompts, params = _round(llm.llm_engine, asked, temperature)
     began = time.monotonic()
-    outputs = llm.generate(prompts, params, progress)
+    outputs = llm.generate(prompts, params, progress, on_error="return")
     took = time.monotonic() - began
     return [_served(one, 0.0, [(took, len(one.outputs[0].token_ids))]) for one in outputs], took
 

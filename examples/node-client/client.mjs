@@ -1,4 +1,4 @@
-// A client of Mainspring cores: streams that go on through crashes and restarts. Written from docs/protocol.md.
+// A client of Mainspring cores: streams continue after crashes and restarts. Written from docs/protocol.md.
 import { randomBytes } from "node:crypto";
 import { setTimeout as sleep } from "node:timers/promises";
 import { decode, encode } from "@msgpack/msgpack";
@@ -7,7 +7,8 @@ import { Dealer } from "zeromq";
 const VERSION = 1;
 const KIND = { HELLO: 1, READY: 2, REFUSED: 3, ADD: 4, ABORT: 5, OUTPUTS: 8, BYE: 9, FAULT: 10 };
 const NOBODY = { instance: Buffer.alloc(8), epoch: 0 };
-const LAST_WORDS = 20; // ms in which a socket gives out what it has read, or sends what it holds
+const OVERLOADED = "OverloadedError"; // the only refusal after which another attempt makes sense
+const LAST_WORDS = 20; // ms for a socket to deliver received messages or to send queued ones
 
 function pack(kind, body, { instance, epoch }) {
   const header = Buffer.alloc(16);
@@ -27,7 +28,7 @@ function unpack([header, body]) {
 
 /** A session with whichever core listens at an address. What is in flight stands in the ledger until it has ended. */
 export class Client {
-  epochs = []; // of the cores that let us in
+  epochs = []; // of the cores that accepted this client
   #session = randomBytes(16);
   #ledger = new Map(); // handle → { prompt, sampling, tokens, firstSent, aborted, onToken, resolve, reject }
   #nextHandle = 0;
@@ -96,10 +97,10 @@ export class Client {
     const lose = (error) => {
       this.#core = null;
       fatal ??= error;
-      setTimeout(() => socket.close(), LAST_WORDS); // which ends the loop below
+      setTimeout(() => socket.close(), LAST_WORDS); // this ends the loop below
     };
     const impatient = setTimeout(lose, patience);
-    socket.events.on("handshake", () => clearTimeout(impatient)); // from here on silence only means that it loads
+    socket.events.on("handshake", () => clearTimeout(impatient)); // from now on silence means that the core is loading
     socket.events.on("disconnect", () => lose());
     socket.events.on("handshake:error:auth", () => lose(new Error("the core does not know our key")));
     socket.connect(this.address);
@@ -110,7 +111,7 @@ export class Client {
       const { version, kind, instance, epoch, body } = unpack(frames);
       if (core === null) {
         if (version !== VERSION) lose(new Error(`the core speaks version ${version} of the protocol, not ${VERSION}`));
-        else if (kind === KIND.REFUSED) lose(new Error(`${body[0]}: ${body[1]}`));
+        else if (kind === KIND.REFUSED) lose(body[0] === OVERLOADED ? null : new Error(`${body[0]}: ${body[1]}`));
         if (fatal || kind !== KIND.READY) continue;
         core = { instance: Buffer.from(body[0]), epoch: body[1] };
         const [, , , , eosTokens = [], fingerprint = ""] = body[2];
