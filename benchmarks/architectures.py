@@ -1,9 +1,9 @@
 """Every causal language model class of transformers, tiny and random, through the paged path: `make architectures`.
 
 Each is *exact* (greedy fp32 tokens equal to ``model.generate`` for several requests of mixed lengths, prefilled in
-chunks beside one another), *refused* at load with a reason, *not constructible* (this script found no tiny config, or
-the model alone can't generate), or *wrong*. Writes docs/models.md; exits 1 when one is wrong or fewer than `ENOUGH` are
-exact.
+chunks side by side), *refused* at load with a reason, *not constructible* (this script found no tiny config, or the
+model can't generate in transformers), or *wrong*. Writes docs/models.md; exits 1 when one is wrong or fewer than
+`ENOUGH` are exact.
 
     python -P benchmarks/architectures.py                  # all of them, about five minutes on two cores
     python -P benchmarks/architectures.py llama gemma2     # some, printed only
@@ -73,13 +73,14 @@ class _Request:
 
 
 def generate_paged(model_path: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy tokens for each prompt, from a checkpoint. No stop token ends a text."""
+    """Greedy tokens for each prompt, from a checkpoint. Stop tokens are ignored."""
     model = load_model(ModelConfig(model=str(model_path)), LoadConfig(), torch.device("cpu"))
     return drive(model, prompts, max_tokens)
 
 
 def drive(model: PagedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Serve `prompts` together: steps of at most `TOKEN_BUDGET` tokens, one more request at each, shuffled blocks."""
+    """Serve `prompts` together, with steps of at most `TOKEN_BUDGET` tokens, one more request in each step, and
+    shuffled blocks."""
     backend = ReferenceBackend()
     blocks_each = -(-(max(map(len, prompts)) + max_tokens) // BLOCK_SIZE)
     blocks = list(range(1, 1 + blocks_each * len(prompts)))
@@ -153,7 +154,7 @@ def _padded(values: list[int]) -> torch.Tensor:
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCAB, WINDOW = 4, 2, 16, 64, 4, 320, 20
 
-# The first pattern that matches a field's name gives its small value. The table is of field names, not of models.
+# The first pattern that matches a field's name gives its small value. The patterns are for field names, not for models.
 _SMALL: list[tuple[str, Any]] = [
     (r"(vocab_size.*|.*_vocab)", VOCAB),
     (
@@ -178,10 +179,10 @@ _SMALL: list[tuple[str, Any]] = [
     (r"(num_kv_shared_layers)", 2),
     (r".*(dropout|pdrop|layerdrop).*", 0.0),
 ]
-# These are given a value even where the default is None.
+# These get a value even if the default is None.
 _ALSO_UNSET = r"(num_key_value_heads|head_dim|n_routed_experts|n_shared_experts|num_experts_per_tok|n_group|topk_group)"
 
-# Where the defaults don't shrink to something consistent, these are tried in turn.
+# If the shrunk defaults are not consistent, these are tried in turn.
 _VARIANTS: list[dict[str, Any]] = [
     {},
     {"num_key_value_heads": HEADS},  # latent attention: as many key heads as query heads
@@ -190,18 +191,18 @@ _VARIANTS: list[dict[str, Any]] = [
     {"hidden_size_per_layer_input": 0},
 ]
 
-# Gains of embeddings and of other matrices, tried in turn until greedy tokens are diverse. What suits a model with
-# normalisation before its layers makes one with normalisation after them say the same token always.
+# Gains of embeddings and of other matrices, tried in turn until greedy tokens are diverse. Gains that suit a model with
+# normalisation before its layers make a model with normalisation after them always choose the same token.
 _GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4)]
 DIVERSE = 12  # distinct tokens among all outputs
 
-# What no rule over field names finds.
+# Values that no rule over field names can find.
 _FIELDS: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
-    # the defaults name no layers of the kind that makes the model what it is
+    # the defaults contain no layer of the model's characteristic kind
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
@@ -211,7 +212,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
-    """A tiny config of this class: its own defaults with the sizes made small, and what is `given`."""
+    """A tiny config of this class: its own defaults with small sizes, and the fields in `given`."""
     default = config_class()
     fields: dict[str, Any] = {}
     for name, value in default.to_dict().items():
@@ -220,7 +221,7 @@ def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConf
         if name.endswith("_token_id"):
             fields[name] = None if value is None else 0 if name == "pad_token_id" else 1
         elif name in {"layer_types", "mlp_layer_types"} and isinstance(value, list):
-            kinds = list(dict.fromkeys(value))  # each kind in turn
+            kinds = list(dict.fromkeys(value))  # use each kind of layer in turn
             fields[name] = [kinds[index % len(kinds)] for index in range(LAYERS)]
         elif (isinstance(value, (int, float)) and not isinstance(value, bool)) or re.fullmatch(_ALSO_UNSET, name):
             small = next((small for pattern, small in _SMALL if re.fullmatch(pattern, name)), None)
@@ -228,7 +229,7 @@ def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConf
                 fields[name] = small if value is None or value else value
     for name in default.sub_configs:
         if isinstance(getattr(default, name, None), PreTrainedConfig):
-            with contextlib.suppress(Exception):  # a part that can't be made on its own stays as it is
+            with contextlib.suppress(Exception):  # a part that can't be built on its own is not changed
                 fields[name] = shrink(type(getattr(default, name)), **{k: v for k, v in given.items() if k in fields})
     return config_class(**{**fields, "is_decoder": True, "use_cache": True, **given})
 
@@ -247,7 +248,7 @@ def build(model_type: str, folder: Path, variant: dict[str, Any], gains: tuple[f
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, gains[parameter not in embeddings] * parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder)
-    if type(model.config) is not type(config):  # the text part of a larger checkpoint, which is what users have
+    if type(model.config) is not type(config):  # the text part of a larger checkpoint, as users have it
         config.save_pretrained(folder)
     read_back: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return read_back
@@ -257,7 +258,7 @@ def build(model_type: str, folder: Path, variant: dict[str, Any], gains: tuple[f
 
 
 def judge(model_type: str, built: Callable[[], None]) -> Result:
-    """Build, generate alone, say so, generate through the paged path, compare."""
+    """Build the model, generate with transformers, report that, generate through the paged path, compare."""
     torch.set_num_threads(1)
     reason = ""
     for variant in _VARIANTS:
@@ -298,7 +299,7 @@ def _compare(folder: Path, prompts: list[list[int]], expected: list[list[int]]) 
 
 
 def _refused_unbuilt(model_type: str) -> Result | None:
-    """Loading refuses some by class or config alone, before anything is built."""
+    """Loading refuses some models by class or config alone, before they are built."""
     config_class = CONFIG_MAPPING[model_type]
     try:
         refuse_config(config_class(), "the checkpoint")
@@ -330,7 +331,7 @@ def _one_line(error: BaseException) -> str:
 
 def _child(model_type: str, pipe: multiprocessing.connection.Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-    # Some configs' defaults ask for hundreds of GB whatever the sizes set here.
+    # The defaults of some configs need hundreds of GB, despite the sizes set here.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -340,11 +341,11 @@ def _child(model_type: str, pipe: multiprocessing.connection.Connection) -> None
 
 
 def sweep(model_types: list[str]) -> dict[str, Result]:
-    """Judge each in a forked process of its own, so that one that crashes or hangs stops nothing."""
+    """Judge each in a separate forked process, so that a crash or hang does not stop the sweep."""
     context = multiprocessing.get_context("fork")
     queue, results = list(model_types), {}
     running: dict[Any, tuple[str, Any, float]] = {}
-    built: set[str] = set()  # what fails later than this is our fault
+    built: set[str] = set()  # model types that were built; a later failure counts as wrong
     while queue or running:
         while queue and len(running) < WORKERS:
             model_type = queue.pop(0)
@@ -382,18 +383,20 @@ def sweep(model_types: list[str]) -> dict[str, Result]:
 INTRODUCTION = """\
 # Models
 
-Mainspring runs the models of transformers as they are and takes the place of their attention. At load it learns each
-attention call (heads, scale, window, soft cap, sinks) from one pass over a few tokens, refuses what a paged cache can't
-serve, and then compares its own logits with the model's. `mainspring generate --explain-model` prints what it found.
+Mainspring runs the models of transformers unchanged, except for their attention. When it loads a model, it learns the
+parameters of each attention call (heads, scale, window, soft cap, sinks) from one pass over a few tokens, refuses
+models that a paged cache can't serve, and then compares its logits with the model's.
+`mainspring generate --explain-model` prints the result.
 
 - **Refused** are layers whose memory is more than keys and values (linear attention, state spaces, convolutions, sparse
   attention with an index), biases added to the scores (ALiBi), models that take no positions, models that do not call
-  transformers' attention interface, and quantized checkpoints. The error names what stands in the way.
+  transformers' attention interface, and quantized checkpoints. The error gives the reason.
 - **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens.
-- **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: up to the original
-  context length the original ones, and with a longer `max_model_len` those of a sequence of that length. transformers
-  chooses them anew at each length, so only there can outputs differ from `generate`.
-- **Prompt embeddings** can't be given to models that look embeddings up by token id in each layer (Gemma 3n, Gemma 4).
+- **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones
+  if `max_model_len` is at most the original context length, otherwise those for a sequence of `max_model_len` tokens.
+  transformers recomputes them for each length, so only in the latter case can outputs differ from `generate`.
+- **Prompt embeddings** are not supported by models that look up embeddings by token id in each layer (Gemma 3n and
+  Gemma 4).
 
 """
 
@@ -402,10 +405,10 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
     """docs/models.md: the counts and one row for each architecture."""
     totals = ", ".join(f"{name}: {counts[name]}" for name in ("exact", "refused", "not constructible", "wrong"))
     lines = [
-        f"Below, every causal language model class of transformers {transformers.__version__}, tiny and random, served",
-        "and compared with `model.generate`: greedy fp32 tokens of several requests that share steps. Those are not",
-        "constructible for which the script finds no tiny config that transformers itself can run. The table is made",
-        "by `make architectures`.",
+        f"The table lists every causal language model class of transformers {transformers.__version__}.",
+        "Tiny random models of each class are compared with `model.generate`: greedy fp32 tokens of several",
+        "requests that share steps. A class is not constructible if the script finds no tiny config that",
+        "transformers itself can run. `make architectures` writes the table.",
         "",
         f"**{totals}**",
         "",

@@ -1,8 +1,8 @@
-"""What programs with bars say: each with what was measured, as a table, as JSON, and on a page of docs/.
+"""Output of programs with bars: each bar and its measured value, as a table, as JSON, and on a page of docs/.
 
     python benchmarks/bars.py .bench/chaos.json .bench/fuzz.json
 
-puts the tables of earlier runs on the page.
+writes the tables of earlier runs to the page.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from report import CACHE, DOCS, machine, table
 
 
 class Bar(NamedTuple):
-    """One thing to show."""
+    """One measured value, with a limit or without."""
 
     name: str
     measured: str
-    passed: bool | None  # None: no bar, a number to know
+    passed: bool | None  # None: no limit, for information only
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every program takes."""
+    """Arguments of all these programs."""
     parser.add_argument("--threads", type=int, default=0, help="threads of each core; 0: as many as torch likes")
     parser.add_argument("--json", type=Path, help="default: .bench/PROGRAM.json")
     parser.add_argument("--write", action="store_true", help="put the table into its place in docs/")
@@ -61,7 +61,7 @@ def conclude(
 
 
 def fill(result: dict[str, Any]) -> None:
-    """Put a result into its place on the page."""
+    """Write a result to its section of the page."""
     begin, end = f"<!-- begin {result['program']} -->", f"<!-- end {result['program']} -->"
     path = DOCS / result.get("page", "reliability.md")
     page = path.read_text()

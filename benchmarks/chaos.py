@@ -1,13 +1,14 @@
-"""Kill cores, daemons and frontends under streams, and see whether any stream notices more than a pause.
+"""Kill cores, daemons and frontends while streams run, and check that no stream notices more than a pause.
 
     python benchmarks/chaos.py --kills 100 --seed 1
 
-The kills land at random moments, by the seed, while at least 32 of the 64 streams of 4 frontends are unfinished. What
-else may die, and a request that kills, are scenarios of their own (`--only`). Exit code 1 if a bar is missed.
+The kills land at random moments, by the seed, while at least 32 of the 64 streams of 4 frontends are unfinished. Deaths
+of other processes, and a request that kills the core, are separate scenarios (`--only`). Exit code 1 if a bar is
+missed.
 
-Whether a kill lands during a prefill is read off the supervisor's journal while the core is stopped (SIGSTOP, which is
-not counted as a kill), right before the signal that ends it: a prefill is under way if a request in flight has brought
-no token yet. Exceptions and failed allocations happen in the next step, whatever it computes, and are not counted.
+A kill counts as during a prefill if a request in flight has no token yet. This is read from the supervisor's journal
+while the core is stopped (SIGSTOP, not counted as a kill), right before the signal that ends it. Exceptions and failed
+allocations happen in the next step, whatever it computes, and are not counted.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from mainspring.ipc.journal import Journal
 from saboteur import POISON, Saboteur
 from streams import Load, Record, Reference, compare, long_specs, make_specs
 
-SHARES = {"SIGSEGV": 0.12, "exception": 0.10, "allocation": 0.08, "SIGSTOP": 0.10}  # the others are SIGKILLs
-PREFILL_SHARE = 0.4  # of kills by signal that wait for a prefill
+SHARES = {"SIGSEGV": 0.12, "exception": 0.10, "allocation": 0.08, "SIGSTOP": 0.10}  # the other kills are SIGKILLs
+PREFILL_SHARE = 0.4  # share of kills by signal that wait for a prefill
 LEAST_UNFINISHED = 32
-LEAST_PREFILLS = 0.20  # of all kills
-LEAST_SPANNING = 20  # streams a kill
+LEAST_PREFILLS = 0.20  # share of all kills
+LEAST_SPANNING = 20  # streams per kill
 PAUSE = (0.1, 3.0)  # seconds between the first token after a kill and the next kill
-FRESH = 32  # streams that must have begun in between, so that kills do not meet the same ones again and again
-HASTE = 0.2  # of the kills do not wait for that
-PREFILL_SECONDS = 20.0  # to wait for one
+FRESH = 32  # streams that must begin between two kills, so that kills do not hit the same ones repeatedly
+HASTE = 0.2  # share of kills that do not wait for that
+PREFILL_SECONDS = 20.0  # seconds to wait for a prefill
 WATCHDOG_SECONDS = 5.0
 FRONTEND_TIMEOUT = 3.0
-SEATS = 56  # fewer than completions, so that some wait
+SEATS = 56  # fewer than streams, so that some wait
 
 
 class Kill(NamedTuple):
@@ -59,7 +60,7 @@ class Kill(NamedTuple):
 
 
 class Chaos:
-    """What all scenarios share."""
+    """Common code of all scenarios."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.threads, self.kills, self.seed = args.threads, args.kills, args.seed
@@ -126,7 +127,7 @@ def kill_cores(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
 def _kill(
     number: int, kind: str, in_prefill: bool, daemon: Daemon, load: Load, journal: Journal, saboteur: Saboteur
 ) -> Kill:
-    """End the core once enough streams are unfinished, and wait until tokens come again."""
+    """Kill the core once enough streams are unfinished, and wait until tokens come again."""
     before = daemon.status()
     core = psutil.Process(before.core_pid)
     wait_for(lambda: load.unfinished() >= LEAST_UNFINISHED, f"{LEAST_UNFINISHED} unfinished streams")
@@ -170,7 +171,7 @@ def _line(kill: Kill, count: int) -> str:
 
 
 def _spanning(records: list[Record], kills: list[float]) -> tuple[int, int]:
-    """Streams that were unfinished at a kill; of these, those that had brought tokens before it and brought more."""
+    """Numbers of streams unfinished at a kill, and of those with tokens both before and after it."""
     spanning = [record for record in records if any(record.began < at < record.ended for at in kills)]
     return len(spanning), sum(record.parts > 1 for record in spanning)
 

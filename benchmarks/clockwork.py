@@ -1,6 +1,6 @@
-"""Clockwork at a real size: what tests/test_clockwork.py claims of toys, on llama-110m, with 1 thread and with 2.
+"""Clockwork at a real size: the checks of tests/test_clockwork.py on llama-110m, with 1 thread and with 2.
 
-Each way of serving 32 greedy and sampled requests must give what each of them gives alone with 1 thread.
+Each way of serving 32 greedy and sampled requests must give the tokens of each request alone with 1 thread.
 
     python benchmarks/clockwork.py [--quantization int8]
 """
@@ -29,7 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def serve(settings: dict[str, Any]) -> dict[str, list[list[int]]]:
-    """The tokens of each request in each way, by one process whose threads are set from outside."""
+    """The tokens of each request in each way of serving, in one process whose number of threads is set by its
+    environment."""
     sys.path.append(str(ROOT / "tests"))
     from test_clockwork import make_engine, requests, run, stats
 

@@ -1,9 +1,9 @@
-"""Engines in turn over the same token ids: medians, our ratio pair by pair, and the distance to the physical limit.
+"""Engines in turn over the same token ids: medians, ratios within rounds, and the share of the physical limit.
 
     python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m --rounds 5
 
 Rounds go A B C A B C …, each run in a fresh process. Before each, the machine's matrix rate and memory read bandwidth
-are measured, because those of a shared machine move from minute to minute. With `--log` a later call goes on where an
+are measured, because those of a shared machine vary from minute to minute. With `--log` a later call continues where an
 earlier one stopped, and a round counts if all of its engines ran in it.
 
 A peer runs in the virtual environment .bench/peers/NAME (`peers.py` makes it; `make_models.py --forms` makes the model
@@ -32,7 +32,7 @@ from workloads import WORKLOADS, asks
 
 HERE = Path(__file__).resolve().parent
 LIMIT_SECONDS = 1_200  # of one run
-# The matrix rate is that of the fastest product at hand: without bf16 instructions, fp32 ones are what the machine has.
+# The matrix rate is that of the fastest product: on machines without bf16 instructions, an fp32 product.
 MEASURE_MACHINE = """
 import json, time, numpy, torch
 def best(run, seconds=0.7):
@@ -50,17 +50,17 @@ big = torch.randn(64 << 20)
 print(json.dumps([2 * 1024 * 1024 * 6144 / min(map(best, products)), 4 * big.numel() / best(lambda: big.sum())]))
 """
 
-Run = dict[str, Any]  # what driver.py wrote, `of_limit`, and the machine's rates before it
+Run = dict[str, Any]  # the output of driver.py, `of_limit`, and the machine's rates before the run
 Round = dict[str, Run]  # by engine
 
 
 class Machine(NamedTuple):
-    flops: float  # multiply-adds, twice, a second
-    bytes_s: float  # read from memory
+    flops: float  # floating-point operations a second (two for each multiply-add)
+    bytes_s: float  # bytes read from memory a second
 
 
 def environment() -> dict[str, str]:
-    """Every engine chooses its own threads, and asks no hub for files."""
+    """Environment in which every engine chooses its own threads and downloads no files."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "KMP_"))}
     return {**kept, "HF_HUB_OFFLINE": "1"}
 
@@ -72,8 +72,8 @@ def measure_machine() -> Machine:
 
 
 def least_seconds(workload_name: str, machine: Machine) -> float:
-    """What no bf16 engine can beat: every multiply-add at the matrix rate, or every weight read once for each token of
-    the longest output. Attention itself is left out, so the true limit is a little higher."""
+    """The lower bound for a bf16 engine: every multiply-add at the matrix rate, or every weight read once for each
+    token of the longest output. Attention itself is left out, so the true limit is a little higher."""
     workload = WORKLOADS[workload_name]
     c: dict[str, Any] = json.loads((MODELS / workload.model / "config.json").read_text())
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
@@ -91,7 +91,7 @@ def least_seconds(workload_name: str, machine: Machine) -> float:
 
 
 def run(engine: str, workload_name: str) -> Run | None:
-    """One fresh process; None, and a line that says why, if it failed."""
+    """Run one fresh process; if it fails, print the reason and return None."""
     own = CACHE / "peers" / engine / "bin" / "python"
     python = own if own.exists() else Path(sys.executable)
     machine, why = measure_machine(), ""
@@ -107,7 +107,7 @@ def run(engine: str, workload_name: str) -> Run | None:
                 why = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         except subprocess.TimeoutExpired:
             why = f"it took more than {LIMIT_SECONDS} s"
-        with contextlib.suppress(ProcessLookupError):  # whatever it has left behind is not to slow the next one down
+        with contextlib.suppress(ProcessLookupError):  # processes it has left behind must not slow the next run down
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         text = result.read_text() if result.exists() else ""
@@ -115,7 +115,7 @@ def run(engine: str, workload_name: str) -> Run | None:
         print(f"{workload_name}: {engine} did not run: {why or 'no result'}", file=sys.stderr, flush=True)
         return None
     measured: Run = {**json.loads(text), **machine._asdict()}
-    bf16 = "-int" not in engine  # the limit is that of bf16 weights
+    bf16 = "-int" not in engine  # the limit is for bf16 weights
     measured["of_limit"] = least_seconds(workload_name, machine) / measured["time_s"] if bf16 else None
     print(f"  {workload_name}: {engine} {measured['time_s']:.2f} s", file=sys.stderr, flush=True)
     return measured
@@ -124,8 +124,8 @@ def run(engine: str, workload_name: str) -> Run | None:
 def play(
     plan: Mapping[str, Sequence[str]], rounds: int, log: Log, go_on: Callable[[], bool] = lambda: True
 ) -> dict[str, list[Round]]:
-    """The rounds of each workload of a plan, which names its engines. One round of all workloads comes before the next.
-    An engine that failed once is left out of the rounds that follow; no round begins once `go_on` is false."""
+    """Run the rounds of each workload of a plan, which names its engines. A round of all workloads comes before the
+    next round. An engine that failed once is left out of later rounds; no round begins once `go_on` is false."""
     played: dict[str, list[Round]] = {workload: [] for workload in plan}
     failed: set[tuple[str, str]] = set()
     for number in range(rounds):
@@ -145,7 +145,7 @@ def play(
 
 
 def ratios(rounds: Sequence[Round], theirs: str, ours: str = "mainspring") -> list[float]:
-    """How often our time goes into theirs, in every round that has both."""
+    """Their time divided by ours, for every round that has both."""
     return [r[theirs]["time_s"] / r[ours]["time_s"] for r in rounds if theirs in r and ours in r]
 
 
@@ -187,7 +187,7 @@ def describe(workload_name: str, rounds: Sequence[Round]) -> str:
 
 
 def engine_versions(rounds: Sequence[Round]) -> str:
-    """One line: what ran in which versions."""
+    """One line: the versions of each engine."""
     found = {one["engine"]: one["versions"] for r in rounds for one in r.values()}
     each = [f"{e} ({', '.join(f'{p} {v}' for p, v in versions.items())})" for e, versions in sorted(found.items())]
     return f"Versions: {'; '.join(each)}."

@@ -3,12 +3,12 @@
     python benchmarks/cpu.py --rounds 5 --minutes 60 --write
     python benchmarks/cpu.py --quick
 
-All that is measured goes into a log, .bench/cpu.jsonl; the same command goes on from there for as long as the sources
-of the package are the same. Engines that are not ours run where `peers.py` put them, on the forms of the models that
-`make_models.py --forms` made.
+All measurements are kept in a log, .bench/cpu.jsonl; the same command continues from there while the sources of the
+package are the same. Other engines run in the environments of `peers.py`, on model files written by
+`make_models.py --forms`.
 
-Memory is the peak resident memory of the core process (VmHWM: also what it shares with others, its libraries and files
-that it has mapped), less the weights as the checkpoint has them and less the KV cache, whose every block was used.
+Memory is the peak resident memory of the core process (VmHWM, which includes shared memory, libraries and mapped
+files), minus the weights in the checkpoint's format and minus the KV cache, in which every block was used.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PLAN: dict[str, list[str]] = {
     "single-0.6b": ["mainspring", "mainspring-int8", "mainspring-int4", "openvino", "llamacpp"],
     **{workload: ["mainspring", "openvino"] for workload in BATCHES},
 }
-# in rounds of its own, for it takes more than a minute to start
+# in separate rounds, because it takes more than a minute to start
 VLLM = {workload: ["mainspring", "vllm"] for workload in BATCHES}
 ORDER = (*BATCHES, "single-110m", "single-0.6b")
 NAMES = {"openvino": "OpenVINO", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 OF_LIMIT = {"batch-110m": 0.6, "batch-0.6b": 0.7, "single-110m": 0.9, "single-0.6b": 0.9}
 MB = 1e6
-KV_BYTES = {"llama-110m": 256 << 20, "qwen3-0.6b": 512 << 20}  # less than the batches fill
+KV_BYTES = {"llama-110m": 256 << 20, "qwen3-0.6b": 512 << 20}  # smaller than the batches need
 MEMORY = (("llama-110m",), ("qwen3-0.6b",), ("qwen3-0.6b", "int8"), ("qwen3-0.6b", "int4"))
 START = """
 import sys
@@ -61,7 +61,7 @@ print("first token", flush=True)
 
 
 def attempt(name: str, measure: Callable[[], list[Bar]]) -> list[Bar]:
-    """What can't be measured is a bar that was missed, and the others are measured all the same."""
+    """Run a measurement; if it fails, its bar counts as missed and the others are still measured."""
     try:
         return measure()
     except (Exception, SystemExit) as error:
@@ -73,7 +73,7 @@ def attempt(name: str, measure: Callable[[], list[Bar]]) -> list[Bar]:
 
 
 def at_least(name: str, bar: float, found: Sequence[float], unit: str = "×") -> Bar:
-    """The median must be `bar` or more, to the digits that are shown."""
+    """The median, rounded as printed, must be `bar` or more."""
 
     def show(value: float) -> str:
         return f"{value:.0%}" if unit == "%" else f"{value:.2f}{unit}"
@@ -105,7 +105,8 @@ def speed(workload: str, engines: Sequence[str], rounds: Sequence[Round]) -> lis
 
 
 def seconds_to_first_token(model: str, cache: Path | None = None) -> float:
-    """From the start of a process; `cache`: a place for compiled kernels, empty so far."""
+    """Seconds from the start of a process to its first token; `cache`: a folder for compiled kernels, initially
+    empty."""
     env = {**environment(), **({"MAINSPRING_CACHE": str(cache)} if cache else {})}
     command = [sys.executable, "-P", "-c", START, str(MODELS / model)]
     began = time.perf_counter()
@@ -129,7 +130,7 @@ def first_time(model: str) -> float:
 
 def start_cached(log: Log, runs: int) -> list[Bar]:
     if log.get("start 0") is None:
-        seconds_to_first_token("llama-110m")  # the kernels are there now, and the files in memory
+        seconds_to_first_token("llama-110m")  # now the kernels are compiled and the files are in the page cache
     took = median(log.once(f"start {n}", lambda: seconds_to_first_token("llama-110m")) for n in range(runs))
     return [Bar("llama-110m: process start to first token (3.5 s)", f"{took:.2f} s", took < 3.5)]
 
@@ -145,10 +146,10 @@ def start_uncached(log: Log) -> list[Bar]:
 class Memory(NamedTuple):
     """Bytes."""
 
-    peak: float  # most that was resident at once
+    peak: float  # peak resident memory
     settled: float  # resident at the end
-    files: float  # of that, libraries and files that are mapped
-    weights: float  # in the checkpoint
+    files: float  # of that, libraries and mapped files
+    weights: float  # size of the weights in the checkpoint
     kv: float
 
 
@@ -215,7 +216,7 @@ def bars_of(result: dict[str, Any]) -> list[Bar]:
 
 
 def profile(write: bool) -> list[Bar]:
-    """Its tables have a place of their own on the page."""
+    """Its tables have a separate section on the page."""
     command = [sys.executable, str(HERE / "profile_step.py"), "--workloads", "batch-110m,single-110m,single-0.6b"]
     command += ["--write"] * write
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())

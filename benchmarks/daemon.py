@@ -1,10 +1,11 @@
-"""A real daemon on a temporary address, for programs that do things to it. Linux only: it looks into /proc."""
+"""A real daemon at a temporary address, for programs that disturb it. Linux only, because it reads /proc."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ LOOK_SECONDS = 0.01
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> float:
-    """Seconds until `condition` held. The program ends if it did not within `seconds`."""
+    """Wait until `condition` holds; → the seconds. The program ends if it does not within `seconds`."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > seconds:
@@ -38,16 +39,18 @@ class Daemon:
     """`mainspring daemon` with these flags, from its start until the context ends. Its output is kept in `log`.
 
     Args:
-        threads: of the core; 0: its own choice.
-        env: more of the environment.
+        threads: of the core; 0: the core chooses.
+        env: additional environment variables.
+        descriptors: limit of open files of each of its processes; 0: as it is.
     """
 
-    def __init__(self, *flags: str, threads: int = 0, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, threads: int = 0, env: dict[str, str] | None = None, descriptors: int = 0) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mainspring-bench-"))
         self.address = f"ipc://{self.folder}/core.sock"
         self.log = self.folder / "log"
         self._flags = flags
         self._env = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), **(env or {})}
+        self._descriptors = descriptors
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -55,12 +58,18 @@ class Daemon:
         """Start it, again if it has ended, and wait until it serves."""
         command = [sys.executable, "-P", "-m", "mainspring.cli.main", "daemon", "--listen", self.address]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, *self._flags], stdout=log, stderr=log, env=self._env)
+            self.process = subprocess.Popen(
+                [*command, *self._flags], stdout=log, stderr=log, env=self._env, preexec_fn=self._limit_descriptors
+            )
         try:
             wait_for(self._serves, "the daemon serves")
         except BaseException:
             self.stop()
             raise
+
+    def _limit_descriptors(self) -> None:
+        if self._descriptors:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._descriptors, self._descriptors))
 
     def _serves(self) -> bool:
         assert self.process is not None
@@ -74,15 +83,15 @@ class Daemon:
         return self.process.pid
 
     def status(self, timeout: float = 10.0) -> CoreStatus:
-        return ask_status(self.address, timeout)
+        return ask_status(self.address, timeout).core
 
     def status_or_none(self) -> CoreStatus | None:
         with contextlib.suppress(ConnectError):
-            return ask_status(self.address, 0.5)
+            return ask_status(self.address, 0.5).core
         return None
 
     def served_again(self, epoch: int) -> CoreStatus:
-        """Wait until a core of a later epoch serves."""
+        """Wait until a core with a later epoch serves."""
         found: CoreStatus | None = None
 
         def serves() -> bool:
@@ -95,7 +104,7 @@ class Daemon:
         return found
 
     def journal(self, max_num_seqs: int) -> Journal:
-        """The supervisor's journal, which tells what the core computes right now."""
+        """The supervisor's journal, which records what the core is computing."""
         folder = Path(f"/proc/{self.pid}/fd")
         for link in folder.iterdir():
             with contextlib.suppress(OSError, InvalidArgumentError):
@@ -104,7 +113,7 @@ class Daemon:
         raise SystemExit(f"no journal is among the open files of the daemon, {folder}")
 
     def deaths(self, lines: int = 1) -> list[str]:
-        """The first lines of what the supervisor has logged of each core's end."""
+        """The first `lines` lines of the supervisor's log for each death of a core."""
         log = self.log.read_text(errors="replace").splitlines()
         ends = [number for number, line in enumerate(log) if re.search(r"the core \(pid \d+\) ended ", line)]
         return ["\n".join(log[number : number + lines]) for number in ends]
@@ -113,7 +122,7 @@ class Daemon:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor; its core goes by itself."""
+        """Send SIGKILL to the supervisor; its core ends by itself."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()

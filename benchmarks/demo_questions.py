@@ -1,4 +1,5 @@
-"""What the embedded model was trained on, for benchmarks that ask it: demo/training is no package."""
+"""The questions that the embedded model was trained on, for benchmarks. They are loaded by path, because demo/training
+is not a package."""
 
 from __future__ import annotations
 

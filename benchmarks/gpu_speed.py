@@ -1,7 +1,7 @@
-"""How fast, against what this very GPU can do: kernels, and whole engines over dummy weights of real shapes.
+"""Speed of kernels, and of whole engines with dummy weights of real shapes, relative to the limits of this GPU.
 
-The two ceilings, copy bandwidth and bf16 matrix rate, are measured in each part anew, on random numbers. A kernel's
-time is that of a CUDA graph of many calls over data that no cache can hold, so launches cost nothing.
+The two limits, copy bandwidth and bf16 matrix rate, are measured again in each part, on random numbers. A kernel is
+timed in a CUDA graph of many calls over more data than a cache holds, so launches cost nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mainspring.kernels.contract import AttentionSpec, Backend, DeviceBatch, Lay
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 BF16 = torch.bfloat16
-CACHE_BYTES = 512 << 20  # several times any L2
+CACHE_BYTES = 512 << 20  # several times the size of any L2 cache
 
 
 class Ceilings(NamedTuple):
-    bandwidth: float  # bytes a second, read and written
-    flops: float  # of a large bf16 matrix product, a second
+    bandwidth: float  # bytes read and written a second
+    flops: float  # operations a second in a large bf16 matrix product
 
     @classmethod
     def measure(cls, setup: Setup) -> Ceilings:
@@ -86,11 +86,11 @@ SPECS = {
 }
 DECODE_BATCHES = (1, 64, 256)
 CLOSE = 1e-2  # ‖bf16 - fp32‖ / ‖fp32‖
-_groups = itertools.count()  # a plan keeps to its own memory within a group
+_groups = itertools.count()  # within a group each plan uses its own memory
 
 
 class Paged(NamedTuple):
-    """Requests over a cache of random numbers, blocks in random places."""
+    """Requests over a cache of random numbers, with shuffled blocks."""
 
     spec: AttentionSpec
     batch: PagedBatch
@@ -99,7 +99,7 @@ class Paged(NamedTuple):
 
     @classmethod
     def make(cls, setup: Setup, backend: Backend, spec: AttentionSpec, lengths: list[int], rows: int) -> Paged:
-        """`rows` of each request, the last of its tokens; as many layers as no cache can hold."""
+        """Each request computes its last `rows` tokens; the layers together exceed any cache."""
         if reason := backend.refuses(spec, BF16, BF16):
             raise RuntimeError(f"{backend.name} refuses attention with {reason}")
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
@@ -120,7 +120,7 @@ class Paged(NamedTuple):
         return cls(spec, batch, layout.caches(pool), torch.randn(shape, device=setup.device).to(BF16))
 
     def seconds(self, setup: Setup, backend: Backend, graph: bool) -> float:
-        """Of one layer."""
+        """Seconds of one layer."""
         plan = backend.plan(self.spec, self.batch, setup.device, graph=graph)
 
         def run() -> None:
@@ -162,7 +162,7 @@ def check_kernels(setup: Setup, say: Say) -> None:
 
 
 def _check_close(setup: Setup, say: Say, backend: Backend) -> None:
-    """Long contexts, where keys are shared out, which tiny models do not reach."""
+    """Long contexts, in which keys are split; tiny models do not reach them."""
     spec = SPECS["Llama-3.1-8B"]
     r, longest = random.Random(2), setup.pick(8192, 100)
     cases = {"decode": ([r.randint(1, longest) for _ in range(setup.pick(16, 3))], 1)}
@@ -188,7 +188,7 @@ def _say_elementwise(setup: Setup, say: Say, backend: Backend, top: Ceilings) ->
         return torch.randn(shape, device=setup.device).to(dtype)
 
     def calls(rows: int) -> dict[str, tuple[Callable[[], Any], int]]:
-        """Each kernel over inputs of its own, with the bytes it has to move."""
+        """Each kernel with separate inputs, and the bytes it has to move."""
         x, residual = random_rows(rows, hidden), random_rows(rows, hidden)
         y, gate_up = random_rows(rows, hidden), random_rows(rows, 2 * inner)
         query, key, value = (random_rows(rows, h, dim) for h in (heads, kv_heads, kv_heads))
@@ -232,8 +232,8 @@ def _say_choice(setup: Setup, say: Say, backend: Backend, top: Ceilings) -> None
 
 
 class Work:
-    """What a shape has to read and to multiply, from its config. Norms, biases and activations are left out, so the
-    true limit is a little lower than what this gives."""
+    """Bytes to read and operations to compute for a model shape, from its config. Norms, biases and activations are
+    left out, so the true limit is a little lower than what this gives."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
@@ -247,7 +247,7 @@ class Work:
         self.kv_bytes = layers * kv_heads * self.dim * 2 * 2  # of a token
 
     def weight_bytes(self, tokens: int) -> float:
-        """Read for so many tokens at once, each of whose experts is any one with equal chances."""
+        """Bytes read for this many tokens at once, if all experts are equally likely."""
         touched = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
         return 2 * (self.always + touched * self.expert + self.head)
 
@@ -257,15 +257,15 @@ class Work:
         return 2 * products + 4 * self.layers * self.heads * self.dim * attended
 
     def step_seconds(self, requests: int, context: float, top: Ceilings) -> tuple[float, str]:
-        """The least a decode step can take, and for want of what."""
+        """The lower bound of a decode step's time, and the limiting resource."""
         reads = (self.weight_bytes(requests) + requests * context * self.kv_bytes) / top.bandwidth
         products = self.flops(requests, requests, requests * context) / top.flops
         return max((reads, "bandwidth"), (products, "matrix rate"))
 
 
 class HostClock:
-    """Time of each step that the core's thread was busy itself, in ms: all but waits for events of the device. Sending
-    is in it, as far as encoding goes."""
+    """Time of each step during which the core's thread was busy, in ms, without waits for device events. It includes
+    the encoding of outputs."""
 
     def __init__(self) -> None:
         self.busy: list[float] = []
@@ -302,7 +302,7 @@ class Decoding:
     """Requests of equal length that all decode."""
 
     def __init__(self, client: CoreClient, vocab: int, requests: int, context: int, most: int) -> None:
-        """Sends them, and steps until each step brings a token of every one. `most`: tokens each may get."""
+        """Sends the requests, and steps until each step gives every request a token. `most`: maximum tokens of each."""
         r = random.Random(requests)
         self._client, self._requests, self.generated = client, requests, 0
         self._handles = [
@@ -344,9 +344,9 @@ class Decoding:
 
 TITLES = {"llama-3.1-8b": "Llama-3.1-8B", "qwen3-0.6b": "Qwen3-0.6B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
 LEAST_DECODE, LEAST_PREFILL, MOST_IDLE, MOST_HOST_MS = 0.8, 0.65, 0.03, 1.0
-GAP_NS = 5_000  # between two kernels of one graph there are one or two microseconds
+GAP_NS = 5_000  # ns; gaps between two kernels of one graph are one or two microseconds
 BATCHES = {1: (1024, 100), 64: (1024, 60), 256: (512, 40)}  # context, measured steps
-SPARE_TOKENS = 120  # that requests may get while others' prompts are computed
+SPARE_TOKENS = 120  # tokens that requests may get while others' prompts are computed
 BUDGET, PROMPT = 8192, 4096
 
 
@@ -369,7 +369,7 @@ def check_engine(name: str) -> Callable[[Setup, Say], None]:
             options["kv_cache_memory_bytes"] = 1 << 24
         folder = setup.config_only(name)
         step = with_client(setup, folder, lambda client: _measure(setup, say, client, name, top), **options)
-        if name == "qwen3-0.6b":  # where a step is short, what is around it shows
+        if name == "qwen3-0.6b":  # in a short step the overhead around it is visible
 
             def through_sockets(client: CoreClient) -> float:
                 decoding = _decoding(setup, client, name, 64)
@@ -394,7 +394,7 @@ def _decoding(setup: Setup, client: CoreClient, name: str, requests: int) -> Dec
 
 
 def _measure(setup: Setup, say: Say, client: CoreClient, name: str, top: Ceilings) -> float:
-    """Everything but start; → seconds of a decode step at batch 64."""
+    """All measurements except the start; → seconds of a decode step at batch 64."""
     title, work, clock = TITLES[name], Work(setup.shape(name)), HostClock()
     of_64 = 0.0
     for requests in BATCHES:
@@ -428,7 +428,7 @@ def _measure(setup: Setup, say: Say, client: CoreClient, name: str, top: Ceiling
 
 
 def _say_idle(setup: Setup, say: Say, title: str, decoding: Decoding) -> None:
-    """From the timestamps of all kernels and copies of some steps."""
+    """Report the idle time from the timestamps of all kernels and copies of some steps."""
     cuda = setup.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         decoding.seconds(setup.pick(24, 3))
@@ -493,7 +493,7 @@ LEAST_RATIO = 5.0
 
 
 def check_peer(setup: Setup, say: Say) -> None:
-    """The same requests through ours and through `generate_batch`, whose own start is left out."""
+    """The same requests through Mainspring and through `generate_batch`, without the start of the latter."""
     folder, r = setup.config_only(PEER), random.Random(9)
     count, tokens, vocab = setup.pick(64, 4), setup.pick(128, 4), setup.shape(PEER)["vocab_size"]
     lengths = setup.pick((64, 512), (5, 20))
@@ -517,12 +517,12 @@ def check_peer(setup: Setup, say: Say) -> None:
     model.generation_config.pad_token_id = 0
     model.generation_config.do_sample = False
     why = ""
-    for attention in (None, "paged|sdpa"):  # by itself it takes what is installed, or wants to fetch it
+    for attention in (None, "paged|sdpa"):  # its default is any installed kernel package, or a download
         try:
             if attention:
                 model.set_attn_implementation(attention)
             theirs = _peer_seconds(model, prompts, tokens)
-        except Exception as error:  # whatever that version lacks here
+        except Exception as error:  # any error of that version on this machine
             why = why or f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
             continue
         each = " and ".join(f"{count * tokens / s:,.0f}" for s in (mine, theirs))
@@ -536,7 +536,7 @@ def check_peer(setup: Setup, say: Say) -> None:
 
 
 def _peer_seconds(model: Any, prompts: list[list[int]], tokens: int) -> float:
-    """From the first request's sending to the last one's end, as transformers notes them."""
+    """Seconds from the submission of the first request to the end of the last, as recorded by transformers."""
     outputs = list(model.generate_batch(prompts, max_new_tokens=tokens, progress_bar=False).values())
     if [len(output.generated_tokens) for output in outputs] != [tokens] * len(prompts):
         raise RuntimeError("generate_batch gave outputs of wrong lengths")

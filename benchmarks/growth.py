@@ -1,4 +1,4 @@
-"""How a step's time grows with the context and with the batch, and whether it jumps anywhere.
+"""How a step's time grows with the context and with the batch, and whether it has a cliff.
 
 A time is a cliff if it lies more than 25% above the straight line between its neighbours', or if it grew, from the one
 before it, by over 25% more than in proportion. The model is llama-110m, taught to accept 32k positions; each prompt
@@ -25,7 +25,7 @@ from report import CACHE, DOCS, MODELS, table
 
 SLACK = 1.25
 STEPS = 16  # timed for each point; their median counts
-PASSES = 3  # over all points, of which the fastest counts: other programs only ever slow one down
+PASSES = 3  # passes over all points, of which the fastest counts, because other programs can only slow a step down
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BATCH_PROMPT = 32
 SHORTEST = 128
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 def cliffs(points: Sequence[Point], slack: float = SLACK) -> list[float]:
-    """Where time jumps, by the rule above; `points` in ascending order."""
+    """Cliffs, by the rule above; `points` in ascending order."""
     found = {b.x for a, b in pairwise(points) if b.seconds > slack * a.seconds * b.x / a.x}
     for a, b, c in zip(points, points[1:], points[2:], strict=False):
         line = a.seconds + (b.x - a.x) / (c.x - a.x) * (c.seconds - a.seconds)
@@ -92,7 +92,7 @@ def measure(longest: int) -> dict[str, list[Point]]:
         for known, length in pairwise([0, *lengths]):
             first, times = step_times([prompt[:length]], 1 + STEPS)
             context[length].append(median(times))
-            if len(prefill) < len(lengths):  # the prefix cache has the rest later
+            if len(prefill) < len(lengths):  # later points find the rest in the prefix cache
                 prefill.append(Point((known + length) / 2, first / (length - known)))
     for _ in range(PASSES):
         for size in BATCHES:
@@ -140,7 +140,7 @@ def main() -> int:
         ends = " to ".join(f"{1e3 * p.seconds:.3g} at {p.x:g}" for p in (points[0], points[-1]))
         jumps = f"; cliffs at {', '.join(f'{x:g}' for x in found)}" if found else ""
         bar = f"{TITLES[name][1]}, by {TITLES[name][0]}"
-        once = name == "prompt"  # measured once, so nothing is made of a jump
+        once = name == "prompt"  # measured once, so a cliff is not reported
         bars.append(Bar(bar, ends + jumps, None) if once else Bar(f"{bar} (no cliff)", ends + jumps, not found))
     tables = ["![the three tables below as curves](growth.png)"]
     for name, points in measured.items():

@@ -1,4 +1,4 @@
-"""What the wire costs, how thin a frontend is, and whether a flood of one frontend is another's problem.
+"""The cost of the protocol, the cost of a frontend, and the effect of one frontend's flood on another.
 
     python benchmarks/ipc.py --runs 5
 
@@ -42,7 +42,7 @@ SEATS = 32
 FLOOD_PROMPT, FLOOD_OUTPUT = 1_000, 1_000
 FLOOD_WAITING = 1_000
 SINGLES = 100
-BLOCKS = SEATS * 1_250 // 16  # fewer than the flood's requests come to, so that it fills the pool as well
+BLOCKS = SEATS * 1_250 // 16  # fewer than the flood's requests need, so that it also fills the pool
 _SPAWN = multiprocessing.get_context("spawn")
 
 THIN = """
@@ -116,7 +116,7 @@ def thin(runs: int, threads: int) -> list[Bar]:
 
 
 def _big_tokenizer(folder: Path) -> Path:
-    """The embedded one with more merges, of tokens that hold no digit: what digits become stays within the model."""
+    """The embedded tokenizer with more merges of tokens without digits, so that digits keep their token ids."""
     data = json.loads((MODEL / "tokenizer.json").read_text())
     vocab, merges = data["model"]["vocab"], data["model"]["merges"]
     rng = random.Random(1)
@@ -173,13 +173,13 @@ def _one_of_many(address: str, number: int, spec: Spec, gate: Any, results: Any)
                 for one in output.outputs:
                     delta = spec.params.output_kind == 1
                     found[one.index] = found[one.index] + one.token_ids if delta else one.token_ids
-        together = len(ask_status(address, 60.0).frontends)
+        together = len(ask_status(address, 60.0).core.frontends)
         gate.wait(300)
         results.put((number, found, together))
 
 
 def _join(processes: list[Any], results: Any) -> None:
-    """One that failed has said nothing; whoever waits is told."""
+    """Wait for the processes. Put an empty result for each that failed, because it has sent none."""
     for process in processes:
         process.join()
         if process.exitcode:
@@ -283,7 +283,7 @@ def _first_tokens(engine: LLMEngine, rng: random.Random, count: int) -> list[flo
 
 
 def _flood(address: str, stop: Any) -> None:
-    """2,000-token requests, as many as there are seats and 1,000 more, until stopped."""
+    """2,000-token requests, 1,000 more than there are slots, until stopped."""
     rng = random.Random(9)
     params = SamplingParams(temperature=0, max_tokens=FLOOD_OUTPUT, ignore_eos=True, detokenize=False, output_kind=2)
     with LLMEngine.connect(address, name="flood") as engine:

@@ -1,8 +1,8 @@
-"""What an fp8 KV cache costs in accuracy: the embedded model's answers, and how far its logits move.
+"""The accuracy of an fp8 KV cache: the embedded model's answers, and the change of its logits.
 
 The logits are those of every position of the held-out questions with their answers and of long stories, with the same
-tokens before each, relative to the standard deviation of those with a bf16 cache. What bf16 itself costs, against fp32
-throughout, stands beside it.
+tokens before each, relative to the standard deviation of those with a bf16 cache. The error of bf16 itself, compared
+with fp32 throughout, is shown beside it.
 
     python benchmarks/kv_dtype.py
 """

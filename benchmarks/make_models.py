@@ -1,6 +1,6 @@
-"""Checkpoints of real shapes with random weights, for speed does not depend on the values.
+"""Checkpoints of real shapes with random weights, because speed does not depend on the values.
 
-They are made once, under .bench/models. Where peers are installed (`peers.py`), their forms can be made as well:
+They are made once, under .bench/models. If peers are installed (`peers.py`), their formats can be written, too:
 OpenVINO's by its exporter, GGUF for llama.cpp by the gguf package, each of the peer's own environment.
 
     python benchmarks/make_models.py [NAME ...] [--forms openvino gguf]
@@ -57,7 +57,7 @@ def save(name: str) -> Path:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The bytes and two special tokens: enough for engines that insist on a tokenizer."""
+    """A tokenizer of the bytes and two special tokens, for engines that require one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -99,11 +99,11 @@ GGUF_NAMES = {
 
 
 def save_gguf(folder: Path) -> None:
-    """`folder`.gguf in bf16, without a tokenizer: the benchmark speaks token ids."""
+    """`folder`.gguf in bf16, without a tokenizer, because the benchmark uses token ids."""
     target = folder.with_name(folder.name + ".gguf")
     if target.exists():
         return
-    sys.path += map(str, (CACHE / "peers" / "llamacpp" / "lib").glob("python*/site-packages"))  # behind our own
+    sys.path += map(str, (CACHE / "peers" / "llamacpp" / "lib").glob("python*/site-packages"))  # after our own packages
     import gguf
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

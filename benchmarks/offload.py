@@ -1,8 +1,8 @@
-"""What host memory behind the KV cache brings: questions about texts that together are twice what the pool holds.
+"""The gain from host memory behind the KV cache: requests with texts that together are twice the size of the pool.
 
-Texts are asked about in turn, so that each is forgotten before it is asked about again. Engines with and without
-`kv_offloading_size` take turns in one run; what is compared is the median of the rounds after the first, in which
-nothing can be found. Both must give the same tokens.
+The texts are used in turn, so each is evicted before it is used again. Engines with and without `kv_offloading_size`
+take turns in one run; the medians of the rounds after the first, in which nothing is cached, are compared. Both must
+give the same tokens.
 
     python benchmarks/offload.py [--json FILE]
 """

@@ -1,10 +1,10 @@
-"""Virtual environments of the engines that we are measured against, under .bench/peers/NAME.
+"""Virtual environments of the engines that Mainspring is compared with, under .bench/peers/NAME.
 
     python benchmarks/peers.py [openvino llamacpp vllm]
     python benchmarks/make_models.py --forms openvino gguf
 
 llama.cpp is compiled for this machine, which takes a quarter of an hour and a compiler; the others are downloads. An
-environment that works is left alone. Where the usual index has torch for GPUs only, name the one with CPU builds:
+environment that works is not changed. If the default index has only CUDA builds of torch, give the one with CPU builds:
 `--pip-args "--extra-index-url URL"`.
 """
 
@@ -21,7 +21,7 @@ from report import CACHE
 
 TORCH = "torch==2.13.0"
 WORKS = {"openvino": "import openvino_genai", "llamacpp": "import llama_cpp", "vllm": "from vllm import LLM"}
-# vLLM's wheel asks for packages that have no CPU build and that text alone does not need.
+# vLLM's wheel requires packages that have no CPU build and are not needed for text.
 UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
 NEEDS = """
 import sys

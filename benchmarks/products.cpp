@@ -1,7 +1,7 @@
-// Products alone (kernels/native/linear.h): checks, which a slow test runs, and a table of their speeds, for who works on them:
+// Matrix products (kernels/native/linear.h): checks, which a slow test runs, and a table of speeds for developers:
 //   g++ -std=c++17 -O3 -march=native -pthread benchmarks/products.cpp -o products && ./products
 //   HUGEPAGES=1 ./products bench [threads] [kinds, of bf16 int8 int4 fp32 fp16]
-// With -mavx2 -mfma -mf16c in place of -march=native it is the AVX2 path.
+// With -mavx2 -mfma -mf16c in place of -march=native it uses the AVX2 path.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -52,7 +52,7 @@ struct Team {
     }
 };
 
-struct Memory {  // 64-byte aligned, exactly as long as asked for: what lies beyond is for AddressSanitizer to guard
+struct Memory {  // 64-byte aligned, of exactly the requested size, so that AddressSanitizer detects accesses beyond it
     char* at;
     explicit Memory(size_t bytes) : at((char*)std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
     ~Memory() { std::free(at); }
@@ -117,7 +117,7 @@ static void check_shape(int M, int N, int K, std::mt19937& rng) {
     for (int n = 0; n < N; ++n) read_row(Packed<T>{w.data(), N, K}, n, &back[(size_t)n * K]);
     CHECK(!std::memcmp(back.data(), original.data(), sizeof(T) * N * K), "%s [%d, %d] packed and unpacked differs", name_of<T>(), N, K);
 
-    // One row at a time, one thread: what all others must equal, bit for bit.
+    // One row at a time, one thread: the reference, which all others must equal bit for bit.
     std::vector<float> alone((size_t)M * N);
     for (int m = 0; m < M; ++m)
         by_team(1, x.data() + (size_t)m * stride, stride, w.data(), 1, N, K, Store<float, T>{alone.data() + (size_t)m * N, N});
@@ -141,7 +141,7 @@ static void check_shape(int M, int N, int K, std::mt19937& rng) {
               name_of<T>(), M, N, K, num_threads);
     }
 
-    // x in fp32, rounded to the weight's type where that is what it is multiplied in
+    // x in fp32, rounded to the weight's type if the product is computed in that type
     std::vector<float> wide((size_t)M * K), from_wide((size_t)M * N);
     for (int m = 0; m < M; ++m)
         for (int k = 0; k < K; ++k) wide[(size_t)m * K + k] = load_one(&x[(size_t)m * stride + k]);
@@ -196,7 +196,7 @@ static void check_type(unsigned seed) {
     std::printf("%s: %d shapes\n", name_of<T>(), shapes + 6);
 }
 
-// Quantized: every bit is that of a plain loop over the groups, in any company.
+// Quantized: the bits equal those of a plain loop over the groups, with any number of rows.
 template <int BITS>
 static void check_quantized(int M, int N, int K, int group, std::mt19937& rng) {
     const int groups = ceil_div(K, group), stride = K + rng() % 3;
@@ -289,8 +289,8 @@ int main(int argc, char** argv) {
 
 // ---------------------------------------------------------------- measurements
 
-// Seconds are a thread's CPU seconds less those it waited in barriers: on a machine that others use too, the time it was
-// not running would drown everything. Both threads' rates are added up.
+// Seconds are a thread's CPU seconds without its waits in barriers, because on a shared machine the time during which a
+// thread does not run would dominate. The rates of the threads are added.
 
 // f(thread) does `amount` of work per thread; the median of `rounds`.
 template <class F>
@@ -351,7 +351,7 @@ static const int SHAPES[][2] = {{768, 768}, {2304, 768}, {4096, 768}, {768, 2048
                                 {4096, 1024}, {1024, 2048}, {6144, 1024}, {1024, 3072}, {151936, 1024},  // Qwen3-0.6B
                                 {4096, 4096}};
 
-// of(at, N, K): the weight that lies there. peak: operations a second.
+// of(at, N, K): the weight at this address. peak: operations a second.
 template <class X, class Of>
 static void bench_kind(const char* name, Of of, const std::vector<int>& rows, double peak, char* memory, size_t bytes, int num_threads) {
     std::printf("\n%-6s    N     K", name);
@@ -368,15 +368,15 @@ static void bench_kind(const char* name, Of of, const std::vector<int>& rows, do
         const size_t size = size_of(of(nullptr, N, K));
         std::printf("     %6d %5d", N, K);
         for (int M : rows) {
-            const int copies = (int)std::max<size_t>(1, bytes / size);  // each call finds its weight in memory, not in L3
+            const int copies = (int)std::max<size_t>(1, bytes / size);  // more than L3 holds
             const int calls = std::max(2, std::min(copies, (int)(std::min(3e10 / M, 3e9) / (2.0 * N * K))));
             Memory x((size_t)M * K * sizeof(X)), y((size_t)M * N * sizeof(X)), work(linear_workspace(of(nullptr, N, K), M, num_threads));
             std::memset(x.at, 0, (size_t)M * K * sizeof(X));
             std::memset(y.at, 0, (size_t)M * N * sizeof(X));
             std::vector<double> shares, speeds;
             int next = 0;
-            for (int round = 0; round < 5; ++round) {  // the limit and the kernel in turn: the machine's mood changes
-                static size_t place = 0;  // moves through all of memory, so that nothing of it is in L3
+            for (int round = 0; round < 5; ++round) {  // limit and kernel in turn: the speed varies
+                static size_t place = 0;  // moves through all of the memory, so that none of it is in L3
                 place = (place + (64 << 20)) % (bytes - (64 << 20));
                 const double bandwidth = read_rate(memory + place / 64 * 64, 64 << 20, num_threads);
                 const double speed = rate(num_threads, (double)calls / num_threads, 1, [&](Team& team, int t) {

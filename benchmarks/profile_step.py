@@ -1,11 +1,11 @@
-"""Where a step's time goes on a workload: the model, kernel by kernel, and all that surrounds it.
+"""The time of a step on a workload: the model, kernel by kernel, and the code around it.
 
-Core and frontend run in one process and one thread, so that their times add up. The codec, which in-process mode does
-without, is timed on the very outputs of each step: encode as in the core, decode as in the frontend.
+Core and frontend run in one process and one thread, so that their times add up. The codec, which is not used
+in-process, is timed on the outputs of each step: encode as in the core, decode as in the frontend.
 
-Where the model is one native call, its phases are timed inside it, and beside each stands the least that it could have
-taken: its multiply-adds at the machine's matrix rate, or its weights and its part of the KV cache read once a step at
-the machine's bandwidth, whichever takes longer, step by step.
+If the model is one native call, its phases are timed inside it. The table also has the lower bound of each: its
+multiply-adds at the machine's matrix rate, or its weights and its part of the KV cache read once a step at the
+machine's bandwidth, whichever takes longer, step by step.
 
     python benchmarks/profile_step.py --workloads batch-110m,single-110m
 """
@@ -29,9 +29,9 @@ from mainspring.ipc.inproc_client import InprocClient
 from report import MODELS, publish, table
 from workloads import WORKLOADS, Ask, asks
 
-LIMIT = 0.05  # the share that scheduler, codec and client may take where a step has many rows
-BYTES = 2  # of a weight, and of an element of the KV cache
-PHASES = {  # of kernels/native/decoder.h
+LIMIT = 0.05  # maximum share of scheduler, codec and client in a step with many rows
+BYTES = 2  # bytes of a weight, and of an element of the KV cache
+PHASES = {  # the phases in kernels/native/decoder.h
     "norm": "norms of rows",
     "qkv": "product: query, key, value",
     "heads": "norms of heads, RoPE, append to the cache",
@@ -50,7 +50,7 @@ class Clock:
         self.spent: defaultdict[str, float] = defaultdict(float)
 
     def watch(self, owner: Any, method: str, part: str) -> None:
-        """Count the time in `owner.method` as `part`'s, from now on."""
+        """From now on count the time in `owner.method` as time of `part`."""
         call: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class Clock:
 
 
 def watch_codec(core: EngineCore, clock: Clock) -> None:
-    """Put every step's outputs through the codec, and count that as its time."""
+    """Encode and decode every step's outputs, and count that as the codec's time."""
     step = core.step
 
     def step_and_encode() -> Any:
@@ -79,7 +79,7 @@ def watch_codec(core: EngineCore, clock: Clock) -> None:
 
 
 def least_seconds(config: Any, steps: list[StepPlan], machine: Machine) -> dict[str, float]:
-    """Of each phase that multiplies, over all steps."""
+    """The lower bound of each phase that multiplies, over all steps."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     dim = getattr(config, "head_dim", None) or hidden // heads
     queries, keys = heads * dim, config.num_key_value_heads * dim
@@ -100,13 +100,13 @@ def least_seconds(config: Any, steps: list[StepPlan], machine: Machine) -> dict[
             rows = int(step.samples.sum()) if phase == "head" else step.num_tokens
             spent[phase] += least(2.0 * rows * size, size) * (1 if phase == "head" else config.num_hidden_layers)
         starts, counts = step.starts.astype(float), step.counts.astype(float)
-        seen = (counts * starts + counts * (counts + 1) / 2).sum()  # keys, by all rows
+        seen = (counts * starts + counts * (counts + 1) / 2).sum()  # keys, summed over all rows
         spent["attention"] += least(4 * queries * seen, 2 * keys * (starts + counts).sum()) * config.num_hidden_layers
     return dict(spent)
 
 
 def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
-    """A table, and the share of all that is not the model."""
+    """A table, and the share of all parts except the model."""
     workload = WORKLOADS[workload_name]
     engine_args = EngineArgs(
         model=str(MODELS / workload.model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2_048, **options
@@ -131,7 +131,7 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
             steps += 1
         return steps
 
-    serve(asks(workload, core.model.vocab_size, seed=1)[:2], "first")  # buffers grow, memory is touched
+    serve(asks(workload, core.model.vocab_size, seed=1)[:2], "first")  # warm-up: buffers grow, memory is touched
     decoder = worker.model.whole.decoder if worker.model.whole else None
     before = decoder.seconds() if decoder else {}
     clock, steps_run = Clock(), []

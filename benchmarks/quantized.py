@@ -1,7 +1,8 @@
-"""What quantized weights cost: the embedded model's perplexity on text that it was not trained on.
+"""The accuracy of quantized weights: the embedded model's perplexity on text that it was not trained on.
 
 The text is held-out questions with their answers, each to be continued and as a chat, and stories of a new seed. The
-bars are for all tokens; those of the answers alone, which the model knows nearly for sure, stand beside them.
+bars are for all tokens; perplexities of the answers alone, which the model predicts almost with certainty, are also
+shown.
 
     python benchmarks/quantized.py
 """
@@ -20,21 +21,21 @@ from tokenizers import Tokenizer
 from bars import Bar, add_arguments, conclude
 from demo_questions import ANIMALS, GIRLS, heldout_other, heldout_sums, long_story
 from mainspring.core.model.learn.verify import Chunk, paged_logits
+from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.load.quantized import BITS
-from mainspring.core.model.run.whole_model import make_whole
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.kernels.native.native_backend import NativeBackend
 from report import table
 
 LIMITS = {"int8": 0.005, "int4": 0.03}
-AT_ONCE = 32  # texts of a step
+AT_ONCE = 32  # texts in a step
 BEGIN, END, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
 
 
 def texts(sums: int, others: int, stories: int) -> list[tuple[str, str]]:
-    """Each a part that is given and a part that is to be answered."""
+    """Texts, each a given part and an answer."""
     questions = heldout_sums(sums) + heldout_other(others)
     rng = Random("held out")
     return [
@@ -45,7 +46,8 @@ def texts(sums: int, others: int, stories: int) -> list[tuple[str, str]]:
 
 
 def losses(quantization: str | None, pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The negative logarithm of each token's probability, bf16 activations; and whether it is of an answer."""
+    """The negative logarithm of each token's probability, with bf16 activations, and whether the token is in an
+    answer."""
     backend = NativeBackend()
     model = load_model(ModelConfig(model=str(MODEL_PATH)), LoadConfig(), torch.device("cpu"), backend=backend)
     make_whole(model, backend, BITS.get(quantization or ""))

@@ -37,7 +37,7 @@ GRAMMARS = [["choice", '["red","blue"]'], ["regex", "[a-z]{1,12}"], ["json", '{"
 
 
 class Recorder(Worker):
-    """A worker that writes down what it is asked and what it answers. Calls that a file can't hold are refused."""
+    """A worker that records its calls and results. Calls that a file can't hold are refused."""
 
     def __init__(self, worker: Worker, config: EngineConfig, file: BinaryIO) -> None:
         self._worker, self._file = worker, file
@@ -95,7 +95,7 @@ def random_request(r: random.Random, handle: int, vocab: int, common: list[int])
 
     prompt = common[: r.choice([0, 16, 40])] + [r.randrange(3, vocab) for _ in range(r.randint(1, 60))]
     if r.random() < 0.3:
-        prompt += prompt[-8:]  # guesses find something
+        prompt += prompt[-8:]  # repetitive prompts, so that n-gram lookup finds matches
     sampling = Sampling(
         r.randint(1, 40),
         seed=r.getrandbits(40),
@@ -117,7 +117,8 @@ def random_request(r: random.Random, handle: int, vocab: int, common: list[int])
 
 
 def record(path: Path, steps: int, seed: int = 1) -> Counter[str]:
-    """Write a run of so many steps of the embedded model to `path`. Returns how much of what it has."""
+    """Write a run of `steps` steps of the embedded model to `path`. Returns counts of its tokens, steps, preemptions
+    and so on."""
     r, seen = random.Random(seed), Counter[str]()
     args = EngineArgs(
         max_num_seqs=6,
@@ -147,10 +148,10 @@ def record(path: Path, steps: int, seed: int = 1) -> Counter[str]:
 
 
 def replay(path: Path) -> int:
-    """Run a recorded run's plans on a worker of this process. Returns how many results were the same.
+    """Run a recorded run's plans on a worker in this process. Returns the number of equal results.
 
     Raises:
-        AssertionError: one was not.
+        AssertionError: one differed.
     """
     worker: Worker | None = None
     launched: list[PendingStep] = []
@@ -165,7 +166,7 @@ def replay(path: Path) -> int:
             if kind == CONTROL:
                 answer = worker.control(decode(data, Control))
                 if isinstance(answer, Future):
-                    answer.exception()  # wait; what can't be prepared is in no plan
+                    answer.exception()  # wait; a preparation that failed is used by no plan
             elif kind == PLAN:
                 launched.append(worker.launch(decode(data, StepPlan)))
             else:

@@ -1,6 +1,7 @@
-"""Writes docs/configuration.md from `mainspring.ipc.config`, where each field is defined (`make docs`).
+"""Writes docs/configuration.md from `mainspring.ipc.config`, and docs/vllm_arguments.md from the tables in
+`mainspring.compat` (`make docs`).
 
-`--check` writes nothing and fails if the page is not what would be written.
+`--check` writes nothing and fails if a page is not what would be written.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from mainspring.compat.engine_fields import DEFAULT_ONLY, MAPPED, RENAMED, VALUES, WITHOUT_EFFECT, is_flag
+from mainspring.compat.missing import ARGUMENTS, MEMBERS
 from mainspring.ipc.config import SECTIONS, FieldInfo, fields_of
+from mainspring.ipc.errors import Accepted
+from mainspring.ipc.params import SamplingParams
+from mainspring.ipc.pooling_params import PoolingParams
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Configuration
 
 Every argument of `EngineArgs`, of `LLM(model, …)` and of the command line: the flag of `max_model_len` is
@@ -21,10 +27,18 @@ Every argument of `EngineArgs`, of `LLM(model, …)` and of the command line: th
 
 Generated from `ipc/config.py` by `make docs`; do not edit.
 """
+VLLM_HEAD = """# vLLM's arguments
+
+What the fields of vLLM's `EngineArgs`, 0.11 to 0.33, and the arguments and members of its classes are here, where they
+differ from ours. Fields that are not on this page are those of the [configuration](configuration.md), or unknown.
+On the command line they are flags: `--enable-sleep-mode`.
+
+Generated from `compat/engine_fields.py`, `compat/missing.py` and `ipc/` by `make docs`; do not edit.
+"""
 
 
 def type_text(kind: Any) -> str:
-    """A field's type as a reader would say it."""
+    """A field's type in readable form."""
     if get_origin(kind) is Literal:
         return ", ".join(f"`{option}`" for option in get_args(kind))
     if get_origin(kind) is dict:
@@ -53,16 +67,83 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def entry_text(entry: str) -> str:
+    """`name`, or `name=value` of a table in compat/."""
+    name, _, values = entry.partition("=")
+    if not values or is_flag(name):
+        return f"`{name}`"
+    return f"`{name}` ({' or '.join(f'`{value}`' for value in values.split('|'))})"
+
+
+def grouped(head: str, rows: dict[str, str]) -> list[str]:
+    cells = (f"| {text} | {', '.join(map(entry_text, names.split()))} |" for text, names in rows.items())
+    return [f"| {head} | names |", "| --- | --- |", *cells, ""]
+
+
+def accepted_rows(owner: str, accepted: Accepted) -> list[str]:
+    rows = []
+    for name, entry in accepted.items():
+        if isinstance(entry, str):
+            text = f"an older name of `{entry}`"
+        elif "anything" in entry[0] or {True, False} <= {value for value in entry[0] if not isinstance(value, dict)}:
+            text = "no effect"
+        else:
+            text = f"accepted at its default; not supported: {entry[1]}"
+        rows.append(f"| `{owner}` | `{name}` | {text} |")
+    return rows
+
+
+def vllm_page() -> str:
+    works = {**{name: f"another name of `{ours}`" for name, ours in RENAMED.items()}, **MAPPED}
+    values = (
+        f"| `{name}` | {', '.join(f'`{theirs}`: `{ours}`' for theirs, ours in table.items())} |"
+        for name, table in VALUES.items()
+    )
+    owners = {"SamplingParams": SamplingParams._accepted, "PoolingParams": PoolingParams._accepted, **ARGUMENTS}
+    parts = [
+        VLLM_HEAD,
+        "## Fields of EngineArgs that work under another name",
+        "",
+        *("| field | here |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in works.items()), ""),
+        "## Values of vLLM's that mean one of ours",
+        "",
+        *("| field | value: ours |", "| --- | --- |", *values, ""),
+        "## Fields of EngineArgs without effect",
+        "",
+        *grouped("because", WITHOUT_EFFECT),
+        "## Fields of EngineArgs that must keep their default",
+        "",
+        "Any other value than that in parentheses, none, false or an empty one raises `NotSupportedError`.",
+        "",
+        *grouped("does not exist here", DEFAULT_ONLY),
+        "## Arguments of classes and methods",
+        "",
+        *("| of | argument | here |", "| --- | --- | --- |"),
+        *(row for owner, accepted in owners.items() for row in accepted_rows(owner, accepted)),
+        "",
+        "## Members that do not exist here",
+        "",
+        *grouped("instead, or why", MEMBERS),
+    ]
+    return "\n".join(parts)
+
+
+PAGES = {"configuration.md": page, "vllm_arguments.md": vllm_page}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    if not parser.parse_args().check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print(f"{PAGE.name} is out of date; run `make docs`")
-        return 1
-    return 0
+    check, stale = parser.parse_args().check, []
+    for name, make in PAGES.items():
+        path = DOCS / name
+        if not check:
+            path.write_text(make())
+        elif not path.exists() or path.read_text() != make():
+            stale.append(name)
+    if stale:
+        print(f"{', '.join(stale)}: out of date; run `make docs`")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where benchmarks keep things, and how their tables get into docs/performance.md."""
+"""Folders of the benchmarks, and the code that writes their tables to docs/performance.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def publish(section: str, text: str, write: bool) -> None:
-    """Print a section; with `write`, also put it in its place in docs/performance.md."""
+    """Print a section; with `write`, also write it to its place in docs/performance.md."""
     print(text, flush=True)
     if not write:
         return

@@ -1,6 +1,6 @@
-"""A log that lets a long measurement go on where it stopped: one JSON line for each thing measured.
+"""A log from which a long measurement continues where it stopped: one JSON line for each measurement.
 
-What was measured with other sources of the package, or on a processor with other abilities, does not count.
+Measurements with other sources of the package, or on a processor with other features, do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hash_sources(*programs: str) -> hashlib.blake2b:
 
 
 def source() -> str:
-    """A digest of what is measured: the package, what drives it, the processor's abilities."""
+    """A digest of the package, the benchmark programs, and the processor's features."""
     hashed = hash_sources("driver.py", "workloads.py")
     info = Path("/proc/cpuinfo")
     if info.exists() and (found := re.search(r"^(flags|Features)\s*:.*$", info.read_text(), re.MULTILINE)):
@@ -37,7 +37,7 @@ def source() -> str:
 
 
 class Log:
-    """Values by key. Without a path nothing is kept beyond the process."""
+    """Values by key. Without a path nothing is kept after the process ends."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._source = path, source()
@@ -47,7 +47,7 @@ class Log:
                 self._known[record["key"]] = record["value"]
 
     def get(self, key: str) -> Any:
-        """None if it was not measured."""
+        """The value, or None if it was not measured."""
         return self._known.get(key)
 
     def keep(self, key: str, value: Any) -> None:
@@ -59,7 +59,7 @@ class Log:
                 print(json.dumps(record), file=file)
 
     def once(self, key: str, measure: Callable[[], Any]) -> Any:
-        """What was measured before, or is now."""
+        """The earlier measurement, or a new one."""
         if key not in self._known:
             self.keep(key, measure())
         return self._known[key]

@@ -1,7 +1,7 @@
-"""The embedded model as a checkpoint whose own code can fail inside a step: what chaos.py has its daemon load.
+"""The embedded model as a checkpoint whose own code can fail inside a step, loaded by the daemon of chaos.py.
 
-The product has no hook for failing. A checkpoint may bring code (`trust_remote_code`), and this one's does as it is
-told: by a file, once, or by a prompt, always.
+The package has no hook for failures. A checkpoint may contain code (`trust_remote_code`); this one's code fails once if
+a file exists, or always for a certain prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from mainspring import demo
 
 MODEL = Path(demo.__file__).parent / "model"
-POISON = [1, 2, 1, 2, 1]  # begin and end of sequence in turn: no other prompt or output has that
+POISON = [1, 2, 1, 2, 1]  # alternating begin and end of sequence: in no other prompt or output
 
 _CODE = '''
 import os
@@ -57,7 +57,7 @@ class Saboteur:
     """A checkpoint in `folder`.
 
     Args:
-        poison: the signal that ends whoever computes a prompt with `POISON` in it.
+        poison: the signal that kills a process that computes a prompt with `POISON` in it.
     """
 
     def __init__(self, folder: Path, poison: signal.Signals | None = None) -> None:
@@ -74,10 +74,10 @@ class Saboteur:
         code = _CODE.format(order=str(self._order), poison=POISON, signal=int(poison or 0))
         (self.checkpoint / "saboteur.py").write_text(textwrap.dedent(code))
         self.flags = ["--model", str(self.checkpoint), "--trust-remote-code"]
-        self.env = {"HF_MODULES_CACHE": str(folder / "modules")}  # where transformers copies the code to
+        self.env = {"HF_MODULES_CACHE": str(folder / "modules")}  # the folder to which transformers copies the code
 
     def order(self, kind: str) -> None:
-        """The next step fails: by an "exception", or by an "allocation" that can't be had."""
+        """Make the next step fail, by an "exception" or by a failed "allocation"."""
         written = self._order.with_suffix(".new")
         written.write_text(kind)
         written.rename(self._order)

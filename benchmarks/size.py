@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 23_250  # what the package may have now
+LIMIT = 24_750  # maximum number of lines of the package
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -22,11 +22,11 @@ class Sized(NamedTuple):
 
 
 class File(NamedTuple):
-    """What is counted of one file."""
+    """Counts of one file."""
 
     path: str
     lines: int
-    methods: list[Sized]  # of each class, how many
+    methods: list[Sized]  # lines of each class
     class_lines: list[Sized]
 
 

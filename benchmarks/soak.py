@@ -1,10 +1,12 @@
-"""Mixed load for a long time: streams, aborts, cancelled tasks, frontends that come and go, and a crash a minute.
+"""A long run with mixed load: streams, aborts, cancelled tasks, frontends that connect and disconnect, and a crash a
+minute.
 
     python benchmarks/soak.py --minutes 30 --seed 1
 
-Two frontends, one synchronous and one of asyncio, stay all the time; a third process connects, works and leaves, over
-and over. Bars: memory and descriptors of the supervisor and of all three processes stay flat, those of the cores too
-(each between the middle and the end of its life), and every request ends exactly once, with the right tokens.
+Two frontends, one synchronous and one of asyncio, stay all the time; a third process repeatedly connects, sends
+requests and disconnects. Bars: memory and descriptors of the supervisor and of all three processes stay flat, those of
+the cores too (each between the middle and the end of its life), and every request ends exactly once, with the right
+tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ MB = 1_000_000
 MEMORY_LIMIT = 5 * MB
 DESCRIPTORS_LIMIT = 2
 IN_FLIGHT = 8
-ABORTED = 0.2  # of all requests
-CORE_AGES = (0.5, 0.95)  # of its life, when a core is looked at
-# A small pool and short steps: in half of its life a core has touched every block and seen every shape of a step.
+ABORTED = 0.2  # share of all requests
+CORE_AGES = (0.5, 0.95)  # shares of a core's lifetime at which it is sampled
+# A small pool and a small budget, so that in half of its lifetime a core has touched every block and seen every shape
+# of a step.
 SMALL = ["--num-gpu-blocks-override=1024", "--max-num-batched-tokens=128", "--max-restarts=1000000"]
 _SPAWN = multiprocessing.get_context("spawn")
 COUNTS = ["begun", "ended", "left", "aborted", "wrong", "twice", "connects"]
@@ -52,11 +55,11 @@ class Asked(NamedTuple):
 
     spec: int
     abort_at: int  # tokens after which it is aborted; 0: never
-    output: list[RequestOutput]  # the last one
+    output: list[RequestOutput]  # the last request
 
 
 class Worker:
-    """What the three have in common: drawing requests, and counting what becomes of them in shared memory."""
+    """Common code of the three processes: drawing requests, and counting their results in shared memory."""
 
     def __init__(self, seed: str, specs: Sequence[Spec], expected: Expected, counts: Any, stop: Any) -> None:
         self.rng = random.Random(seed)
@@ -72,7 +75,7 @@ class Worker:
         self._counts[COUNTS.index(name)] += number
 
     def draw(self, engine: LLMEngine | AsyncLLMEngine) -> tuple[Any, Asked]:
-        """A request ready to be added, and what is to become of it."""
+        """A request ready to be added, and whether it is to be aborted."""
         spec = self.rng.choice(list(self._expected))
         prompt = self._specs[spec].prompt
         prepared = engine.input_processor.process_inputs(
@@ -91,7 +94,7 @@ class Worker:
         return bool(asked.abort_at) and tokens >= asked.abort_at and not output.finished
 
     def end(self, asked: Asked) -> None:
-        """A request has ended: what it brought must be right, or the beginning of it."""
+        """A request has ended: its tokens must be right, or a prefix of the right ones."""
         self.count("ended")
         got, right = asked.output[0].outputs, self._expected[asked.spec]
         aborted = any(one.finish_reason == "abort" for one in got)
@@ -101,7 +104,7 @@ class Worker:
             self.count("wrong", one.token_ids != cut or one.finish_reason not in ("abort", whole.finish_reason))
 
     def watch(self, engine: LLMEngine | AsyncLLMEngine) -> None:
-        """Count what comes for a handle after its end: nothing must."""
+        """Count results for a handle after its end; there must be none."""
         self.count("connects")
         process = engine.output_processor.process
         ended: set[int] = set()
@@ -114,7 +117,7 @@ class Worker:
             for one in outputs.finished:
                 self.count("twice", one.handle <= all_up_to or one.handle in ended)
                 ended.add(one.handle)
-            while all_up_to + 1 in ended:  # so that it does not grow: handles are numbered in order
+            while all_up_to + 1 in ended:  # so that it does not grow; handles are numbered in order
                 all_up_to += 1
                 ended.remove(all_up_to)
             return process(outputs, now)
@@ -123,7 +126,7 @@ class Worker:
 
 
 def run_sync(worker: Worker, engine: LLMEngine, done: Callable[[], bool]) -> dict[str, Asked]:
-    """Keep requests running until `done`; what then runs is given back."""
+    """Keep requests running until `done`; returns those that still run."""
     worker.watch(engine)
     running: dict[str, Asked] = {}
     while not done():
@@ -145,7 +148,7 @@ def step_sync(worker: Worker, engine: LLMEngine, running: dict[str, Asked]) -> N
 
 
 async def run_async(worker: Worker, engine: AsyncLLMEngine, done: Callable[[], bool]) -> None:
-    """The same with tasks; what is to be aborted is aborted, left in mid-stream, or has its task cancelled."""
+    """The same with tasks. A request to be aborted is aborted, left in mid-stream, or has its task cancelled."""
     worker.watch(engine)
 
     async def one(prepared: Any, asked: Asked, way: str) -> None:
@@ -204,7 +207,7 @@ def stay_async(address: str, worker: Worker) -> None:
 
 
 def come_and_go(address: str, worker: Worker) -> None:
-    """Connect, work for a moment, leave in the middle of it, and again."""
+    """Repeatedly connect, run requests for a moment, and disconnect in the middle."""
     while not worker.stopping:
         until = time.monotonic() + worker.rng.uniform(0.0, 2.0)
 
@@ -236,7 +239,7 @@ def _work(
 
 
 class Sample(NamedTuple):
-    at: float  # seconds from the beginning
+    at: float  # seconds from the start
     memory: int  # resident bytes
     descriptors: int
 
@@ -264,7 +267,7 @@ class Watch:
             return Sample(time.monotonic() - self.began, process.memory_info().rss, process.num_fds())
 
     def bars(self) -> list[Bar]:
-        """Of processes that stay, the last quarter against the second one: before that, caches fill."""
+        """For processes that stay, compare the last quarter with the second one, because caches fill before that."""
         found = []
         for name, samples in self.samples.items():
             end = samples[-1].at
@@ -343,7 +346,7 @@ def main() -> int:
 
 
 def _cumulative(spec: Spec) -> Any:
-    """Shown as a whole, so that one that was aborted can be compared."""
+    """With cumulative outputs, so that an aborted request can be compared."""
     params = spec.params.clone()
     params.output_kind = RequestOutputKind.CUMULATIVE
     return params
@@ -352,7 +355,7 @@ def _cumulative(spec: Spec) -> Any:
 def _soak(
     daemon: Daemon, args: argparse.Namespace, rng: random.Random, watch: Watch, counts: Any, processes: Any
 ) -> list[str]:
-    """Sample, and crash the core now and then. → the kinds of crashes."""
+    """Sample, and crash the core from time to time; → the kinds of crashes."""
     crashes: list[str] = []
     end = watch.began + args.minutes * 60
     born, looks = watch.began, 0

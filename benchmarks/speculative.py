@@ -1,9 +1,8 @@
-"""What speculation brings where text repeats itself, and what it costs where it does not: the same requests, the same
-tokens, with guesses and without, in turns.
+"""The gain of speculation for repetitive text, and its cost for other text: the same requests and tokens with and
+without speculation, in turn.
 
-Random weights, greedily sampled, soon go round in a circle: that is the repetitive text, and n-gram lookup's best case.
-With temperature 1 they never repeat themselves: its worst. Beside the wall time of each, tokens that were guessed and
-accepted are counted.
+With greedy sampling a model with random weights soon repeats itself, which is the best case of n-gram lookup. With
+temperature 1 it never repeats itself, the worst case. Besides the wall time, drafted and accepted tokens are counted.
 
     python benchmarks/speculative.py [--model FOLDER] [--draft FOLDER]
 """
@@ -25,7 +24,7 @@ from mainspring import EngineArgs, LLMEngine, SamplingParams
 from make_models import save
 from report import table
 
-LIMIT = 1.3  # times as fast, text that repeats itself, one request
+LIMIT = 1.3  # speed-up, one request of repetitive text
 PROMPT = 64  # tokens
 
 
@@ -62,7 +61,7 @@ def counted(engine: LLMEngine) -> tuple[int, int]:
 
 
 def compare(engines: Sequence[LLMEngine], requests: int, temperature: float, args: Any) -> dict[str, Any]:
-    """`engines`: without guesses, and with them."""
+    """`engines`: without and with speculation."""
     before = counted(engines[1])
     times: list[list[float]] = [[], []]
     for turn in range(1 + args.repeats):

@@ -1,7 +1,7 @@
-"""Streams of every sort from several frontends, each a process, and whether each brought what an undisturbed core does.
+"""Streams of every kind from several frontend processes, each compared with the result of an undisturbed core.
 
-A stream is checked twice: while it runs, each output must go on where the one before ended; at its end, tokens, text
-and finish reason must be those that a core of another process gives to the same prompt, parameters and seed.
+A stream is checked twice: while it runs, each output must continue where the one before ended; at its end, tokens, text
+and finish reason must equal those of a core in another process for the same prompt, parameters and seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEEDS = "found a red ball, lost a hat, met a friend, saw the sea, planted a see
 
 
 class Spec(NamedTuple):
-    """What to ask for. Without a seed and not greedy, its frontend draws one each time."""
+    """The specification of a stream. If it is sampled without a seed, its frontend draws one each time."""
 
     prompt: str | list[int]
     params: SamplingParams
@@ -55,17 +55,17 @@ class Record(NamedTuple):
     ended: float
     completions: list[Completed]
     parts: int  # connections over which tokens came
-    trouble: str  # an error, or an output that did not go on where the last one ended
+    trouble: str  # an error, or an output that did not continue the one before it
 
 
 def make_specs(count: int, rng: random.Random, tokens: tuple[int, int] = (100, 500)) -> list[Spec]:
-    """Prompts of text and of token ids; greedy, sampled with and without a seed, n=2, stop strings; shown as a whole or
-    piecewise. `tokens`: least and most that a stream may bring."""
+    """Prompts of text and of token ids; greedy, sampled with and without a seed, n=2, stop strings; with complete
+    outputs or deltas. `tokens`: minimum and maximum length of a stream."""
     return [_spec(index, rng, rng.randint(*tokens)) for index in range(count)]
 
 
 def long_specs(count: int, rng: random.Random, prompt_tokens: int = 3500) -> list[Spec]:
-    """Prompts that take a while to compute, no two with a common prefix."""
+    """Long prompts without common prefixes."""
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     return [Spec(_ids(rng, prompt_tokens), params) for _ in range(count)]
 
@@ -96,7 +96,7 @@ def _spec(index: int, rng: random.Random, max_tokens: int) -> Spec:
 
 
 class Reference:
-    """A core of another process, to which nothing happens."""
+    """An undisturbed core in another process."""
 
     def __init__(self, specs: Sequence[Spec], **engine: Any) -> None:
         self._specs = specs
@@ -118,7 +118,7 @@ class Reference:
             ]
 
     def learn_all(self) -> None:
-        """Every spec that draws no seed."""
+        """Compute every spec that draws no seed."""
         self.learn((index, None) for index, spec in enumerate(self._specs) if not spec.draws_seed)
 
     def of(self, spec: int, seed: int | None = None) -> list[Completed]:
@@ -129,13 +129,13 @@ class Reference:
 
 
 class Tally(NamedTuple):
-    """What became of streams."""
+    """Counts of the results of streams."""
 
     streams: int = 0
     tokens: int = 0
-    failed: int = 0  # that ended in an error, or not as they should
+    failed: int = 0  # streams that ended in an error or in another wrong way
     tokens_lost: int = 0
-    tokens_repeated: int = 0  # more than there should be
+    tokens_repeated: int = 0  # more tokens than expected
     tokens_different: int = 0
     ends_different: int = 0  # text, finish reason or stop reason
     examples: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class Tally(NamedTuple):
 
 
 def compare(records: Sequence[Record], reference: Reference) -> Tally:
-    """Every stream against the reference, which computes what it does not know yet."""
+    """Compare every stream with the reference, which computes missing results."""
     reference.learn((record.spec, record.seed) for record in records)
     tokens = failed = lost = repeated = different = ends = 0
     examples: list[str] = []
@@ -185,24 +185,24 @@ def compare(records: Sequence[Record], reference: Reference) -> Tally:
 
 
 class Board:
-    """Memory that the frontends and the one who drives them share."""
+    """Memory shared by the frontends and the program that controls them."""
 
     def __init__(self, frontends: int) -> None:
         self.begun = _SPAWN.RawArray("q", frontends)
         self.unfinished = _SPAWN.RawArray("i", frontends)
         self.tokens = _SPAWN.RawArray("q", frontends)
-        self.resumed = _SPAWN.RawArray("d", frontends)  # when the first tokens came after the latest reconnection
+        self.resumed = _SPAWN.RawArray("d", frontends)  # time of the first tokens after the latest reconnection
         self.bursts = _SPAWN.RawValue("i", 0)
-        self.stop = _SPAWN.RawValue("i", 0)  # begin no more streams
+        self.stop = _SPAWN.RawValue("i", 0)  # set: start no more streams
 
 
 class Load:
     """Frontends that keep streams running until `finish`.
 
     Args:
-        specs: what they ask for, in random order.
+        specs: their streams, in random order.
         kinds: "sync" or "async", one for each frontend.
-        streams: that each keeps running.
+        streams: number that each keeps running.
         extra: specs of which each frontend adds one whenever `burst` is called.
     """
 
@@ -245,7 +245,7 @@ class Load:
         self.board.bursts.value += 1
 
     def finish(self, seconds: float = FINISH_SECONDS, without: Sequence[int] = ()) -> tuple[list[Record], int]:
-        """Let what runs come to its end. → the streams that ended, and how many did not.
+        """Let the running streams end; → the streams that ended, and the number that did not.
 
         Args:
             without: frontends that were killed.
@@ -281,7 +281,7 @@ class Load:
 
 
 class _Plan(NamedTuple):
-    """What one frontend has to do."""
+    """The work of one frontend."""
 
     address: str
     specs: Sequence[Spec]
@@ -297,14 +297,14 @@ class _Plan(NamedTuple):
         return f"{self.kind} {self.number}"
 
     def order(self) -> Iterator[int]:
-        """Specs for ever; each frontend has an order of its own."""
+        """An endless sequence of specs, in a different order for each frontend."""
         rng = random.Random(f"{self.seed} {self.number}")
         usual = [index for index in range(len(self.specs)) if index not in self.extra]
         while True:
             yield from rng.sample(usual, len(usual))
 
     def extras(self) -> Iterator[int]:
-        """No two frontends take the same one at a time."""
+        """Extra specs; no two frontends take the same one at a time."""
         return itertools.cycle(self.extra[self.number :: self.frontends])
 
 
@@ -321,7 +321,7 @@ class _Stream:
         self.trouble = ""
 
     def take(self, output: RequestOutput, connection: int) -> int:
-        """How many tokens are new."""
+        """Take an output; → the number of new tokens."""
         delta = self.request.params.output_kind == RequestOutputKind.DELTA
         before = sum(len(one.token_ids) for one in self.completions)
         for one in output.outputs:
@@ -349,7 +349,7 @@ class _Stream:
 
 
 class _Desk:
-    """What the loops of both kinds of frontend have in common."""
+    """Common code of the loops of both kinds of frontend."""
 
     def __init__(self, engine: LLMEngine | AsyncLLMEngine, plan: _Plan, board: Board) -> None:
         self._engine, self._plan, self._board = engine, plan, board
@@ -364,7 +364,7 @@ class _Desk:
         return None if self._board.stop.value else self._make(next(self._order))
 
     def extra(self) -> _Stream | None:
-        """A stream that is asked for besides."""
+        """The next extra stream, if one was requested."""
         if self._board.stop.value or self._bursts == self._board.bursts.value:
             return None
         self._bursts = self._board.bursts.value
@@ -435,7 +435,7 @@ async def _run_async(plan: _Plan, board: Board, pipe: Pipe) -> None:
             try:
                 async for output in engine.generate(stream.request, None, stream.request.request_id):
                     desk.took(stream, output)
-            except Exception as error:  # whatever it is, it is the stream's fate
+            except Exception as error:  # any error is recorded as the result of the stream
                 stream.trouble = f"{type(error).__name__}: {error}"
             desk.end(stream)
 

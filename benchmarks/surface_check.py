@@ -1,10 +1,10 @@
 """Runs the test of every row of the public surface in each mode, with the row's member and without it (`make
 surface-check`); writes docs/surface.md.
 
-It fails where a row has no test, a member of the written list does not exist, a test fails, or a test still passes
-when its member gives None. Rows and tests are in tests/surface/. `--check` fails, too, if the page is not what would
-be written, and writes nothing; `--only TEXT` runs the rows whose names hold it and leaves the page alone. `--results
-FILE` remembers results with their commits: what is not run now counts as it did then, so that modes may be run apart.
+It fails if a row has no test, a member of the list does not exist, a test fails, or a test still passes when its member
+returns None. Rows and tests are in tests/surface/. `--check` also fails if the page is out of date, and writes nothing;
+`--only TEXT` runs the rows whose names contain TEXT and does not write the page. `--results FILE` keeps results with
+their commits: rows that are not run now count with their kept result, so modes may be run separately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # rows that need a hub bring its cache
+os.environ["HF_HUB_OFFLINE"] = "1"  # rows that need a hub provide its cache
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
@@ -32,7 +32,7 @@ from surface.harness import MODES, Place, Result, check  # noqa: E402
 def run_mode(mode: str, only: list[str], take_away: bool) -> list[Result]:
     """All rows of one mode, in this process."""
     found = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that daemons end with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that daemons end with this process
     with tempfile.TemporaryDirectory(prefix="ms-") as folder:
         os.environ["MAINSPRING_PROFILE_DIR"] = os.environ["XDG_CACHE_HOME"] = folder
         place = Place(mode, Path(folder))
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=MODES, action="append", help="only this mode")
     parser.add_argument("--keep", action="store_true", help="do not take members away")
     parser.add_argument("--results", type=Path, metavar="FILE", help="remember results there; write the page of all")
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in a child: where results go
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in a child process: the file for results
     args = parser.parse_args()
     page.load_rows()
     if args.into:
@@ -103,7 +103,7 @@ def _commit() -> str:
 
 
 def remembered(path: Path, commit: str, new: list[Result]) -> list[Result]:
-    """These results and, of rows that there still are, the earlier ones of the file; it holds all of them then."""
+    """Merge these results with the earlier ones in the file, for rows that still exist, and write the file."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found |= {f"{one.row} | {one.mode}": [commit, one] for one in new}
     kept = {f"{one.row} | {one.mode}" for one in page.expected()}
@@ -115,7 +115,7 @@ def remembered(path: Path, commit: str, new: list[Result]) -> list[Result]:
 
 
 def run_all(modes: Sequence[str], only: list[str], keep: bool) -> list[Result]:
-    """Each mode in a process of its own, side by side."""
+    """Run each mode in a separate process, in parallel."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         children = {}

@@ -1,13 +1,13 @@
-"""Two checkouts side by side: the throughput of here over there on a workload, or the time to start.
+"""Compare two checkouts: the throughput of this one divided by the other's on a workload, or the time to start.
 
     python benchmarks/versus.py PATH/OF/THE/OTHER/.venv/bin/python --workload batch-110m,single-110m,start
 
-Both checkouts run in one run, in processes of their own, in alternation: here, there, there, here, … In a round both
-get the same requests, with prompts that no earlier round had, so that no round finds cached prefixes of another. The
-result is the median of the rounds' ratios, because on a shared machine only runs within seconds of each other can be
-compared. It is above 1 where this checkout is faster.
+Both checkouts run alternately, each in its own processes: here, there, there, here, … In a round both get the same
+requests, with prompts that no earlier round had, so that no round finds cached prefixes of another. The result is the
+median of the rounds' ratios, because on a shared machine only runs within seconds of each other can be compared. It is
+above 1 where this checkout is faster.
 
-The other checkout may be of any commit: the programs below use `LLM` and `SamplingParams` and nothing else of it.
+The other checkout may be any commit, because the programs below use only its `LLM` and `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
     "max_model_len": 2_048,
-    "kv_cache_memory_bytes": 1 << 30,  # holds the largest workload; two engines stand at once
+    "kv_cache_memory_bytes": 1 << 30,  # enough for the largest workload; two engines run at once
 }
 _SAYS = """
 import json, os, sys, time
@@ -65,7 +65,7 @@ Measure = Callable[[int], float]
 
 
 class Process:
-    """A program in the Python of one checkout; it says its lines on standard output."""
+    """A program in the Python of one checkout, which prints its results on standard output."""
 
     def __init__(self, python: str, program: str, options: dict[str, Any]) -> None:
         command = [python, "-P", "-c", program, json.dumps(options)]
@@ -85,12 +85,12 @@ class Process:
         return line
 
     def close(self) -> None:
-        """Return once it has ended."""
+        """Return once the process has ended."""
         self._process.communicate()
 
 
 class Serving:
-    """An engine of one checkout that stands from the first round to the last."""
+    """An engine of one checkout that runs from the first round to the last."""
 
     def __init__(self, python: str, name: str) -> None:
         self._workload = WORKLOADS[name]
@@ -134,7 +134,7 @@ class Pair(NamedTuple):
 
 
 def alternate(here: Measure, there: Measure, rounds: int) -> list[Pair]:
-    """So many rounds after one that warms both up. Who is first changes from round to round."""
+    """Run `rounds` rounds after a warm-up round. The checkout that runs first changes from round to round."""
     pairs = []
     for number in range(rounds + 1):
         if number % 2:
@@ -148,7 +148,7 @@ def alternate(here: Measure, there: Measure, rounds: int) -> list[Pair]:
 
 
 def conclude(what: str, pairs: Sequence[Pair]) -> str:
-    """Both checkouts do the same work in a round, so the ratio of throughputs is that of the times, turned around."""
+    """Both checkouts do the same work in a round, so the ratio of throughputs is the inverse ratio of the times."""
     ratios = [pair.there / pair.here for pair in pairs]
     here, there = (statistics.median(times) for times in zip(*pairs, strict=True))
     return (
@@ -159,7 +159,7 @@ def conclude(what: str, pairs: Sequence[Pair]) -> str:
 
 
 def compare(name: str, pythons: tuple[str, str], rounds: int) -> str:
-    """One line: a workload, or the start, here and there."""
+    """Print one line: a workload, or the start, in both checkouts."""
     model = START_MODEL if name == START else WORKLOADS[name].model
     if not (MODELS / model).exists():
         raise SystemExit(f"there is no {MODELS / model}; make it: python benchmarks/make_models.py {model}")

@@ -1,4 +1,4 @@
-"""What the engines are asked to do: token ids in, a fixed number of tokens out, the same for every engine."""
+"""The workloads of all engines: prompts of token ids and a fixed number of output tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Ask(NamedTuple):
 class Workload(NamedTuple):
     model: str  # a name of make_models.SHAPES
     requests: int
-    prompt_tokens: tuple[int, int]  # least and most, without the shared prefix
+    prompt_tokens: tuple[int, int]  # minimum and maximum, without the shared prefix
     output_tokens: tuple[int, int]
     shared_prefix: int = 0  # tokens every prompt begins with
 
     @property
     def seats(self) -> int:
-        """Sequences at once, for engines that want to know."""
+        """Number of concurrent sequences, for engines that need it as an option."""
         return min(self.requests, 64)
 
 
@@ -35,7 +35,7 @@ WORKLOADS = {
 
 
 def asks(workload: Workload, vocab_size: int, seed: int = 7) -> list[Ask]:
-    """The requests of a workload. Low and high ids are left out: special tokens live there."""
+    """The requests of a workload. Low and high ids are not used, because special tokens may have them."""
     rng = random.Random(seed)
 
     def ids(count: int) -> list[int]:
