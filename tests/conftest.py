@@ -1,4 +1,5 @@
-"""What all tests share: hypothesis prints how to repeat a failure, and no core process outlives the session."""
+"""Settings and fixtures for all tests: hypothesis prints how to repeat a failure, and no core process outlives the
+session."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ import psutil
 import pytest
 from hypothesis import settings
 
-# Tests run side by side, and many models in them are tiny: OpenMP's threads would only wait for one another.
+# Tests run in parallel and most models are tiny, so more OpenMP threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of it need it heard.
+# A shell starts background jobs with SIGINT ignored, and children inherit that. Tests of Ctrl-C need the handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("mainspring", deadline=None, print_blob=True)
@@ -28,7 +29,7 @@ CORES_END_WITHIN_S = 5
 
 
 def pytest_collection_finish() -> None:
-    """Garbage collections skip what the test files have imported: torch and transformers take 0.3 s of each."""
+    """Exclude imported modules from garbage collections: torch and transformers add 0.3 s to each collection."""
     gc.collect()
     gc.freeze()
 
@@ -40,14 +41,14 @@ def _cores_left() -> list[psutil.Process]:
         try:
             if "mainspring.core" in process.cmdline():
                 cores.append(process)
-        except psutil.Error:  # it ended while we looked
+        except psutil.Error:  # it ended meanwhile
             continue
     return cores
 
 
 @pytest.fixture(scope="session", autouse=True)
 def native_kernels() -> None:
-    """Compiled before the first test, whose patience is not for that."""
+    """Compile the native kernels before the first test, because a compilation could exceed a test's timeout."""
     from mainspring.kernels.native import build as native_build
     from native_here import why_not
 
@@ -57,7 +58,7 @@ def native_kernels() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def references_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> None:
-    """One folder for all workers of a run."""
+    """One folder for the reference outputs of all pytest workers of a run."""
     import references
 
     base = tmp_path_factory.getbasetemp()
@@ -67,7 +68,8 @@ def references_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_core_is_left_behind() -> Iterator[None]:
-    """Set up first, so torn down last; an error of a worker's last test under xdist."""
+    """Fail if a core process is left. Set up first, so torn down last; under xdist the last test of a worker gets the
+    error."""
     yield
     deadline = time.monotonic() + CORES_END_WITHIN_S
     while (left := _cores_left()) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A real daemon on the embedded model, for tests that use one as its users do."""
+"""A real daemon on the embedded model, for tests that use it from outside."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-P", "-m", "mainspring.cli.main"]
-PATIENCE_S = 120.0  # a guard against hanging
+PATIENCE_S = 120.0  # seconds; a guard against hanging
 
 
 class Daemon:
-    """A daemon process. Its log goes to a file, for nobody reads it while it runs."""
+    """A daemon process. Its log goes to a file, because a pipe that is not read would fill up."""
 
     def __init__(self, folder: Path, *arguments: str, listen: str = "", **environment: str) -> None:
         self.address = listen or f"ipc://{folder}/core.sock"
@@ -59,13 +59,13 @@ class Daemon:
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder with a short name: a socket's path has 107 bytes."""
+    """A folder with a short name, because the path of a socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ms-") as folder:
         yield Path(folder)
 
 
 def run(*arguments: str, said: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A command, as users run it; `said` is typed into it."""
+    """Run a command as a user does; `said` is its standard input."""
     return subprocess.run(
         [*COMMAND, *arguments], input=said, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )

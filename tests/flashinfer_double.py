@@ -1,13 +1,12 @@
-"""A stand-in for the flashinfer package on CPU tensors: the same calls, the same demands, a GPU that lags behind.
+"""A stand-in for the flashinfer package on CPU tensors: the same calls, the same requirements, and asynchronous copies.
 
 It checks what FlashInfer's kernels need but do not all check themselves (dtypes, shapes, strides, alignment, page
-numbers), computes with the reference backend, and takes every number from where a kernel would: index arrays from the
-wrapper's buffers when a kernel runs, the work list from the copy of the page-locked buffer that ``plan`` filled. That
-copy is made when a kernel is launched; with `hold` it counts as under way until `finish`, and who writes the
-page-locked memory before then is caught. `FlashInferDouble.graph` records launches, and the torch operations around
-them, and runs them again over the same memory, without the Python in between.
-
-Of FA2's scheduler it has the rules: tiles, shares of keys, how much of the workspaces they take.
+numbers), computes with the reference backend, and reads every number from the same place as a kernel: index arrays from
+the wrapper's buffers when a kernel runs, the work list from the copy of the page-locked buffer that ``plan`` filled.
+That copy is made when a kernel is launched; with `hold` it stays in progress until `finish`, and writing the
+page-locked memory before then fails. `FlashInferDouble.graph` records launches and the torch operations around them,
+and runs them again over the same memory, without the Python code in between. It implements the rules of FA2's
+scheduler: tile sizes, splits of keys, and the use of the workspaces.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ REFERENCE = ReferenceBackend()
 
 
 class Call(NamedTuple):
-    """One call of the package, as it was made."""
+    """One recorded call of the package."""
 
     name: str  # such as "BatchDecodeWithPagedKVCacheWrapper.plan"
     args: tuple[Any, ...]
@@ -46,7 +45,7 @@ class _Copy(NamedTuple):
 
     pages: torch.Tensor
     target: torch.Tensor
-    was: torch.Tensor  # what was in it when the copy was asked for
+    was: torch.Tensor  # its content when the copy was requested
 
     def check(self) -> None:
         n = len(self.was)
@@ -54,10 +53,10 @@ class _Copy(NamedTuple):
 
 
 class Graph(TorchDispatchMode):
-    """What was launched while it was active."""
+    """Records the launches made while it is active."""
 
     def __init__(self, before: Callable[[], None]) -> None:
-        """`before`: what the GPU has still to do when the graph is launched."""
+        """`before`: performs the pending copies when the graph is launched."""
         super().__init__()
         self._before = before
         self._launched: list[Callable[[], None]] = []
@@ -89,7 +88,7 @@ class Graph(TorchDispatchMode):
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the double, or of a wrapper of it, that notes its calls."""
+    """Decorate a method of the double or of a wrapper so that its calls are recorded."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +104,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Schedule(NamedTuple):
-    """How FA2's scheduler shares work out (attention/scheduler.cuh)."""
+    """How FA2's scheduler splits work (attention/scheduler.cuh)."""
 
     tile: int
     programs: int  # with work, for each KV head
@@ -188,7 +187,7 @@ def _check_readable(x: torch.Tensor, what: str) -> None:
 
 
 class _Wrapper:
-    """What the two wrappers share."""
+    """Common code of the two wrappers."""
 
     _double: FlashInferDouble
     device: torch.device
@@ -210,7 +209,7 @@ class _Wrapper:
         self._int_workspace_buffer = torch.empty(1 << 20, dtype=torch.uint8)
         self._pin_memory_int_workspace_buffer = torch.empty(1 << 20, dtype=torch.uint8)
         self._use_cuda_graph = graph
-        self._frozen: tuple[Any, ...] | None = None  # what the last plan settled
+        self._frozen: tuple[Any, ...] | None = None  # results of the last plan
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -231,7 +230,7 @@ class _Wrapper:
         causal: bool,
         schedule: Schedule | None,
     ) -> None:
-        """Fill the page-locked buffer with the work list and send it off."""
+        """Fill the page-locked buffer with the work list and start its copy."""
         self._double.check_host(qo_indptr, kv_indptr)
         rows, pages = qo_indptr.diff().numpy().astype(np.int64), kv_indptr.diff().numpy().astype(np.int64)
         assert (rows >= 0).all()
@@ -303,7 +302,7 @@ class _Wrapper:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Reads nothing but device memory, and what was settled when it was launched."""
+        """Reads only device memory and the values fixed at launch."""
         num = form[1]
         work = int_workspace[: 8 * (len(form) + 2 * num)].clone().view(torch.int64).tolist()
         assert tuple(work[: len(form)]) == form, "the int workspace holds another plan than the one that is run"
@@ -534,7 +533,7 @@ def fast_decode_plan(
     assert self._planned_in_full, "it takes the kernel from a full plan"
     host = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
     if self.use_tensor_cores:
-        double.check_host(last_page_len)  # read on the host: from the device it would be waited for
+        double.check_host(last_page_len)  # read on the host: reading it from the device would block
     if self._use_cuda_graph:
         assert len(last_page_len) == self._fixed_batch_size, "the batch size is fixed in a graph"
         assert len(indices) <= len(self._paged_kv_indices_buf)
@@ -703,13 +702,12 @@ class _Prefill(_Wrapper):
 
 
 class FlashInferDouble:
-    """The package. See the head of this file.
+    """The package. See the docstring of this file.
 
     Attributes:
-        calls: all calls that were made of it.
-        schedules: how FA2 shared work out, plan by plan.
-        device_memory: tensors, by the address of their storage, that stand for memory of the GPU; with any, who hands
-            memory of one side to a call that reads it on the other is caught.
+        calls: all recorded calls.
+        schedules: FA2's split of the work, for each plan.
+        device_memory: tensors in GPU memory, by address; if there are any, memory of the wrong side fails.
     """
 
     __version__ = "0.6.15"
@@ -722,7 +720,7 @@ class FlashInferDouble:
         self.active_graph: Graph | None = None
         self._hold = hold
         self._asked: list[_Copy] = []  # not done
-        self._held: list[_Copy] = []  # done, but nobody waited to see it
+        self._held: list[_Copy] = []  # done, but the host has not waited for it
         self._plans: dict[bytes, Any] = {}
         members = {"_double": self}
         self.BatchDecodeWithPagedKVCacheWrapper = type("BatchDecodeWithPagedKVCacheWrapper", (_Decode,), members)
@@ -738,17 +736,17 @@ class FlashInferDouble:
 
         return call
 
-    # What a GPU does.
+    # Behaviour of a GPU.
 
     def send(self, pages: torch.Tensor, target: torch.Tensor, data: torch.Tensor) -> None:
-        """Write page-locked memory, and ask for an asynchronous copy of it."""
+        """Write page-locked memory and request an asynchronous copy of it."""
         busy = [copy for copy in (*self._asked, *self._held) if copy.pages.data_ptr() == pages.data_ptr()]
         assert not busy, "page-locked memory was rewritten before its copy was done"
         pages[: len(data)] = data
         self._asked.append(_Copy(pages, target, data.clone()))
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """After all copies that were asked for."""
+        """Launch `kernel` after all requested copies."""
         self._copy()
         if self.active_graph is None:
             kernel()
@@ -764,14 +762,14 @@ class FlashInferDouble:
         self._asked = []
 
     def finish(self) -> None:
-        """Somebody waited until the GPU was done."""
+        """The host has waited until the GPU was done."""
         self._copy()
         for copy in self._held:
             copy.check()
         self._held = []
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Run, and → a graph that does it again, and where its result then lies."""
+        """Call `run`; → a graph that repeats it, and the tensor that holds its result."""
         graph = self.active_graph = Graph(self._copy)
         try:
             with graph:
@@ -780,7 +778,7 @@ class FlashInferDouble:
             self.active_graph = None
 
     def put_on_device(self, *tensors: torch.Tensor) -> None:
-        """Let these stand for memory of the GPU."""
+        """Let these tensors represent GPU memory."""
         self.device_memory |= {t.untyped_storage().data_ptr(): t for t in tensors}
 
     def check_host(self, *tensors: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""A scheduler over a stand-in model, for tests of what must hold for any schedule.
+"""A scheduler over a stand-in model, for tests of invariants that hold for any schedule.
 
-The stand-in's next token is a hash of all tokens that the model would see, *read back through the block tables*: where
-a block is freed too early, shared wrongly or listed in the wrong place, the output is another one. Its recurrent layers
-keep a running hash in state slots, which each token changes, in order: where a state is restored too late, or is of
-another prefix, the output is another one, too.
+The stand-in's next token is a hash of all tokens that the model would see, *read back through the block tables*: if a
+block is freed too early, shared wrongly or listed in the wrong place, the output changes. Its recurrent layers keep a
+running hash in state slots, which each token updates in order: if a state is restored too late, or belongs to another
+prefix, the output changes, too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import pytest
 
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
-from mainspring.core.features.standard import standard_features
 from mainspring.core.loop import EngineCore
 from mainspring.core.memory.block_pool import NULL_BLOCK
 from mainspring.core.memory.cache_manager import CacheManager
 from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.control import WorkerFacts
+from mainspring.core.plan.need import cuts_are_ruled
 from mainspring.core.plan.request import Request
-from mainspring.core.plan.scheduler import PauseMode, Scheduler
+from mainspring.core.plan.scheduler import Scheduler
 from mainspring.core.plan.step import IN_FLIGHT, NewSequence, Step, StepPlan, StepResult
 from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
-Windows = Sequence[int | LayerGroup | None]  # a window, None for full attention, or a recurrent group
-Key = tuple[int, int]  # frontend, handle
+Windows = Sequence[int | LayerGroup | None]  # per group: a window size, None for full attention, or a recurrent group
+Key = tuple[int, int]  # (frontend, handle)
 
 
 def group_of(window: int | LayerGroup | None) -> LayerGroup:
@@ -46,24 +46,24 @@ def group_of(window: int | LayerGroup | None) -> LayerGroup:
 
 
 def advance(state: int, token: int) -> int:
-    """The state of the stand-in's recurrent layers after one token more."""
+    """The state of the stand-in's recurrent layers after one more token."""
     return ((state ^ token) * 6364136223846793005 + 1442695040888963407) % 2**64
 
 
 def seen_by(window: int | LayerGroup | None, tokens: Sequence[int]) -> Sequence[int]:
-    """What the layers of a group see where all of `tokens` are computed."""
+    """The tokens or the state that a group's layers see when all of `tokens` are computed."""
     if isinstance(window, LayerGroup):
         return split(reduce(advance, tokens, 0))
     return tokens if window is None else tokens[max(0, len(tokens) - window) :]
 
 
 def split(state: int) -> list[int]:
-    """A state as numbers that `next_token` takes."""
+    """A state as a list of numbers for `next_token`."""
     return [state >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
 
 
 def next_token(seen: Sequence[Sequence[int]], banned: Collection[int] = ()) -> int:
-    """What follows where each KV group sees these tokens."""
+    """The next token if each KV group sees these tokens."""
     digest = hashlib.blake2b(digest_size=8)
     for tokens in seen:
         digest.update(np.asarray(tokens, np.int32).tobytes() + b"|")
@@ -90,7 +90,7 @@ def expected_output(message: AddRequest, windows: Windows, max_model_len: int) -
 
 
 class StandInModel:
-    """Runs steps as the model runner does: its own copy of the block tables, its own last tokens, by slot."""
+    """Runs steps as the model runner does, with its own copy of the block tables and of the last tokens, by slot."""
 
     def __init__(
         self,
@@ -109,15 +109,15 @@ class StandInModel:
         self._positions = np.full((len(windows), num_blocks, block_size), -7)
         self._host_tokens = np.full((len(windows), host_blocks, block_size), -9)
         self._host_positions = np.full((len(windows), host_blocks, block_size), -9)
-        self._copied = -1  # the last step whose copies were made
+        self._copied = -1  # id of the last step whose block copies were done
         self._states: dict[int, tuple[int, int]] = {0: (0, 0)}  # by state slot: tokens computed, and their hash
-        self._row_states: dict[int, list[int]] = {}  # by slot: behind each token of its row in this step
+        self._row_states: dict[int, list[int]] = {}  # by slot: the state after each token of its row in this step
         self._last = np.zeros(slots, np.int64)
         self._sequences: dict[int, NewSequence] = {}
         self._in_flight: deque[tuple[int, dict[int, tuple[NewSequence, frozenset[int]]]]] = deque()
 
     def begin(self, step: StepPlan) -> None:
-        """What happens before there can be a lack of memory."""
+        """The part of a step that runs before memory can be lacking."""
         if step.id != self._copied:
             self._copy(step)
         group, slot, column, block = step.tables
@@ -146,7 +146,7 @@ class StandInModel:
             self._states[target] = self._states[source]
 
     def execute(self, step: StepPlan) -> np.ndarray:
-        """The tokens that `step` samples."""
+        """Run `step`; → the sampled tokens."""
         self.begin(step)
         ends = np.cumsum(step.counts)
         rows = [
@@ -198,7 +198,7 @@ class StandInModel:
             if isinstance(window, LayerGroup):
                 seen.append(split(self._row_states[slot][count - 1]))
                 continue
-            positions = np.arange(self._first_seen(window, start), end)  # all that the queries up to this one see
+            positions = np.arange(self._first_seen(window, start), end)  # visible to queries up to this one
             blocks = self._tables[group, slot, positions // self._size]
             read = self._positions[group, blocks, positions % self._size]
             assert (read == positions).all(), f"group {group} reads positions {read} for {positions}"
@@ -210,13 +210,13 @@ class StandInModel:
         return int(self._last[slot])
 
     def _check_reuse(self, step: int, rows: list[tuple[int, int, np.ndarray]]) -> None:
-        """No slot or block that a step in flight names for one request is named for writing by another."""
+        """Check that a step writes to no slot or block that a step in flight uses for another request."""
         mine: dict[int, tuple[NewSequence, frozenset[int]]] = {}
         for slot, start, tokens in rows:
             named, written = set(), set()
             for group, window in enumerate(self._windows):
                 if isinstance(window, LayerGroup):
-                    continue  # states are copied in the order of steps, so one may be named by several
+                    continue  # states are copied in the order of steps, so several steps may name the same one
                 columns = np.arange(
                     self._first_seen(window, start) // self._size, (start + len(tokens) - 1) // self._size + 1
                 )
@@ -233,26 +233,26 @@ class StandInModel:
 
 
 class Sent(NamedTuple):
-    """What a step computed, by frontend."""
+    """The outputs of a step, by frontend."""
 
     num_tokens: int
     by_frontend: Counter[int]
-    requests: dict[Key, int]  # tokens computed of each
+    requests: dict[Key, int]  # tokens computed for each request
 
 
 class Engine:
-    """The loop of the engine core over the stand-in, with everything the frontends were told, and invariants 1 and 2
-    checked at every step.
+    """The loop of the engine core over the stand-in. It records all outputs and checks invariants 1 and 2 at every
+    step.
 
     Args:
         depth: steps in flight.
         weights: of the frontends.
-        num_blocks: without the null block; none: what the longest request needs, and as much again.
+        num_blocks: without the null block; none: twice the blocks of the longest request.
         suspects: how many requests may be added as suspects.
-        accused_at: output position of the token that they have to get past.
-        host_blocks: in host memory.
-        guesses: most at once of a request, if any.
-        guessed_right: how often one of them is right.
+        accused_at: output position that a suspect must pass to be cleared.
+        host_blocks: number of blocks in host memory.
+        guesses: maximum draft tokens of a request in a step; 0: no speculation.
+        guessed_right: probability that a draft token is right.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -281,8 +281,8 @@ class Engine:
         groups = [group_of(window) for window in windows]
         self.kv = CacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
         self.now = 0.0
-        self.suspects = set(range(suspects))  # keys; those of all others are larger
-        self.told_suspects = set(self.suspects)  # left, as the scheduler says
+        self.suspects = set(range(suspects))  # keys; all other requests have larger keys
+        self.told_suspects = set(self.suspects)  # remaining suspects, as reported by the scheduler
         self._accused_at = accused_at
         self._suspect_keys = iter(range(suspects))
         config = SchedulerConfig(**limits)
@@ -291,7 +291,7 @@ class Engine:
             config,
             self.kv,
             max_model_len,
-            standard_features(self.kv, config.enable_chunked_prefill, speculation),
+            speculation,
             clock=lambda: self.now,
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
@@ -314,7 +314,7 @@ class Engine:
         self.steps: list[Sent] = []
 
     def _guess(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        """Right ones now and then, of any number."""
+        """Draft tokens, each right with probability `guessed_right`; sometimes fewer than `count`."""
         known = tokens.tolist()
         assert -1 not in known, "it is asked for a guess where not all tokens are known"
         for _ in range(self._luck.choice([count, count, self._luck.randint(0, count)])):
@@ -356,18 +356,21 @@ class Engine:
         (self.slow.discard if given else self.slow.add)(frontend)
         self.scheduler.set_credit(frontend, given)
 
-    def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
+    def pause(self, mode: str, clear_cache: bool = False) -> None:
         if mode == "abort":
             gone = set(self._requests())
             self.aborted |= gone
             for key in gone:
                 self._forget_suspect(key)
-        self.scheduler.pause(mode, clear_cache)
+            self.scheduler.abort_all()
+        self.scheduler.pause("wait" if mode == "wait" else "keep")
+        if clear_cache:
+            self.scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------------ the loop
 
     def launch(self) -> Step | None:
-        """Schedule one step and run it; its tokens are not told yet."""
+        """Schedule one step and run it; its tokens are not sent yet."""
         ran = {key for key, r in self._requests().items() if r.admitted_at is not None}
         step = self.scheduler.schedule()
         if step is not None:
@@ -378,7 +381,7 @@ class Engine:
             assert plan.num_tokens == plan.counts.sum() <= self.budget, "the budget is exceeded"
             sent: Counter[Key] = Counter()
             for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
-                request = self.scheduler._running.requests[slot]
+                request = self.scheduler.state.running.requests[slot]
                 sent[request.frontend, request.handle] += count
             by_frontend: Counter[int] = Counter()
             for (frontend, _), count in sent.items():
@@ -398,8 +401,8 @@ class Engine:
         return {(f.id, handle): r for f in self.scheduler.fair for handle, r in f.requests.items()}
 
     def _check_step(self, step: Step, ran: set[Key]) -> None:
-        """Suspects run alone, and nobody does who may not run."""
-        requests = [self.scheduler._running.requests[slot] for slot in step.plan.slots.tolist()]
+        """Check that a suspect runs alone and that no request runs that may not."""
+        requests = [self.scheduler.state.running.requests[slot] for slot in step.plan.slots.tolist()]
         assert step.keys.tolist() == [r.key for r in requests]
         assert not any(other.solo for other, _ in self.in_flight), "something was launched beside a suspect"
         assert step.solo == any(r.key in self.suspects for r in requests)
@@ -411,7 +414,7 @@ class Engine:
         if self.scheduler.paused == "wait":
             began = ran | {key for key, message in self.messages.items() if message.output_token_ids}
             assert all((r.frontend, r.handle) in began for r in requests), "a request begins during a pause"
-        if self.scheduler._cut.is_needed:  # else no piece of the smallest size fits in a step
+        if cuts_are_ruled(self.scheduler.state):  # else no piece of the smallest size fits in a step
             chunk = max(w.chunk for w in self.windows if isinstance(w, LayerGroup))
             for request, end in zip(requests, (step.plan.starts + step.plan.counts).tolist(), strict=True):
                 assert end >= request.prompt_len or end % chunk == 0, "a prompt is cut inside of a chunk"
@@ -432,7 +435,7 @@ class Engine:
         self.check()
 
     def step(self) -> bool:
-        """One round of the core's loop; False if it brought nothing and nothing is in flight."""
+        """One round of the core's loop; False if it produced nothing and no step is in flight."""
         self.now += 0.001
         launched = False
         while len(self.in_flight) < self.depth and self.launch() is not None:
@@ -445,7 +448,7 @@ class Engine:
         return bool(notices) or launched
 
     def run(self, steps: int = 5_000) -> None:
-        """Until nothing is left to do."""
+        """Step until no work is left."""
         while self.scheduler.has_work or self.in_flight:
             assert steps, "the scheduler is stuck"
             steps -= 1
@@ -478,15 +481,15 @@ class Engine:
         return self.scheduler.stats()
 
     def check(self) -> None:
-        """Invariant 1, over the blocks of running requests and those that wait for a step to retire."""
-        listed = Counter(b for r in self.scheduler._running.requests.values() for table in r.tables for b in table)
+        """Check invariant 1 over the blocks of running requests and the blocks that are freed when a step retires."""
+        listed = Counter(b for r in self.scheduler.state.running.requests.values() for table in r.tables for b in table)
         listed.update(block for _, blocks in self.kv._deferred for block in blocks)
         del listed[NULL_BLOCK]
         check_pool(self.kv.pool, listed)
         if self.kv.host is not None:
             check_host(self.kv.host)
-        if (state := self.kv.state) is not None:
-            running = set(self.scheduler._running.requests.values())
+        if (state := self.kv.recurrent) is not None:
+            running = set(self.scheduler.state.running.requests.values())
             assert state._taken.keys() | state._newest.keys() <= running, "a snapshot is kept for a request that left"
             snapshots = [*chain.from_iterable(state._taken.values()), *state._newest.values()]
             check_pool(state.snapshots, Counter(snapshot for _, snapshot in snapshots))
@@ -497,13 +500,13 @@ class Engine:
             assert frontend.waiting_tokens == queued, "the tokens that wait are miscounted"
         assert self.told_suspects == self.suspects
         held: Counter[int] = Counter()
-        for request in self.scheduler._running.requests.values():
+        for request in self.scheduler.state.running.requests.values():
             held[request.frontend] += sum(b != NULL_BLOCK for table in request.tables for b in table)
-        assert +self.kv.held == held, "the blocks of a frontend are miscounted"
+        assert +self.kv.blocks_used == held, "the blocks of a frontend are miscounted"
 
     def check_outputs(self) -> None:
-        """Invariants 2 and 3: every request ended exactly once, with exactly the tokens it has without a scheduler.
-        Those aborted may have ended earlier."""
+        """Check invariants 2 and 3: every request ended exactly once, with the tokens of `expected_output`. Aborted
+        requests may have ended earlier."""
         assert set(self.finished) == set(self.messages)
         for key, message in self.messages.items():
             output, reason = expected_output(message, self.windows, self.max_model_len)
@@ -512,12 +515,12 @@ class Engine:
             else:
                 assert (self.outputs[key], self.finished[key].reason) == (output, reason)
         assert self.kv.pool.num_in_use == 0, "blocks are left behind"
-        assert self.kv.state is None or self.kv.state.snapshots.num_in_use == 0, "snapshots are left behind"
+        assert self.kv.recurrent is None or self.kv.recurrent.snapshots.num_in_use == 0, "snapshots are left behind"
         assert self.stats.num_running == self.stats.num_waiting == 0
 
 
 def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) -> int:
-    """Blocks that one request holds at most; written again here, not to trust the one under test."""
+    """Maximum number of blocks of one request; computed independently of the code under test."""
     most = 0
     for window in windows:
         if isinstance(window, LayerGroup):
@@ -528,7 +531,7 @@ def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) 
 
 
 def count_look_ups(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Fills up with the requests whose prefix is looked up in the cache."""
+    """Returns a list that receives each request whose prefix is looked up in the cache."""
     looks: list[Any] = []
     find = engine.kv.find_prefix
 
@@ -541,7 +544,7 @@ def count_look_ups(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]
 
 
 def result_of(plan: StepPlan, tokens: Sequence[int] | np.ndarray, **fields: Any) -> StepResult:
-    """The result of a plan that brought these tokens, or that found no memory."""
+    """The result of a plan with these tokens, or of a plan that lacked memory."""
     computed = np.zeros_like(plan.counts) if fields.get("lack") else plan.counts
     return StepResult(plan.id, computed, np.asarray(tokens, np.int64), **fields)
 
@@ -563,8 +566,8 @@ class StandInPending(NamedTuple):
 
 
 class StandInWorker:
-    """The stand-in model as the worker of an `EngineCore`. `launched` is told each plan before it is computed; what it
-    returns, if anything, is why the device lacks memory for it."""
+    """The stand-in model as the worker of an `EngineCore`. `launched` is called with each plan before it is computed; a
+    returned text is the reason why the device lacks memory for the plan."""
 
     def __init__(self, config: EngineConfig, launched: Callable[[StepPlan], str | None] = lambda plan: None) -> None:
         self.decisions: dict[str, Any] = {}
@@ -600,7 +603,8 @@ class StandInWorker:
 def make_core(
     launched: Callable[[StepPlan], str | None] = lambda plan: None, service: ServiceConfig | None = None, **rest: Any
 ) -> EngineCore:
-    """An `EngineCore` over the stand-in model. `rest`: fields of `SchedulerConfig`, and what else it takes."""
+    """An `EngineCore` over the stand-in model. `rest`: fields of `SchedulerConfig` and other arguments of
+    `EngineCore`."""
     more = {name: rest.pop(name) for name in ("journal", "suspects", "quarantined") if name in rest}
     config = EngineConfig(scheduler_config=SchedulerConfig(**rest), service_config=service or ServiceConfig())
     return EngineCore(config, lambda config: StandInWorker(config, launched), **more)
@@ -611,7 +615,7 @@ def message(handle: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4,
 
 
 def run_core(core: EngineCore, steps: int = 1000) -> dict[Key, tuple[list[int], Finished]]:
-    """Step until there is nothing to do; the tokens and the end of every request that ended."""
+    """Step until no work is left; → the tokens and the `Finished` of every request that ended."""
     tokens: dict[Key, list[int]] = defaultdict(list)
     ended: dict[Key, tuple[list[int], Finished]] = {}
     while core.has_work:

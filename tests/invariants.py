@@ -1,4 +1,4 @@
-"""Invariant 1, of the classes that the engine uses: nothing is lost, nothing is shared by mistake."""
+"""Invariant 1 for the engine's block pools: no block is lost, and none is shared by mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mainspring.core.memory.host_cache import HostCache
 
 
 def check_pool(pool: BlockPool, references: Mapping[int, int]) -> None:
-    """Given how often live requests list each block."""
+    """Check the pool, given how often live requests list each block."""
     free = list(pool._free)
     assert all(pool._refs[b] == 0 for b in free), "a free block has references"
     for block in range(1, pool.num_blocks):
@@ -19,7 +19,7 @@ def check_pool(pool: BlockPool, references: Mapping[int, int]) -> None:
 
 
 def check_host(host: HostCache) -> None:
-    """Between steps."""
+    """Check host memory; call it between steps."""
     assert sorted([*host._free, *host._slots.values()]) == list(range(host.num_slots)), "slots are lost or shared"
     assert host._saves.keys() <= set(host._slots.values()), "a save without a name"
     assert set(host._loads.values()) <= host._pinned, "a slot may be taken before it is loaded"

@@ -1,7 +1,7 @@
-"""A stand-in for a GPU, which can't run here: a CPU that behaves as if its copies and work were done later.
+"""A stand-in for a GPU: a CPU device that behaves as if its copies and kernels ran asynchronously.
 
-A copy out of page-locked memory is still under way until somebody waited for a mark set after it. Whoever writes that
-memory, or sends it again, before then is caught. A graph runs the recorded function again over the same memory.
+A copy out of page-locked memory is in progress until the host has waited for a mark set after it. Writing or sending
+that memory before then fails. A graph runs the recorded function again over the same memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Tokens:
 
 
 class LateDevice(Device):
-    """Counts marks; `num_replays` and `num_copies` are for tests to see that it was used."""
+    """Counts marks; with `num_replays` and `num_copies` tests check that the device was used."""
 
     asynchronous = True
 
@@ -42,10 +42,10 @@ class LateDevice(Device):
         self.hasty = False
         self._marks = 0
         self._beside: list[list[Callable[[], None]]] = []  # not done yet
-        self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (mark to come, memory, what was in it)
+        self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (next mark, memory, its content)
 
     def twin(self, host: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(host, 77)  # whoever reads what was not sent gets nonsense
+        return torch.full_like(host, 77)  # memory that was never sent holds a wrong value
 
     def upload(self, twin: torch.Tensor, host: torch.Tensor) -> None:
         self._check()
@@ -65,12 +65,12 @@ class LateDevice(Device):
         return _Mark(self, self._marks)
 
     def done(self, number: int) -> None:
-        """All that came before mark `number` is."""
+        """Complete all work before mark `number`."""
         self._check()
         self._under_way = [entry for entry in self._under_way if entry[0] >= number]
 
     def beside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Done when it is waited for, as late as can be, or at once where `hasty`; then never again."""
+        """Run `work` as late as possible, when it is waited for, or at once if `hasty`; only once."""
         if self.hasty:
             work()
             return lambda: None

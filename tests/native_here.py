@@ -7,7 +7,7 @@ from mainspring.kernels.native import build as native_build
 
 
 def why_not() -> str | None:
-    """Why they can't be, in a sentence; None: it seems they can. Takes milliseconds."""
+    """The reason why they can't be built; None: they probably can. Takes milliseconds."""
     try:
         native_build.choose_level()
         native_build.find_compiler()

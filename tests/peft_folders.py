@@ -1,4 +1,4 @@
-"""Random adapters as PEFT writes them, and what transformers and PEFT make of a prompt with one."""
+"""Random adapters as PEFT writes them, and the output of transformers with PEFT for a prompt."""
 
 from __future__ import annotations
 

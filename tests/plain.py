@@ -1,5 +1,5 @@
-"""What tests of sampling need: an engine in this process, driven to the end, and a plain loop over transformers to
-compare it with."""
+"""Helpers for tests of sampling: an in-process engine, run to the end, and a plain loop over transformers for
+comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 
-Job = tuple[Any, SamplingParams]  # a prompt and what is asked of it
+Job = tuple[Any, SamplingParams]  # a prompt and its sampling parameters
 
 
 def make_engine(path: Path | None, **settings: Any) -> LLMEngine:
@@ -22,12 +22,12 @@ def make_engine(path: Path | None, **settings: Any) -> LLMEngine:
 
 
 def run(engine: LLMEngine, jobs: Mapping[str, Job]) -> dict[str, RequestOutput]:
-    """The last output of each."""
+    """The last output of each request."""
     return {name: outputs[-1] for name, outputs in run_all(engine, jobs).items()}
 
 
 def run_all(engine: LLMEngine, jobs: Mapping[str, Job]) -> dict[str, list[RequestOutput]]:
-    """Every output of each, in order."""
+    """All outputs of each request, in order."""
     for name, (prompt, params) in jobs.items():
         engine.add_request(name, prompt, params)
     return collect(engine)
@@ -56,13 +56,13 @@ class Plain:
         return self.model(torch.tensor([list(tokens)])).logits[0].float()
 
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """fp32 ``[tokens, vocab]``, of the token after each."""
+        """fp32 ``[tokens, vocab]``: the distribution of the token after each token."""
         return self.logits(tokens).log_softmax(-1)
 
     def greedy(
         self, prompt: Sequence[int], length: int, rules: Callable[[list[int], torch.Tensor], torch.Tensor]
     ) -> list[int]:
-        """`length` tokens, each the largest of what `rules` makes of the output so far and its logits ``[vocab]``."""
+        """`length` tokens, each the argmax of `rules(output so far, logits)`; logits are ``[vocab]``."""
         output: list[int] = []
         for _ in range(length):
             logits = rules(output, self.logits([*prompt, *output])[-1])

@@ -1,4 +1,4 @@
-"""Tiny checkpoints that give vectors, made on the spot: encoders, decoders, classifiers."""
+"""Tiny checkpoints of pooling models, generated at run time: encoders, decoders, classifiers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DECODERS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 32, "num_key_value_
 
 
 def make(architecture: str, folder: Path, auto: Any = AutoModel, tokenizer: bool = False, **overrides: Any) -> Path:
-    """Write a checkpoint of what transformers' class `auto` makes of it; → the folder."""
+    """Write a checkpoint of the model that transformers' class `auto` builds; → the folder."""
     fields = {**SIZES, **ENCODERS.get(architecture, DECODERS.get(architecture, {})), **overrides}
     disable_progress_bar()
     with torch.random.fork_rng():
@@ -51,7 +51,7 @@ def make(architecture: str, folder: Path, auto: Any = AutoModel, tokenizer: bool
 
 
 def make_tokenizer(folder: Path, types: bool = True) -> None:
-    """One that puts texts between special tokens, and tells the two of a pair apart."""
+    """A tokenizer that puts texts between special tokens and separates the two texts of a pair."""
     tiny.make_tokenizer(folder)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [(token, backend.token_to_id(token)) for token in ("<bos>", "<eos>")]
@@ -62,7 +62,7 @@ def make_tokenizer(folder: Path, types: bool = True) -> None:
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    """Random token ids without special ones."""
+    """Random token ids without special tokens."""
     rng = np.random.default_rng(0)
     return [rng.integers(3, tiny.VOCAB_SIZE, length).tolist() for length in lengths]
 
@@ -73,7 +73,7 @@ def run(
     params: PoolingParams | None = None,
     after_two_steps: Callable[[], object] = lambda: None,
 ) -> list[PoolingRequestOutput[Any]]:
-    """The one output of each prompt, all in flight at once."""
+    """The output of each prompt, with all requests in flight at once."""
     for number, prompt in enumerate(asked):
         engine.add_request(str(number), prompt, params or PoolingParams())
     found: dict[str, list[Any]] = {}
@@ -89,7 +89,7 @@ def run(
 
 
 def vectors(engine: LLMEngine, asked: Sequence[Any], *more: Any, **named: Any) -> list[np.ndarray]:
-    """The same, of which none may fail."""
+    """The same as arrays; no request may fail."""
     outputs = run(engine, asked, *more, **named)
     assert [output.error for output in outputs] == [None] * len(asked)
     return [output.outputs.data for output in outputs]

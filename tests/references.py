@@ -1,4 +1,4 @@
-"""What transformers computes for a checkpoint: once in a test run, for all its worker processes."""
+"""Reference outputs of transformers for a checkpoint, computed once in a test run for all pytest workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-folder: Path | None = None  # of this run; conftest.py sets it
+folder: Path | None = None  # the folder of this run; conftest.py sets it
 
 
 def greedy(path: Path, requests: list[tuple[list[int], int]]) -> list[list[int]]:

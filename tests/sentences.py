@@ -1,5 +1,5 @@
-"""What sentence-transformers makes of tiny models, run as a program of its own: it brings scikit-learn, whose OpenMP
-keeps the native kernels out of its process.
+"""Vectors of tiny models by sentence-transformers, computed in a separate program, because sentence-transformers loads
+scikit-learn, whose OpenMP prevents the native kernels from loading in the same process.
 
     python sentences.py FOLDER     # folders of models, and NAME.npz with what each makes of TEXTS
 """

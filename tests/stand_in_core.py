@@ -1,5 +1,5 @@
-"""Cores without a model behind real servers, and a stand-in for the supervisor that starts one after the other: what
-tests of the clients connect to."""
+"""Cores without a model behind real servers, and a stand-in for the supervisor that starts them one after another, for
+tests of the clients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STEP_SECONDS = 0.0002
 
 
 class StandInCore:
-    """Each request's tokens are its first prompt token and the numbers after it, `max_tokens` of them, one a step. One
-    that was resumed goes on where its output tokens end."""
+    """The output of a request is its first prompt token and the numbers after it, `max_tokens` in all, one a step. A
+    resumed request continues after its output tokens."""
 
     def __init__(self) -> None:
         self.config = EngineConfig()
@@ -106,8 +106,8 @@ class StandInCore:
 
 
 class StandInOwner:
-    """What keeps a core running, as far as a client cares. Here each core is a server and a thread; `kill` ends one
-    without a word, `restart` starts the next, `give_up` says that there will be none."""
+    """A stand-in for the owner of a core as clients see it. Each core is a server and a thread; `kill` ends it without
+    a message, `restart` starts the next, `give_up` reports that there will be none."""
 
     def __init__(self, address: str | None = None, service: ServiceConfig | None = None, **endpoints: str) -> None:
         self.token = b"" if address else secrets.token_bytes(16)
@@ -123,12 +123,12 @@ class StandInOwner:
         self.restart()
 
     def restart(self, **facts: Any) -> None:
-        """The next core; `facts` replace fields of its `ModelFacts`."""
+        """Start the next core; `facts` replace fields of its `ModelFacts`."""
         self.load(**facts)
         self.announce()
 
     def load(self, **facts: Any) -> None:
-        """The next core, as far as it is before its model is there."""
+        """Start the next core up to the point where it would load its model."""
         self.epoch += 1
         core = self.core = StandInCore()
         core.model = msgspec.structs.replace(core.model, **facts)
@@ -143,13 +143,12 @@ class StandInOwner:
         self._thread.start()
 
     def kill(self) -> None:
-        """The core is gone, in the middle of whatever it did: nothing more comes from it, not even what it had handed
-        to its server."""
+        """End the core at once: nothing more is sent, not even messages already handed to its server."""
         self._end_loop()
         self.server.stop(None)
 
     def stop(self, reason: str) -> None:
-        """The core ends in good order, and says so."""
+        """End the core in good order, with a `Bye`."""
         self._end_loop()
         self.server.stop(reason)
 
@@ -160,7 +159,7 @@ class StandInOwner:
         return self.error
 
     def close(self) -> None:
-        """A client lets go: a core that is shared stays."""
+        """A client disconnects; a shared core keeps running."""
 
     def end(self) -> None:
         self.stop("")
@@ -171,7 +170,7 @@ class StandInOwner:
         self._thread.join()
 
     def _serve(self) -> None:
-        """As the loop of the core process, until told to stop; it takes nothing while it is `busy`."""
+        """The loop of the core process, until told to stop; while `busy` it accepts no message."""
         while not self._stopping:
             if self.busy:
                 time.sleep(0.001)

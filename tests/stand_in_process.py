@@ -1,6 +1,5 @@
-"""The core process, but for its model: what `mainspring.core` runs is real, what it would load is a `StandInCore` that
-keeps the journal, tries suspects alone, and dies as its requests and callers tell it to. Starts in a fraction of a
-second."""
+"""A core process without a model: the code of `mainspring.core` is real, but it loads a `StandInCore`, which keeps the
+journal, runs suspects alone, and dies when a request or a call tells it to. It starts in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from mainspring.ipc.messages import (
 )
 from stand_in_core import StandInCore
 
-# The second token of a prompt says how the core dies when it computes this request, the third at which output token.
+# The second token of a prompt selects how the core dies when it computes the request; the third is the output position.
 HARMLESS, SEGV, KILL, RAISE, HANG, EXIT = range(6)
 
 
@@ -64,7 +63,7 @@ class ScriptedCore(StandInCore):
         super().__init__()
         self.worker = make_worker(config)
         script = config.model_config.model
-        order = Path(script).read_text() if script else ""  # what to do while it loads
+        order = Path(script).read_text() if script else ""  # action while the core loads
         if order == "wait":
             time.sleep(600)
         elif order:

@@ -1,4 +1,4 @@
-"""LoRA and prompt adapters: the tokens are those of transformers with PEFT, in any batch, whatever else happens."""
+"""LoRA and prompt adapters: the tokens equal those of transformers with PEFT in any batch and on any schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = {name: list(range(5 + i, 45 + 3 * i)) for i, name in enumerate(("small
 class Adapters(NamedTuple):
     model: Path
     folders: dict[str, Path]
-    expected: dict[str, list[int]]  # of the prompt of the same name
+    expected: dict[str, list[int]]  # expected output of the prompt with the same name
 
     def lora(self, name: str, number: int = 0) -> LoRARequest | None:
         number = number or 1 + list(PROMPTS).index(name)
@@ -314,7 +314,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_after_the_virtual_tokens(
 # ------------------------------------------------------------------ numbers, memory and places
 
 
-def test_what_an_engine_calls(made: Adapters) -> None:
+def test_an_engine_adds_lists_and_pins_adapters(made: Adapters) -> None:
     with engine_for(made, max_loras=2, max_cpu_loras=2) as engine:
         small, large, scaled = (made.lora(name) for name in ("small", "large", "scaled"))
         assert small
@@ -341,7 +341,7 @@ def test_what_an_engine_calls(made: Adapters) -> None:
         assert tokens(finish(engine)) == {"a": made.expected["large"]}
 
 
-def test_an_adapter_in_use_is_not_taken_from_whom_it_belongs_to(made: Adapters) -> None:
+def test_an_adapter_in_use_keeps_its_owner(made: Adapters) -> None:
     with engine_for(made, max_loras=1, max_cpu_loras=1) as engine:
         for name in ("small", "large", "scaled"):
             add(engine, name, PROMPTS[name], made.lora(name))
@@ -373,7 +373,7 @@ def test_no_more_adapters_run_at_once_than_there_are_places(made: Adapters) -> N
         assert core.stats().running_loras == core.stats().waiting_loras == []
 
 
-def test_who_waits_for_a_place_gets_it_though_others_keep_coming(made: Adapters) -> None:
+def test_a_request_that_waits_for_an_adapter_slot_gets_one_though_others_keep_coming(made: Adapters) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
     with engine_for(made, max_loras=1, max_cpu_loras=2, max_num_seqs=2) as engine:
         number, done, deadline = 0, False, time.monotonic() + GUARD
@@ -518,7 +518,7 @@ OTHER = "base_model.model.model.layers.7.self_attn.q_proj.lora_"
         (changed_tensors(lambda t: t.update({EMBEDDING: torch.ones(4, 384)})), "no part of"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_its_requests_error_alone(
+def test_an_adapter_that_cannot_be_served_fails_only_its_request(
     made: Adapters, tmp_path: Path, shared: LLMEngine, spoil: Callable[[Path], Any], why: str
 ) -> None:
     folder = tmp_path / "spoilt"
@@ -572,7 +572,7 @@ def test_prompt_adapters_that_do_not_fit(made: Adapters, virtual: dict[str, Prom
         assert "peft_type" in str(finish(engine)["lora"].outputs[0].error)
 
 
-def test_what_no_frontend_of_ours_sends_is_refused(made: Adapters, shared: LLMEngine) -> None:
+def test_requests_that_our_frontends_never_send_are_refused(made: Adapters, shared: LLMEngine) -> None:
     core: EngineCore = shared.engine_core.core
     path = str(made.folders["small"])
     wrong = [
@@ -589,13 +589,19 @@ def test_what_no_frontend_of_ours_sends_is_refused(made: Adapters, shared: LLMEn
         ended += [one for outputs in core.step().values() for one in outputs.finished]
     assert len(ended) == 2 * len(wrong)
     assert all(one.reason == "error" for one in ended)
-    for method, argument in (("add_lora", [1]), ("add_lora", "x"), ("remove_lora", [1]), ("pin_lora", None)):
+    for method, argument in (
+        ("check_request", "x"),
+        ("add_lora", [1]),
+        ("add_lora", "x"),
+        ("remove_lora", [1]),
+        ("pin_lora", None),
+    ):
         with pytest.raises(Exception, match=r".") as error:
             shared.engine_core.call(method, argument)
         assert not isinstance(error.value, AssertionError)
 
 
-def test_whether_an_adapter_repeats_the_models_weights_is_not_to_be_told_while_these_sleep() -> None:
+def test_an_adapter_with_full_weights_can_not_be_checked_while_the_model_sleeps() -> None:
     model = torch.nn.Linear(4, 4)
     parameters, weight = ParameterMap.of(model), model.weight.detach().clone()
     assert adapter_files._is_own("weight", weight, parameters)

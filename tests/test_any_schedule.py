@@ -1,5 +1,5 @@
-"""What the scheduler promises, for any schedule: invariants 1 to 3, with aborts, suspects, pauses, resumed requests and
-frontends that lose their credit."""
+"""The scheduler's invariants 1 to 3 for random schedules, with aborts, suspects, pauses, resumed requests and frontends
+that lose their credit."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tiers import examples
 
 
 class Job(NamedTuple):
-    """A request to add, or an abort of one added before, or a change of who may run."""
+    """A request to add, an abort of an earlier one, or a pause or a change of credit."""
 
-    after: int  # rounds before it
-    shared: float  # how much of the prompt is the common prefix
-    length: float  # of the longest prompt
+    after: int  # rounds of the loop before this job
+    shared: float  # share of the prompt that is the common prefix
+    length: float  # share of the longest prompt
     max_tokens: int
     min_tokens: int
     stops: list[int]
     priority: int
     frontend: int
     suspect: bool
-    resumed: float  # how much of its output it comes with
-    abort: int | None  # this many requests back
-    credit: bool | None  # given to its frontend, or taken
-    pause: str | None  # its mode, or "resume"
+    resumed: float  # share of its output that the request is resumed with
+    abort: int | None  # aborts the request added this many requests before
+    credit: bool | None  # whether its frontend gets or loses credit
+    pause: str | None  # mode of the pause, or "resume"
 
 
 class Schedule(NamedTuple):
@@ -42,8 +42,8 @@ class Schedule(NamedTuple):
 
     engine: dict[str, Any]
     jobs: list[Job]
-    launch_first: list[bool]  # whether a round launches before it retires, where both can be done
-    lack: list[bool]  # whether a step that could be cut finds no memory
+    launch_first: list[bool]  # whether a round launches before it retires, if both are possible
+    lack: list[bool]  # whether a step that could be cut lacks memory
 
 
 part = st.floats(0, 1)
@@ -98,14 +98,18 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def run(schedule: Schedule) -> Engine:
-    """Run a schedule with every invariant checked on the way and at the end."""
+    """Run a schedule and check every invariant at each step and at the end."""
     engine = Engine(**schedule.engine)
     longest = engine.max_model_len - 1
     numbers = random.Random(1)
     common = [numbers.randrange(VOCAB) for _ in range(longest)]
     keys: list[Key] = []
     whole: dict[Key, list[int]] = {}
-    launch_first, lack, chunked = list(schedule.launch_first), list(schedule.lack), engine.scheduler._budget.chunked
+    launch_first, lack, chunked = (
+        list(schedule.launch_first),
+        list(schedule.lack),
+        engine.scheduler.state.budget.chunked,
+    )
 
     def lacks_memory(step: StepPlan) -> bool:
         lacking = bool(lack) and lack.pop() and (step.num_tokens > 1 if chunked else len(step.slots) > 1)
@@ -115,7 +119,7 @@ def run(schedule: Schedule) -> Engine:
     engine.lacks_memory = lacks_memory
 
     def round_() -> None:
-        """As `Engine.step`, but that a step may be retired before as many are in flight as could be."""
+        """As `Engine.step`, but a step may be retired before `depth` steps are in flight."""
         early = launch_first.pop() if launch_first else True
         if engine.in_flight and not early:
             engine.retire()
@@ -165,7 +169,7 @@ def run(schedule: Schedule) -> Engine:
 
 
 job = Job(0, 0, 0, 1, 0, [], 0, 0, False, 0, None, None, None)
-GIVES_WAY_ALONE = Schedule(  # the only running request gives way to one that nothing lets in before the next try
+GIVES_WAY_ALONE = Schedule(  # the only running request is preempted, and none is admitted before the next attempt
     {
         "block_size": 2,
         "windows": (None,),
@@ -212,7 +216,7 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
         defer(frontend)
 
     monkeypatch.setattr(Frontend, "defer", counted)
-    monkeypatch.setattr(speculation, "MOST_GUESS_ROWS", 6)  # of at most 8 seats
+    monkeypatch.setattr(speculation, "MOST_GUESS_ROWS", 6)  # of at most 8 slots
 
     @settings(max_examples=max_examples)
     @given(schedules())

@@ -1,5 +1,5 @@
-"""The async client over a real server and socket, with a core that has no model. What happens when a connection is lost
-is in test_sessions.py and test_recovery.py."""
+"""The async client over a real server and socket, with a core without a model. Lost connections are tested in
+test_sessions.py and test_recovery.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """`asyncio.run`, on each event loop that is here."""
+    """`asyncio.run`, on each installed event loop."""
     if request.param == "asyncio":
         return asyncio.run
     uvloop = pytest.importorskip("uvloop")
@@ -99,7 +99,7 @@ def test_an_async_client_belongs_to_its_first_loop(owner: StandInOwner, run: Run
     client.close()
 
 
-def test_closing_an_async_client_ends_those_who_wait(owner: StandInOwner, run: Run) -> None:
+def test_closing_an_async_client_ends_pending_calls(owner: StandInOwner, run: Run) -> None:
     async def main() -> None:
         client = AsyncClient(Connection(owner))
         wait = asyncio.create_task(client.get_outputs())

@@ -1,8 +1,8 @@
-"""AsyncLLMEngine: streams in an asyncio program, how they end, and what a slow reader, a cancelled task or a dead core
-does to them.
+"""AsyncLLMEngine: streams in an asyncio program, their ends, and the effects of a slow reader, a cancelled task or a
+dead core.
 
-Most of these hold a `ScriptedClient` in place of a core, which says what a test wants and when. Then come many streams
-over real sockets with a core that has no model, and the embedded model at the end.
+Most tests use a `ScriptedClient` in place of a core, whose outputs a test controls. After them come tests of many
+streams over real sockets with a core without a model, and of the embedded model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs
 from stand_in_core import StandInOwner, stand_in
 
 EOS = 2
-PATIENCE = 60.0  # seconds; only so that a test that hangs ends
+PATIENCE = 60.0  # seconds; a guard against hanging
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
 DELTAS = SamplingParams(temperature=0.0, max_tokens=32, output_kind=DELTA)
@@ -62,7 +62,9 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class ScriptedClient:
-    """An `AsyncClient` whose outputs the test says."""
+    """An `AsyncClient` whose outputs the test provides."""
+
+    num_outputs = 0
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -115,7 +117,7 @@ class ScriptedClient:
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Run a coroutine on a loop of its own, with a guard against hanging."""
+    """Run a coroutine on a new event loop, with a guard against hanging."""
     factory = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
 
     def on_a_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -127,7 +129,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLMEngine]:
-    """Made with no loop running."""
+    """An engine created while no event loop runs."""
     monkeypatch.setattr(AsyncClient, "launch", ScriptedClient)
     made = AsyncLLMEngine.from_engine_args(EngineArgs())
     yield made
@@ -141,7 +143,7 @@ def core(engine: AsyncLLMEngine) -> ScriptedClient:
 
 
 async def settled(holds: Callable[[], Any]) -> None:
-    """Let everything else run until this holds. Nothing here waits for time, so turns of the loop are enough."""
+    """Let all other tasks run until the condition holds. No task sleeps, so iterations of the loop are enough."""
     for _ in range(1000):
         if holds():
             return
@@ -159,7 +161,7 @@ async def collected(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]
 
 
 async def begun(engine: AsyncLLMEngine, awaited: Awaitable[Any], requests: int = 1) -> asyncio.Task[Any]:
-    """The task of it, once its requests have been sent."""
+    """Start a task and return it once its requests have been sent."""
     before = len(core(engine).added)
     task = asyncio.ensure_future(awaited)
     await settled(lambda: len(core(engine).added) == before + requests)
@@ -230,7 +232,7 @@ def test_several_completions_come_in_one_stream(engine: AsyncLLMEngine, run: Run
     run(main())
 
 
-def test_a_slow_reader_gets_what_came_meanwhile_as_one_output(engine: AsyncLLMEngine, run: Run) -> None:
+def test_a_slow_reader_gets_outputs_merged_into_one(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         streams = {kind: engine.generate([5], SamplingParams(max_tokens=32, output_kind=kind), str(kind))
                    for kind in (DELTA, CUMULATIVE)}  # fmt: skip
@@ -239,7 +241,7 @@ def test_a_slow_reader_gets_what_came_meanwhile_as_one_output(engine: AsyncLLMEn
             core(engine).say((core(engine).added[-1].handle, 40))
             await task
         delta, cumulative = (message.handle for message in core(engine).added)
-        for token in range(50, 60):  # nobody reads
+        for token in range(50, 60):  # no output is read meanwhile
             core(engine).say((delta, token), (cumulative, token))
         await settled(lambda: not core(engine)._said)
         news = [(await anext(stream)).outputs[0].token_ids for stream in streams.values()]
@@ -272,7 +274,7 @@ def test_reading_outputs_leaves_other_tasks_their_turns(engine: AsyncLLMEngine, 
     async def main() -> None:
         task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
         handle = core(engine).added[0].handle
-        for _ in range(500):  # all there at once: a reader that never gave way would take them all in one turn
+        for _ in range(500):  # all at once: a reader that never yields would take them all in one turn of the loop
             core(engine).say((handle, 50))
         await turns(5)
         assert core(engine)._said
@@ -380,7 +382,9 @@ def test_leaving_a_stream_aborts_the_request_in_the_core(
 
 
 @pytest.mark.parametrize("leave", ["read to the end", "never read", "given up", "dropped"])
-def test_a_stream_that_has_ended_aborts_nobody_who_has_its_id_now(engine: AsyncLLMEngine, run: Run, leave: str) -> None:
+def test_a_stream_that_has_ended_does_not_abort_a_new_request_with_its_id(
+    engine: AsyncLLMEngine, run: Run, leave: str
+) -> None:
     async def main() -> None:
         stream = await engine.add_request("a", [5], GREEDY)
         core(engine).say((1, 50), finished=[Finished(1, "length")])
@@ -417,7 +421,7 @@ def test_a_prepared_request_is_taken_under_its_own_id(engine: AsyncLLMEngine, ru
 # ------------------------------------------------------------------ errors
 
 
-def test_what_is_refused_here_is_raised_and_leaves_nothing_behind(engine: AsyncLLMEngine, run: Run) -> None:
+def test_a_refused_request_raises_and_leaves_nothing_behind(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         for prompt, params in (("", GREEDY), ([5000], GREEDY), ([1] * 64, GREEDY), ("x", None)):
             stream = engine.generate(prompt, params, "a")
@@ -482,7 +486,7 @@ def test_a_request_that_ends_in_an_error_raises_it_and_others_go_on(
     run(main())
 
 
-def test_what_a_failed_request_had_brought_comes_before_its_error(engine: AsyncLLMEngine, run: Run) -> None:
+def test_outputs_of_a_failed_request_come_before_its_error(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         stream = engine.generate([5], DELTAS, "a")
         task = await begun(engine, anext(stream))
@@ -529,12 +533,12 @@ def test_a_core_that_is_gone_for_good_is_an_error_in_every_stream(engine: AsyncL
     run(main())
 
 
-def test_a_mistake_in_reading_leaves_nobody_waiting_and_the_engine_goes_on(
+def test_an_error_in_the_reader_ends_all_streams_and_the_engine_goes_on(
     engine: AsyncLLMEngine, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         stream = await engine.add_request("a", [5], GREEDY)
-        core(engine)._said.append(Outputs([1, 1], [50]))  # no core sends this
+        core(engine)._said.append(Outputs([1, 1], [50]))  # an invalid message that no core sends
         core(engine).say()
         with pytest.raises(ValueError, match="argument 2 is shorter"):
             await anext(stream)
@@ -659,7 +663,7 @@ def test_add_request_sends_at_once_and_gives_a_stream(engine: AsyncLLMEngine, ru
     run(main())
 
 
-def test_pausing_is_the_cores_and_waiting_is_for_what_runs(engine: AsyncLLMEngine, run: Run) -> None:
+def test_a_pause_is_sent_to_the_core_with_its_mode(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         await engine.pause_generation()
         await engine.pause_generation(mode="keep")
@@ -675,6 +679,31 @@ def test_pausing_is_the_cores_and_waiting_is_for_what_runs(engine: AsyncLLMEngin
         assert core(engine).calls == [("pause_generation", "wait", True)]
 
     run(main())
+
+
+def test_no_stream_yields_anything_after_a_pause() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs()) as engine:
+            times: list[float] = []
+
+            async def read() -> None:
+                async for _ in engine.generate("Once", SamplingParams(max_tokens=400, ignore_eos=True), "a"):
+                    times.append(asyncio.get_running_loop().time())  # noqa: PERF401  # read while it grows
+
+            reading = asyncio.create_task(read())
+            for _ in range(15):
+                before = len(times)
+                while len(times) < before + 3:
+                    await asyncio.sleep(0.001)
+                await engine.pause_generation(mode="keep")
+                seen = len(times)
+                await asyncio.sleep(0.02)
+                assert len(times) == seen
+                await engine.resume_generation()
+            assert not reading.done()
+            reading.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_draining_waits_for_the_last_request_or_says_how_many_are_left(engine: AsyncLLMEngine, run: Run) -> None:
@@ -694,7 +723,7 @@ def test_draining_waits_for_the_last_request_or_says_how_many_are_left(engine: A
     run(main())
 
 
-def test_what_is_known_of_the_engine_is_there_as_coroutines(engine: AsyncLLMEngine, run: Run) -> None:
+def test_facts_of_the_engine_are_available_as_coroutines(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         config = core(engine).config
         assert engine.vllm_config is config
@@ -789,7 +818,7 @@ def test_shutdown_is_done_once_however_it_comes_and_ends_every_stream(
         engine = AsyncLLMEngine.from_engine_args(EngineArgs())
         client, gone = core(engine), weakref.ref(engine)
         await engine.check_health()
-        await turns()  # its reader waits now
+        await turns()  # its reader is waiting now
         del engine
         gc.collect()
         assert gone() is None
@@ -820,12 +849,12 @@ def daemon(tmp_path: Path) -> Iterator[StandInOwner]:
 
 
 def connected(daemon: StandInOwner, **options: Any) -> AsyncLLMEngine:
-    """An engine that has no tokenizer: this core has none to give."""
+    """An engine without a tokenizer, because this core has none to send."""
     return AsyncLLMEngine.connect(daemon.address, skip_tokenizer_init=True, **options)
 
 
 def numbers(first: int, count: int) -> list[int]:
-    """The tokens that this core gives a prompt."""
+    """The output tokens of this core for a prompt."""
     return [*range(first, first + count)]
 
 
@@ -867,7 +896,7 @@ def test_a_cancelled_task_frees_the_core_of_its_request(daemon: StandInOwner, ru
             going.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await going
-            await anext(kept)  # what was sent before it has arrived
+            await anext(kept)  # everything sent before it has arrived
             while len(daemon.core._requests) > 1:
                 await anext(kept)
             assert [request.request_id for request, _ in daemon.core._requests.values()] == ["b"]
@@ -893,7 +922,7 @@ def test_a_core_that_dies_and_comes_back_is_not_noticed(daemon: StandInOwner, ru
     run(main())
 
 
-def test_connecting_needs_no_loop_and_says_who_we_are(daemon: StandInOwner, run: Run) -> None:
+def test_connecting_needs_no_loop_and_sends_the_client_name(daemon: StandInOwner, run: Run) -> None:
     engine = connected(daemon, name="a service", weight=2.5)
     assert daemon.core.sessions[-1][1] == "a service"
     assert daemon.core.connected[-1][1] == 2.5

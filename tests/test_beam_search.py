@@ -1,4 +1,4 @@
-"""Beam search: transformers' own where no beam ends early, else the formula of engine/request/beam_search.py."""
+"""Beam search: equal to transformers' if no beam ends early, else to the formula of engine/request/beam_search.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plain(path: Path) -> Plain:
 
 @pytest.fixture(scope="module")
 def llm(path: Path) -> Iterator[LLM]:
-    """Over a core in a process of its own."""
+    """An LLM over a core in a separate process."""
     with LLM(str(path), max_model_len=256) as llm:
         yield llm
 
@@ -73,7 +73,7 @@ def reference(
     length_penalty: float = 1.0,
     early_stopping: bool = False,
 ) -> list[Found]:
-    """All continuations that a search of this width finds, the best one first."""
+    """All continuations that a search of this width finds, best first."""
     live, complete = [Found([], 0.0, False)], []
     for _ in range(max_tokens):
         longer = []
@@ -106,7 +106,7 @@ def check(found: Sequence[CompletionOutput], wanted: Sequence[Found]) -> None:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize(("width", "length"), [(1, 10), (2, 12), (4, 9), (7, 6)])
-def test_where_nothing_ends_early_it_is_generate_of_transformers(
+def test_beam_search_equals_transformers_if_no_beam_ends_early(
     engine: LLMEngine, plain: Plain, width: int, length: int, early_stopping: bool | str
 ) -> None:
     prompt = tokens(9, width)
@@ -135,7 +135,7 @@ STOPS = list(range(0, VOCAB, 6))
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 3.0])
 @pytest.mark.parametrize("width", [1, 3])
-def test_where_beams_end_it_is_the_formula(
+def test_beam_search_equals_the_formula_if_beams_end(
     engine: LLMEngine, plain: Plain, width: int, length_penalty: float, early_stopping: bool
 ) -> None:
     prompt = tokens(5, 7)
@@ -147,7 +147,7 @@ def test_where_beams_end_it_is_the_formula(
 
 
 def test_lengths_and_early_stops_matter(plain: Plain) -> None:
-    """Or the tests above would say nothing of them."""
+    """Otherwise the tests above would not cover them."""
     found = {
         (penalty, early): [
             tuple(one.token_ids) for one in reference(plain, tokens(5, 7), 3, 7, STOPS, penalty, early)[:3]
@@ -325,7 +325,7 @@ def test_a_wrong_search_is_refused_by_name(llm: LLM, fields: dict[str, Any], nam
         ("logits_processors", [lambda output, logits: logits]),
     ],
 )
-def test_what_a_search_does_not_heed_is_refused_by_name(field: str, value: Any) -> None:
+def test_parameters_without_effect_on_beam_search_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{field} is .*use_beam_search"):
         beams(2, 5, **{field: value})
     with pytest.raises(InvalidArgumentError, match="DELTA"):
@@ -408,7 +408,7 @@ async def searches(path: Path, alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_async_streams_end_with_what_is_found_and_can_be_left(path: Path, alone: dict[str, Any]) -> None:
+def test_async_streams_end_with_the_result_and_can_be_left(path: Path, alone: dict[str, Any]) -> None:
     asyncio.run(asyncio.wait_for(searches(path, alone), 60))
 
 
@@ -416,7 +416,7 @@ def test_async_streams_end_with_what_is_found_and_can_be_left(path: Path, alone:
 def test_a_core_killed_in_the_middle_of_a_search_does_not_show(llm: LLM, alone: dict[str, Any]) -> None:
     engine, deadline = llm.llm_engine, time.monotonic() + 120
     supervisor = engine.engine_core._connection._core.supervisor  # type: ignore[attr-defined]
-    before = supervisor.restarts
+    before = supervisor.launch.restarts
     for name, job in jobs().items():
         engine.add_request(name, *job)
     engine.step()
@@ -426,5 +426,5 @@ def test_a_core_killed_in_the_middle_of_a_search_does_not_show(llm: LLM, alone: 
     while engine.has_unfinished_requests():
         assert time.monotonic() < deadline
         found.update({output.request_id: output for output in engine.step()})
-    assert supervisor.restarts == before + 1
+    assert supervisor.launch.restarts == before + 1
     assert {name: outcome(found[name]) for name in alone} == alone

@@ -151,7 +151,7 @@ def test_figures_of_requests_whose_times_are_known() -> None:
 
 
 class _Engine:
-    """Stands for an `AsyncLLMEngine`: the third request is refused, the others bring a token and then two more."""
+    """Stands for an `AsyncLLMEngine`: the third request is refused, the others give one token and then two more."""
 
     tokenizer = None
     pause = 0.05

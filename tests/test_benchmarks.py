@@ -1,4 +1,4 @@
-"""What the CPU benchmarks make of what they measured."""
+"""How the CPU benchmarks evaluate their measurements."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LLM:
 
 
 def checkout(folder: Path, name: str, seconds: float, missing: int = 0) -> str:
-    """A Python in which ``mainspring`` is an engine that only sleeps, and writes to `folder`/log who was asked."""
+    """A Python in which ``mainspring`` is an engine that only sleeps and logs its calls to `folder`/log."""
     package = folder / name / "mainspring"
     package.mkdir(parents=True)
     engine = ENGINE.format(log=str(folder / "log"), name=name, seconds=seconds, missing=missing)
@@ -130,13 +130,13 @@ def test_two_checkouts_are_asked_the_same_in_turn(
     said = capsys.readouterr().out
     assert f"here: {tmp_path}/here/mainspring, there: {tmp_path}/there/mainspring" in said
     ratio = float(line.partition("median of 2 rounds: ")[2].split()[0])
-    assert ratio > (1.5 if workload == "start" else 5)  # Python's own start is in the former
+    assert ratio > (1.5 if workload == "start" else 5)  # the former includes the start of Python itself
     log = [asked.split(" ", 1) for asked in (tmp_path / "log").read_text().splitlines()]
     assert [name for name, _ in log] == ["there", "here", "here", "there", "there", "here"]
     rounds = [{what for _, what in log[at : at + 2]} for at in (0, 2, 4)]
     assert [len(asked) for asked in rounds] == [1, 1, 1]
     if workload != "start":
-        assert len(set.union(*rounds)) == 3  # no round finds the prompts of another
+        assert len(set.union(*rounds)) == 3  # no two rounds share prompts
 
 
 @pytest.mark.usefixtures("models")
@@ -146,7 +146,7 @@ def test_an_engine_that_answers_too_little_is_no_measurement(tmp_path: Path) -> 
         versus.compare("single-110m", pythons, 1)
 
 
-def test_the_throughput_of_here_over_there_is_above_one_where_here_is_faster() -> None:
+def test_the_throughput_ratio_is_above_one_if_this_checkout_is_faster() -> None:
     pairs = [versus.Pair(2.0, 3.0), versus.Pair(2.0, 4.0), versus.Pair(2.0, 2.0)]
     assert versus.conclude("w", pairs) == (
         "w: 2.000 s here, 3.000 s there; throughput of here over there, median of 3 rounds: 1.500 (1.000 to 2.000)"

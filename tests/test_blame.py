@@ -1,4 +1,5 @@
-"""Who is blamed for the death of a core: nobody outside a step; two strikes alone at one position, three by SIGKILL."""
+"""Which request is blamed for the death of a core: none outside a step; otherwise a request after two deaths alone at
+one position, or three by SIGKILL."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ SEGV, KILL = ("by signal SIGSEGV", False), ("by signal SIGKILL", True)
 
 
 class Cores:
-    """Cores that die one after the other, as their supervisor sees it."""
+    """Cores that die one after another, as their supervisor sees them."""
 
     def __init__(self) -> None:
         self.journal = Journal.create(16)
@@ -26,7 +27,7 @@ class Cores:
         how: tuple[str, bool] = SEGV,
         left: set[int] | None = None,
     ) -> None:
-        """A core is started and dies with these steps in flight; `left`: the suspects that have brought no token."""
+        """Start a core, which dies with these steps in flight; `left`: the suspects without a new token."""
         self.journal.clear(self.blame.suspects)
         if left is not None:
             self.journal.set_suspects(left)
@@ -48,7 +49,7 @@ def cores() -> Cores:
     return Cores()
 
 
-def test_a_death_outside_a_step_accuses_nobody(cores: Cores) -> None:
+def test_a_death_outside_a_step_blames_no_request(cores: Cores) -> None:
     for _ in range(5):
         cores.die()
     assert cores.suspects == cores.quarantined == set()
@@ -118,7 +119,7 @@ def test_strikes_count_at_one_position_only(cores: Cores) -> None:
 def test_strikes_are_forgotten_when_it_has_brought_a_token(cores: Cores) -> None:
     cores.die([1])
     cores.die([1], solo=True)
-    cores.die(left=set())  # it brought a token, and the core died of something else
+    cores.die(left=set())  # the suspect got a token, and the core died for another reason
     cores.die([1])
     cores.die([1], solo=True)
     assert cores.quarantined == set()

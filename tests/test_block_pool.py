@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds what, what is forgotten first, what is found again."""
+"""The pool of KV blocks: reference counts, eviction order, and cache hits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def key(name: str, group: int = 0) -> tuple[int, bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of operations that the engine may make, beside a model in plain lists.
+    """Random sequences of the engine's operations, compared with a model in plain lists.
 
-    `free` holds the free blocks in the order in which they are to be taken."""
+    `free` holds the free blocks in allocation order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9)
         self.free = list(range(1, 9))
-        self.held: list[list[int]] = []  # what each holder lists
+        self.held: list[list[int]] = []  # the blocks of each holder
         self.cached: dict[tuple[int, bytes], int] = {}
 
     def references(self) -> Counter[int]:

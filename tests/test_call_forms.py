@@ -1,5 +1,5 @@
-"""Every documented way to call the engines, of all generations, keyword and positional: which request or engine each
-makes. Adapters have a place in each form too; that they are recognised is all that is looked at here.
+"""Every documented call form of the engines, current and older, keyword and positional, and the request or engine that
+it makes. Each form also takes adapters; only their recognition is tested here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IDS = [3, 4]
 
 
 class Silent:
-    """A client of a core that never answers; it keeps what it was sent."""
+    """A client of a core that never answers; it records the requests."""
 
     in_process = False
     error = None
@@ -110,7 +110,7 @@ def engine() -> Iterator[LLMEngine]:
 
 
 def kept(engine: LLMEngine | AsyncLLMEngine, request_id: str) -> dict[str, Any]:
-    """What arrived, as far as a form can say it."""
+    """The parts of a received request that a call form can express."""
     source = engine.output_processor._requests[request_id].source
     return {
         "prompt": source.prompt,
@@ -121,7 +121,7 @@ def kept(engine: LLMEngine | AsyncLLMEngine, request_id: str) -> dict[str, Any]:
     }
 
 
-# a call after request_id; each form can say all of `kept`, but the oldest neither priority nor trace
+# arguments after request_id; each form can express all of `kept`, but the oldest has no priority and no trace
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 ADD: dict[str, Call] = {
     "newest by position": ((IDS, P, 1.5, None, None, HEADERS, 3, "shown"), {}),
@@ -225,7 +225,7 @@ def test_generate_takes_every_generation(name: str) -> None:
 
 
 class Adapter:
-    """Whatever stands where an adapter's request does."""
+    """Stands for an adapter's request."""
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,9 @@ def test_an_adapter_is_recognised_where_each_form_has_it(engine: LLMEngine, call
         ((IDS, None), InvalidRequestError("params is None")),
     ],
 )
-def test_what_no_form_has_is_refused(engine: LLMEngine, call: tuple[Any, ...], error: MainspringError) -> None:
+def test_arguments_of_no_call_form_are_refused(
+    engine: LLMEngine, call: tuple[Any, ...], error: MainspringError
+) -> None:
     engine.add_request("r", IDS, P)
     with pytest.raises(type(error), match=str(error)):
         engine.add_request("r" if "running" in str(error) else "s", *call)
@@ -382,7 +384,7 @@ def test_loggers_that_stand_by_position_in_an_older_form_are_told() -> None:
 
 
 @pytest.mark.parametrize("make", [LLMEngine, AsyncLLMEngine])
-def test_what_no_constructor_has_is_refused(make: Any) -> None:
+def test_arguments_of_no_constructor_are_refused(make: Any) -> None:
     p = parts()
     whole = EngineArgs().create_engine_config()
     for positional, keywords, error in (
@@ -404,7 +406,7 @@ def test_what_no_constructor_has_is_refused(make: Any) -> None:
 # ------------------------------------------------------------------ small members
 
 
-def test_small_members_say_what_is(engine: LLMEngine) -> None:
+def test_small_members_return_the_current_state(engine: LLMEngine) -> None:
     config = engine.vllm_config
     assert engine.get_decoding_config() is engine.structured_outputs_config is config.structured_outputs_config
     assert isinstance(engine.get_decoding_config(), DecodingConfig)

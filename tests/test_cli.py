@@ -1,4 +1,4 @@
-"""The command line. Most commands run in this process, on one daemon; two are run as users run them."""
+"""The command line. Most commands run in this process, with one daemon; two run as separate processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def put_back_what_main_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def connect() -> Iterator[str]:
-    """The flag for a daemon's address, where a test needs no core of its own."""
+    """The flag for a daemon's address, for tests that need no core of their own."""
     with short_folder() as folder:
         daemon = Daemon(folder)
         try:
@@ -99,7 +99,7 @@ def test_an_error_is_one_line_and_a_status(arguments: list[str], status: int, wo
         ["generate", "--hf-overrides={a"],
     ],
 )
-def test_what_argparse_refuses_is_a_usage_error(arguments: list[str], capsys: Capture) -> None:
+def test_an_error_of_argparse_is_a_usage_error(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -308,7 +308,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(connect: str) -> No
         assert process.stdout.read(12)
         process.send_signal(signal.SIGINT)
         said = ""
-        while not said.endswith("\n> "):  # it asks again
+        while not said.endswith("\n> "):  # the chat prompts for input again
             said += process.stdout.read(1)
         os.write(controller, b"/exit\n")
         _, err = process.communicate(timeout=PATIENCE_S)

@@ -1,6 +1,7 @@
 """Clockwork: the same request gives the same tokens alone, in a batch, chunked, after a cache hit and after preemption.
 
-Greedy and sampled, on the embedded model and on a random bf16 checkpoint. In-process, to make many engines cheaply.
+Greedy and sampled requests, on the embedded model and on a random bf16 checkpoint. The engines run in-process, because
+that makes many engines cheap.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
-    """Also where the suite runs with one: how work is split between threads must not show."""
+    """Two threads even if the suite runs with one, because the split of work between threads must not change
+    results."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -38,7 +40,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reference(model: str | None) -> Iterator[list[list[int]]]:
-    """Each request alone, its whole prompt in one step, nothing cached."""
+    """Compute each request alone, its whole prompt in one step, nothing cached."""
     engine = make_engine(model, max_num_seqs=1, enable_prefix_caching=False)
     yield run(engine, requests(engine))
     engine.shutdown()

@@ -1,4 +1,4 @@
-"""A user's own code in the core: methods by name everywhere, functions where the core is in the same process."""
+"""User code in the core: methods by name with every core, functions only with a core in the same process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_model_has_all_its_parameters_there(engine: LLMEngine) -> None:
     assert 0 < norm < count
 
 
-def test_what_a_method_changes_of_the_model_is_kept(engine: LLMEngine) -> None:
+def test_changes_of_a_method_to_the_model_are_kept(engine: LLMEngine) -> None:
     before = text(engine)
     engine.collective_rpc("scale", args=("model.layers.0.input_layernorm.weight", -3.0))
     engine.reset_prefix_cache()
@@ -100,12 +100,12 @@ def test_what_a_method_changes_of_the_model_is_kept(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("method", ["missing", "_private", "__init__", "rank", ""])
-def test_what_is_no_method_is_refused(engine: LLMEngine, method: str) -> None:
+def test_names_of_no_method_are_refused(engine: LLMEngine, method: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"the worker has no method .*; it has apply_model, count, echo"):
         engine.collective_rpc(method)
 
 
-def test_what_it_raises_comes_back_and_the_core_goes_on(engine: LLMEngine) -> None:
+def test_an_exception_is_returned_and_the_core_goes_on(engine: LLMEngine) -> None:
     with pytest.raises((ZeroDivisionError, MainspringError), match="by design"):
         engine.collective_rpc("fail")
     assert text(engine)

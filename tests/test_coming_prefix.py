@@ -1,4 +1,4 @@
-"""A request whose prefix is just being computed for another one waits for it, and for nothing that may not come."""
+"""A request waits for a prefix that another request is computing, unless that prefix may never be completed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import pytest
 
 from harness import VOCAB, Engine, Key, count_look_ups
 from mainspring.core.plan.fair_share import Frontend
+from mainspring.core.plan.transitions import preempt
 
 depths = pytest.mark.parametrize("depth", [1, 2, 3])
 
 
 def tokens(n: int, start: int = 0) -> list[int]:
-    """A prompt unlike others of another `start`."""
+    """A prompt; prompts with different `start` have no token in common."""
     return [(start * 7 + i * i * i + i) % VOCAB for i in range(n)]
 
 
 def roomy(**more: Any) -> Engine:
-    """Room for all, and a budget for several prompts of 32 tokens and more."""
+    """An engine with slots and blocks for all requests, and a budget for several prompts of 32 tokens and more."""
     limits = {"max_model_len": 128, "num_blocks": 600, "max_num_seqs": 16, "max_num_batched_tokens": 256, **more}
     return Engine(**limits)
 
 
 def add_sharing(engine: Engine, count: int, shared: int = 32, max_tokens: int = 4, **more: Any) -> list[Key]:
-    """Requests whose first `shared` tokens are the same, and the next 3 their own."""
+    """Add requests with the same first `shared` tokens and 3 more tokens of their own."""
     return [engine.add([*tokens(shared), i, 1, 2], max_tokens, **more) for i in range(count)]
 
 
 def computed(engine: Engine, key: Key) -> list[int]:
-    """Tokens computed of a request, step by step."""
+    """Tokens computed for a request in each step."""
     return [step.requests.get(key, 0) for step in engine.steps]
 
 
@@ -38,7 +39,7 @@ def computed(engine: Engine, key: Key) -> list[int]:
 
 @depths
 @pytest.mark.parametrize("budget", [2048, 700, 200, 100])
-def test_a_prefix_that_many_share_who_come_together_is_computed_once(depth: int, budget: int) -> None:
+def test_a_prefix_of_concurrent_requests_is_computed_once(depth: int, budget: int) -> None:
     engine = Engine(
         block_size=16,
         max_model_len=600,
@@ -92,11 +93,12 @@ def test_with_windows_a_shared_prefix_is_waited_for_once(depth: int, windows: tu
     engine.check_outputs()
     if depth < 3:
         assert engine.stats.prompt_tokens == 32 + 8 * 3
-    # Else what lies behind the window is given up before it is published: then all compute it, but not one by one.
+    # Otherwise blocks behind the window are freed before they are published: then all requests compute them, but not
+    # one after another.
     assert len(engine.steps) <= 4 + depth
 
 
-def test_without_prefix_caching_nobody_waits_for_another() -> None:
+def test_without_prefix_caching_no_request_waits_for_another() -> None:
     engine = roomy(prefix_caching=False)
     keys = add_sharing(engine, 6)
     engine.step()
@@ -107,8 +109,8 @@ def test_without_prefix_caching_preempted_requests_do_not_wait_for_each_other_ei
     engine = roomy(prefix_caching=False)
     keys = add_sharing(engine, 2)
     engine.step()
-    for request in list(engine.scheduler._running.requests.values()):
-        engine.scheduler._preemption.preempt(request)
+    for request in list(engine.scheduler.state.running.requests.values()):
+        preempt(engine.scheduler.state, request)
     engine.step()
     assert engine.steps[1].requests == dict.fromkeys(keys, 36)
 
@@ -135,7 +137,7 @@ def test_one_with_another_prompt_is_admitted_in_the_same_step(depth: int) -> Non
     assert sum(computed(engine, second)[:-3]) == 3
 
 
-def test_those_that_pass_leave_a_seat_to_each_that_waits() -> None:
+def test_overtaking_requests_leave_a_slot_to_each_waiting_one() -> None:
     engine = roomy(max_num_seqs=3)
     first, second = add_sharing(engine, 2, max_tokens=20)
     others = [engine.add(tokens(20, 1 + i), 50) for i in range(3)]
@@ -147,8 +149,8 @@ def test_those_that_pass_leave_a_seat_to_each_that_waits() -> None:
     engine.check_outputs()
 
 
-def test_those_that_pass_leave_it_its_blocks() -> None:
-    engine = roomy(num_blocks=9 + 9 + 3)  # for the first, the second, and 12 tokens
+def test_overtaking_requests_leave_the_waiting_one_its_blocks() -> None:
+    engine = roomy(num_blocks=9 + 9 + 3)  # blocks for the first and the second request, and for 12 tokens
     first, second = add_sharing(engine, 2)
     large, small = engine.add(tokens(20, 1), 50), engine.add(tokens(8, 2), 4)
     engine.step()
@@ -174,7 +176,7 @@ def test_no_more_than_so_many_are_passed_in_a_step(monkeypatch: pytest.MonkeyPat
     engine.check_outputs()
 
 
-def test_nobody_is_preempted_for_one_that_waits() -> None:
+def test_no_request_is_preempted_for_a_waiting_one() -> None:
     engine = roomy(weights=(1, 1), max_num_seqs=4)
     for i in range(4):
         engine.add(tokens(8, 3 + i), 40)
@@ -189,7 +191,7 @@ def test_nobody_is_preempted_for_one_that_waits() -> None:
     engine.check_outputs()
 
 
-def test_nobody_is_preempted_for_one_that_passes() -> None:
+def test_no_request_is_preempted_for_an_overtaking_one() -> None:
     engine = roomy(weights=(1, 1), num_blocks=4 * 11 + 2 * 9 + 3)
     for i in range(4):
         engine.add(tokens(40, 3 + i), 4)
@@ -237,7 +239,7 @@ def test_those_that_waited_are_admitted_in_their_order(policy: str) -> None:
 @depths
 @pytest.mark.parametrize("early", [1, 2, 3])
 @pytest.mark.parametrize("how", ["abort", "preempt", "credit"])
-def test_the_others_go_on_when_the_one_they_wait_for_does_not(depth: int, early: int, how: str) -> None:
+def test_requests_stop_waiting_if_the_one_that_computes_the_prefix_stops(depth: int, early: int, how: str) -> None:
     engine = roomy(depth=depth, weights=(1, 1), max_num_batched_tokens=30)
     first = engine.add([*tokens(96), 7], 4)
     others = [engine.add([*tokens(96), i], 4, frontend=1) for i in range(3)]
@@ -250,7 +252,7 @@ def test_the_others_go_on_when_the_one_they_wait_for_does_not(depth: int, early:
     elif how == "credit":
         engine.set_credit(0, False)
     else:
-        engine.scheduler._preemption.preempt(engine.scheduler.fair.of(0).requests[first[1]])
+        preempt(engine.scheduler.state, engine.scheduler.fair.of(0).requests[first[1]])
     engine.run()
     assert all(key in engine.finished for key in others)
     engine.set_credit(0, True)
@@ -269,7 +271,7 @@ def test_one_that_ends_with_its_first_token_leaves_its_prefix_behind(depth: int)
     assert len(engine.steps) == 2
 
 
-def test_one_that_is_slower_is_not_waited_for() -> None:
+def test_a_slower_request_is_not_waited_for() -> None:
     engine = roomy(weights=(1, 8), max_num_batched_tokens=45)
     slow = engine.add(tokens(90), 2, frontend=0)
     fast = engine.add([*tokens(89), 1], 2, frontend=1)
@@ -284,7 +286,7 @@ def test_one_that_is_slower_is_not_waited_for() -> None:
     engine.check_outputs()
 
 
-def test_one_that_stopped_inside_a_block_is_not_waited_for() -> None:
+def test_a_request_that_stopped_inside_a_block_is_not_waited_for() -> None:
     engine = roomy(weights=(1, 1), max_num_batched_tokens=1)
     engine.add(tokens(8), 2)
     engine.step()
@@ -298,7 +300,7 @@ def test_one_that_stopped_inside_a_block_is_not_waited_for() -> None:
     engine.check_outputs()
 
 
-def test_what_lies_behind_a_window_unpublished_is_not_waited_for() -> None:
+def test_unpublished_blocks_behind_a_window_are_not_waited_for() -> None:
     engine = roomy(depth=3, windows=(None, 7), long_prefill_token_threshold=16)
     first, second = add_sharing(engine, 2, shared=120, max_tokens=2)
     while first not in engine.started:
@@ -309,7 +311,7 @@ def test_what_lies_behind_a_window_unpublished_is_not_waited_for() -> None:
 
 
 @depths
-def test_what_a_reset_made_unfindable_is_not_waited_for(depth: int) -> None:
+def test_a_prefix_removed_by_a_reset_is_not_waited_for(depth: int) -> None:
     engine = roomy(depth=depth, max_num_batched_tokens=20)
     first = engine.add(tokens(60), 4)
     engine.step()
@@ -324,7 +326,7 @@ def test_what_a_reset_made_unfindable_is_not_waited_for(depth: int) -> None:
 
 
 @depths
-def test_one_on_trial_is_not_waited_for(depth: int) -> None:
+def test_a_suspect_is_not_waited_for(depth: int) -> None:
     engine = roomy(suspects=1, depth=depth, max_num_batched_tokens=20)
     other = engine.add(tokens(5, 1), 20)
     engine.step()
@@ -341,7 +343,7 @@ def test_one_on_trial_is_not_waited_for(depth: int) -> None:
 
 
 @depths
-def test_who_waits_stays_where_it_is_during_a_pause(depth: int) -> None:
+def test_a_waiting_request_keeps_its_place_during_a_pause(depth: int) -> None:
     engine = roomy(depth=depth, max_num_batched_tokens=10)
     first, second = add_sharing(engine, 2)
     engine.step()
@@ -369,7 +371,7 @@ def test_while_it_waits_it_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatc
     assert len(engine.finished) == len(keys)
 
 
-def test_nobody_is_put_aside_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_if_no_prefix_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Frontend, "defer", lambda frontend: pytest.fail("it waits for nobody"))
     engine = roomy(max_num_batched_tokens=40)
     for i in range(12):

@@ -1,4 +1,4 @@
-"""The core with a real model, in this process: what the scheduler's stand-in can't show."""
+"""The core with a real model, in this process: properties that the scheduler's stand-in model can't show."""
 
 from __future__ import annotations
 

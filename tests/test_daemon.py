@@ -1,4 +1,4 @@
-"""A real daemon on the embedded model, run and used as users do."""
+"""A real daemon on the embedded model, started and used from outside."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import termios
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,7 @@ QUESTION = "What is two plus three?"
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """One for all tests that leave it as it is, or only kill its core."""
+    """One daemon for all tests that do not change it, or only kill its core."""
     with short_folder() as place:
         one = Daemon(place, "--http-port=0")
         try:
@@ -45,7 +46,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Daemon]]:
-    """Starts a daemon of the test's own."""
+    """Starts a separate daemon for one test."""
     started: list[Daemon] = []
 
     def make(*arguments: str, **more: str) -> Daemon:
@@ -149,16 +150,37 @@ def test_what_changes_the_engine_for_everyone_needs_the_admin_socket(daemon: Dae
         assert llm.reset_prefix_cache()
 
 
+def http_code(daemon: Daemon, path: str) -> int:
+    port = re.findall(r"http://127\.0\.0\.1:(\d+)/healthz", daemon.log)[0]
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["", ".admin"])
+def test_a_daemon_is_not_ready_while_a_socket_file_is_missing(daemon: Daemon, suffix: str) -> None:
+    pid = daemon.status()[1]["core_pid"]
+    path = Path(daemon.address.removeprefix("ipc://") + suffix)
+    os.kill(pid, signal.SIGSTOP)  # so that the core makes it again only when it is told to go on
+    try:
+        path.unlink()
+        assert (http_code(daemon, "/healthz"), http_code(daemon, "/readyz")) == (200, 503)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: http_code(daemon, "/readyz") == 200)
+    assert path.is_socket()
+    assert f"the socket file of ipc://{path} was deleted: it is made again" in daemon.log
+    with LLM(connect=f"ipc://{path}") as llm:
+        assert llm.generate("Hi", SamplingParams(max_tokens=1))
+    assert daemon.status()[1]["core_pid"] == pid
+
+
 @pytest.mark.slow
 def test_a_core_that_dies_is_started_again_and_the_daemon_is_well_meanwhile(daemon: Daemon) -> None:
-    def get(path: str) -> int:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    port = re.findall(r"http://127\.0\.0\.1:(\d+)/healthz", daemon.log)[0]
+    get = partial(http_code, daemon)
     before = daemon.status()[1]
     assert (get("/healthz"), get("/readyz")) == (200, 200)
     os.kill(before["core_pid"], signal.SIGKILL)
@@ -173,7 +195,7 @@ def test_a_core_that_dies_is_started_again_and_the_daemon_is_well_meanwhile(daem
 
 
 def _said(systemd: socket.socket) -> bytes:
-    """What the daemon told systemd next, signs of life aside."""
+    """The daemon's next message to systemd that is not a watchdog ping."""
     while (said := systemd.recv(1000)).startswith(b"WATCHDOG=1"):
         pass
     return said
@@ -219,7 +241,7 @@ def test_the_second_sigterm_ends_everything_at_once(start: Callable[..., Daemon]
 @pytest.mark.slow
 def test_a_daemon_that_was_killed_leaves_nothing_in_the_way_of_the_next(start: Callable[..., Daemon]) -> None:
     first = start()
-    until(lambda: first.status()[0] == 1, lambda: first.log)  # it holds the address, and has no core yet that serves
+    until(lambda: first.status()[0] == 1, lambda: first.log)  # it holds the address, but its core does not serve yet
     first.ready_line()
     core = psutil.Process(first.status()[1]["core_pid"])
     assert first.stop(signal.SIGKILL) == -signal.SIGKILL

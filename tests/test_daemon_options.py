@@ -1,4 +1,4 @@
-"""What a daemon is told, by flags and by a TOML file; where it then listens, and who may come in."""
+"""Options of a daemon from flags and from a TOML file, the addresses that follow from them, and access rights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_anything_there_are_limits_on_requests_only() -> None:
     assert (limits.max_tokens_in_flight, limits.max_tokens_per_frontend) == (None, None)
 
 
-def test_a_file_says_what_flags_say(file: Path) -> None:
+def test_a_file_and_flags_give_the_same_options(file: Path) -> None:
     file.write_text('listen = "ipc:///run/x.sock"\nhttp_port = 0\nmax_num_seqs = 8\nhf_overrides = { a = 1 }\n')
     by_flags = read("--listen=ipc:///run/x.sock", "--http-port=0", "--max-num-seqs=8", '--hf-overrides={"a": 1}')
     assert read("--config", str(file)) == by_flags
@@ -81,7 +81,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(file: Path) -> None:
         ("num_gpu_blocks = 3", UnknownArgumentError, "num_gpu_blocks"),
     ],
 )
-def test_what_a_file_says_wrongly_is_named(file: Path, text: str, error: type[MainspringError], words: str) -> None:
+def test_an_error_in_a_file_is_named(file: Path, text: str, error: type[MainspringError], words: str) -> None:
     file.write_text(text)
     with pytest.raises(error) as caught:
         read("--config", str(file))
@@ -135,7 +135,7 @@ def test_an_address_is_the_same_wherever_it_is_used_from(tmp_path: Path, monkeyp
         ({"listen": "http://localhost:80"}, "it must be ipc://PATH or tcp://HOST:PORT"),
         ({"listen": "tcp://localhost"}, "it must be ipc://PATH or tcp://HOST:PORT"),
         ({"listen": "ipc:///" + "x" * 107}, "the limit is 107"),
-        ({"listen": "ipc:///" + "x" * 104}, "the limit is 107"),  # with .admin behind it
+        ({"listen": "ipc:///" + "x" * 104}, "the limit is 107"),  # with .admin appended
         ({"listen": TCP, "insecure": True, "admin_listen": "ipc:///x"}, "admin_listen is ipc:///x"),
     ],
 )
@@ -167,6 +167,6 @@ def test_tcp_needs_keys_and_a_list_unless_insecure_is_written_out(
 
 
 @pytest.mark.parametrize("name", ["key", "allowed_keys", "insecure"])
-def test_what_is_for_tcp_is_refused_beside_a_unix_socket(name: str) -> None:
+def test_options_for_tcp_are_refused_with_a_unix_socket(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} is for tcp"):
         endpoints(listen="ipc:///x", **{name: True if name == "insecure" else "file"})

@@ -1,8 +1,8 @@
 """Streamed text: whole characters only, and in the end exactly what decoding everything at once gives.
 
 Exactly means: for a prompt `p` and output `o`, the pieces joined are ``decode(p + o)`` without its beginning
-``decode(p)``. The one exception is a run of byte-fallback tokens that is not UTF-8 as a whole: what of it was complete
-stays, where `decode` would replace all of it by U+FFFD.
+``decode(p)``. The one exception is a run of byte-fallback tokens that is not UTF-8 as a whole: its complete characters
+stay, but `decode` would replace the whole run by U+FFFD.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def test_pieces_joined_are_the_whole_decoded_at_once(name: str, data: st.DataObj
     letter = st.integers(0x20, 0x40) if size > 256 else st.integers(0, size - 1)  # ASCII in each of the alphabets
     prompt = data.draw(st.lists(letter | st.integers(max(0, size - 12), size - 1), max_size=3))
     skip = data.draw(st.booleans())
-    skipped = (tokenizer.all_special_ids if skip else frozenset()) | {size, size + 1}
+    skipped = (tokenizer.skipped_ids if skip else frozenset()) | {size, size + 1}
     whole = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     before = tokenizer.decode(prompt, skip_special_tokens=skip)
-    # a prompt that ends within a character, or a byte run, is looked at below
+    # prompts that end within a character or a byte run are tested below
     if "\ufffd" in before or not whole.startswith(before):
         return
     if name in ("gemma", "llama") and not is_utf8_by_runs(prompt + ids, skipped):
@@ -98,10 +98,10 @@ def _listed(part: int | list[int]) -> list[int]:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(text=st.text().filter(lambda text: not text.startswith(" ")))  # at the very start Llama's decoder drops a space
+@given(text=st.text().filter(lambda text: not text.startswith(" ")))  # at the start Llama's decoder drops a space
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, LLAMA], ids=["byte level", "llama"])
 def test_a_character_is_shown_with_its_last_byte_and_never_before(tokenizer: Tokenizer, text: str) -> None:
-    ids = PLAIN_BYTES.encode(text) if tokenizer is PLAIN_BYTES else list(text.encode())  # a token a byte
+    ids = PLAIN_BYTES.encode(text) if tokenizer is PLAIN_BYTES else list(text.encode())  # one token for each byte
     stream, shown = text_stream(tokenizer, [], skip_special_tokens=True), ""
     for count, token in enumerate(ids, start=1):
         shown += stream.push(token)
@@ -114,7 +114,7 @@ def test_an_emoji_cut_across_four_tokens() -> None:
     assert streamed(PLAIN_BYTES, [], PLAIN_BYTES.encode("a🙃b"))[:6] == ["a", "", "", "", "🙃", "b"]
 
 
-def test_what_was_shown_stays_when_the_byte_run_turns_out_invalid() -> None:
+def test_text_already_sent_stays_if_the_byte_run_is_invalid() -> None:
     assert streamed(LLAMA, [256], [*"€".encode(), 0xFF, 0x41]) == ["", "", "€", "\ufffd", "A", ""]
     assert streamed(LLAMA, [256], [0xE2, 0x82]) == ["", "", "\ufffd\ufffd"]
 
@@ -186,7 +186,8 @@ def test_a_token_costs_the_same_however_long_the_output(name: str) -> None:
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: character by character, the first stop string to be complete, the longest of several."""
+    """The definition: the stop string that is completed first, and of several the longest, checked character by
+    character."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

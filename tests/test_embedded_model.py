@@ -1,4 +1,4 @@
-"""The embedded model answers rightly through the whole engine. A broken KV cache shows here at once."""
+"""The embedded model gives right answers through the whole engine. An error in the KV cache would make them wrong."""
 
 from __future__ import annotations
 

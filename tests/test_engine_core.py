@@ -1,11 +1,13 @@
-"""The core's loop over the stand-in model: what outlives a core, who may do what, how it is."""
+"""The core's loop over the stand-in model: the journal, permissions, and the status."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness import StepPlan, expected_output, make_core, message, run_core
@@ -14,7 +16,7 @@ from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import ServiceConfig
 from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError
 from mainspring.ipc.journal import Accused, Journal, request_key
-from mainspring.ipc.messages import Latency
+from mainspring.ipc.messages import Latency, Tensor
 
 SESSION = b"0123456789abcdef"
 
@@ -88,16 +90,6 @@ def test_a_resumed_request_keeps_its_place() -> None:
     assert [handle for _, handle in run_core(core)] == [0, 2, 1]
 
 
-@pytest.mark.parametrize("age_s", [-5.0, float("nan"), float("inf"), 1e300])
-def test_no_age_does_harm(age_s: float) -> None:
-    core = make_core()
-    core.connect(0)
-    core.add_request(0, message(0, age_s=age_s))
-    [(_, finished)] = run_core(core).values()
-    assert finished.reason == "length"
-    assert 0 <= core.latencies()[0].p50 <= time.monotonic()
-
-
 def test_a_quarantined_request_is_refused_with_the_reason_and_only_it() -> None:
     core = make_core(quarantined={request_key(SESSION, 1): "the core died twice"})
     core.connect(0, session=SESSION)
@@ -164,7 +156,7 @@ def test_anybody_may_ask() -> None:
         call(core, "nap")
 
 
-def test_pauses_and_their_end_are_told_to_who_starts_the_next_core() -> None:
+def test_pauses_and_their_end_are_reported_to_the_supervisor() -> None:
     told: list[bool] = []
     core = make_core()
     core.on_state = lambda state: told.append(state.paused)
@@ -226,7 +218,7 @@ def test_requests_of_different_salts_never_share(per_frontend: bool) -> None:
 # ---------------------------------------------------------------------- how it is
 
 
-def test_the_core_tells_of_each_frontend_what_it_has_and_got() -> None:
+def test_the_core_reports_the_load_of_each_frontend() -> None:
     core = make_core(max_num_seqs=1)
     core.connect(0, weight=2.5, name="notebook")
     core.connect(3)
@@ -242,7 +234,7 @@ def test_the_core_tells_of_each_frontend_what_it_has_and_got() -> None:
     assert (second.id, second.slow) == (3, True)
 
 
-def test_latencies_are_of_what_happened_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latencies_are_of_recent_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core()
     assert core.latencies() == (Latency(), Latency())
     now = 1000.0
@@ -253,13 +245,63 @@ def test_latencies_are_of_what_happened_lately(monkeypatch: pytest.MonkeyPatch) 
         while core.has_work:
             now += 0.5
             core.step()
-        now += 100.0  # idle: nobody waits for a token
+        now += 100.0  # idle time must not count as latency
     first, between = core.latencies()
     assert (first.p50, between.p50, between.p99) == (0.5, 0.5, 0.5)
 
 
-def test_a_frontend_that_is_gone_is_not_missed() -> None:
+def test_an_unlikely_age_keeps_the_place_in_the_queue_and_counts_in_no_latency() -> None:
+    core = make_core(max_num_seqs=1)
+    core.connect(0)
+    for handle, age in enumerate((0.0, -5.0, math.nan, 100.0, 1e300, math.inf, 4000.0)):
+        core.add_request(0, message(handle, age_s=age))
+    order = []
+    while core.has_work:
+        for out in core.step().values():
+            order += [finished.handle for finished in out.finished]
+            assert all(started.queued_s < 3700 for started in out.started)
+    assert order == [4, 5, 6, 3, 0, 1, 2]
+    assert 50 < core.latencies()[0].p99 < 100
+    measured = core.meter.measured()
+    by_name = {one.name: one for one in measured.distributions}
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert sum(by_name[f"{name}_seconds"].counts) == 4
+        assert 100 < by_name[f"{name}_seconds"].sum < 200
+    assert sum(by_name["request_prefill_time_seconds"].counts) == 7
+    assert measured.ended == [0, 7, 0, 0]
+    assert measured.prompt_tokens == 7 * 3
+
+
+def test_embeddings_that_are_not_finite_end_their_request_only() -> None:
+    core = make_core()
+    core._checks = core._checks._replace(accepts_embeddings=True)
+    core.connect(0)
+    for handle, value in enumerate((1.0, math.nan, math.inf)):
+        values = np.full((3, 8), value, np.float32)
+        embeds = message(handle, prompt=(0, 0, 0), prompt_embeds=Tensor(0, "float32", [3, 8]))
+        core.add_request(0, embeds, [values.tobytes()])
+    ended = {handle: finished for (_, handle), (_, finished) in run_core(core).items()}
+    assert (ended[0].reason, ended[0].error) == ("length", "")
+    for handle in (1, 2):
+        assert (ended[handle].reason, ended[handle].error) == ("error", "InvalidRequestError")
+        assert "prompt_embeds has a NaN, or a value out of the range of float32" in ended[handle].error_text
+
+
+def test_calls_for_an_unknown_frontend_do_nothing() -> None:
     core = make_core()
     core.disconnect(5)
     core.set_credit(5, False)
     assert core.frontends() == []
+
+
+def test_a_pause_is_answered_after_the_outputs_of_the_last_step() -> None:
+    core = make_core(async_scheduling=True)
+    core.connect(0)
+    core.add_request(0, message(0, max_tokens=9))
+    assert core.step()
+    pausing = core.lifecycle.pause("keep")
+    assert core.step(), "the step that was in flight"
+    assert not pausing.done()
+    assert core.has_work
+    assert core.step() == {}
+    assert pausing.done()

@@ -1,4 +1,4 @@
-"""An engine over real cores that die: its streams are those of an engine that was never disturbed."""
+"""An engine over real cores that die: its streams equal those of an undisturbed engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_after_kills_every_stream_is_as_if_nothing_had_happened(
         if kill_at and len(seen.get("greedy", [("", [], None)])[0][1]) >= kill_at[0]:
             kill_at.pop(0)
             os.kill(supervisor.core_pid, signal.SIGKILL)
-    assert supervisor.restarts == 2
+    assert supervisor.launch.restarts == 2
     [(_, unseeded, reason)] = seen.pop("unseeded")
     assert (len(unseeded), reason) == (250, "length")
     assert seen == undisturbed
@@ -100,7 +100,7 @@ class PoisonedForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def poisonable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose code ends the process that computes `POISON`."""
+    """A checkpoint whose code kills the process that computes `POISON`."""
     path = tiny.make("llama", tmp_path_factory.mktemp("poisonable"))
     (path / "modeling_poisoned.py").write_text(CODE)
     facts = json.loads((path / "config.json").read_text())
@@ -128,7 +128,7 @@ def test_a_request_that_kills_the_model_fails_alone_with_the_cause(
             assert time.monotonic() < deadline
             ended.update({output.request_id: output for output in engine.step() if output.finished})
         supervisor = engine.engine_core._connection._core.supervisor
-        assert supervisor.restarts <= crashes
+        assert supervisor.launch.restarts <= crashes
     bad = ended.pop("bad").outputs[0]
     assert bad.finish_reason == "error"
     assert isinstance(bad.error, RequestFailedError)

@@ -1,6 +1,7 @@
-"""Exact: whatever the batch, the chunks, the cache and the preemptions, greedy fp32 is what `model.generate` gives.
+"""Exactness: with any batch, chunks, cached prefixes and preemptions, greedy fp32 outputs equal `model.generate`.
 
-Through the default client, so two processes and the whole protocol. Tiny random checkpoints of each architecture.
+The tests use the default client (two processes and the whole protocol) and tiny random checkpoints of each
+architecture.
 """
 
 from __future__ import annotations

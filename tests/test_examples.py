@@ -1,4 +1,4 @@
-"""Every program in examples/ runs and prints what it is there to show."""
+"""Every program in examples/ runs and prints the expected output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_example_is_run_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
-def test_an_example_shows_what_it_is_there_for(name: str) -> None:
+def test_an_example_prints_the_expected_output(name: str) -> None:
     command = [sys.executable, "-P", str(FOLDER / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=False)
     assert done.returncode == 0, done.stderr

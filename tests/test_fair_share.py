@@ -1,4 +1,5 @@
-"""Frontends share a core by weight: its budget, its seats, its blocks. Nobody starves, nobody saves up."""
+"""Frontends share a core by weight: its token budget, its slots and its blocks. No frontend starves, and none
+accumulates unused share."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine
+from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.fair_share import FairShare
 from mainspring.core.plan.request import Request
 from mainspring.ipc.messages import AddRequest, Sampling
@@ -41,9 +43,9 @@ def served(engine: Engine, steps: int, skip: int = 0) -> Counter[int]:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "limits"),
     [
-        (60, 1, {"max_num_batched_tokens": 30, "max_num_seqs": 16}),  # the budget is short
-        (2, 40, {"max_num_batched_tokens": 64, "max_num_seqs": 6}),  # seats are short
-        (30, 30, {"max_num_batched_tokens": 64, "max_num_seqs": 32, "num_blocks": 96}),  # blocks are short
+        (60, 1, {"max_num_batched_tokens": 30, "max_num_seqs": 16}),  # the budget is the bottleneck
+        (2, 40, {"max_num_batched_tokens": 64, "max_num_seqs": 6}),  # slots are the bottleneck
+        (30, 30, {"max_num_batched_tokens": 64, "max_num_seqs": 32, "num_blocks": 96}),  # blocks are the bottleneck
         (2, 40, {"max_num_batched_tokens": 6, "max_num_seqs": 32, "num_blocks": 400}),  # more decodes than budget
     ],
     ids=["budget", "seats", "blocks", "decodes"],
@@ -139,7 +141,7 @@ def test_a_newcomer_gets_budget_though_another_has_long_prompts_waiting_and_runn
     engine.check_outputs()
 
 
-def test_the_newest_request_of_the_flooding_frontend_is_the_one_that_makes_room() -> None:
+def test_the_newest_request_of_the_flooding_frontend_is_preempted() -> None:
     engine = Engine(weights=(1, 1), max_num_seqs=3, num_blocks=200)
     keys = [engine.add(tokens(8, i), 30) for i in range(3)]
     for _ in range(3):
@@ -156,7 +158,7 @@ def test_where_blocks_run_out_a_newcomer_is_not_thrown_out_before_the_frontend_t
     newest = engine.add(tokens(8, 5), 50, frontend=1)
     while not engine.stats.num_preemptions:
         engine.step()
-    assert {r.handle for r in engine.scheduler._running.requests.values()} == {old[1], newest[1]}
+    assert {r.handle for r in engine.scheduler.state.running.requests.values()} == {old[1], newest[1]}
     engine.run()
     assert engine.finished[newer].num_preemptions > 0
     engine.check_outputs()
@@ -184,7 +186,7 @@ def test_more_frontends_than_seats_are_all_served(seats: int) -> None:
 
 
 def share(by_priority: bool = False) -> FairShare:
-    return FairShare(by_priority, seats=8, blocks=64, held=Counter())
+    return FairShare(by_priority, slots=8, blocks=64, blocks_used=Counter())
 
 
 def enter(fair: FairShare, new: Request) -> None:
@@ -198,7 +200,7 @@ def request(handle: int, frontend: int = 0, prompt: int = 4, priority: int = 0, 
 
 
 def order(fair: FairShare, charge: Callable[[Request], int] = lambda r: len(r.tokens)) -> list[tuple[int, int]]:
-    """(frontend, handle) as admitted one after another, each charged when it is."""
+    """(frontend, handle) in the order of admission; each is charged when it is admitted."""
     names = []
     while (frontend := fair.next_waiting(set())) is not None:
         admitted = frontend.peek()
@@ -278,7 +280,7 @@ def test_one_that_had_no_credit_starts_level_with_the_least_served_and_has_saved
     assert fair.of(0).served == 600
 
 
-def test_one_that_was_served_much_is_not_forgiven_for_pausing() -> None:
+def test_a_frontend_keeps_its_charged_share_over_a_pause() -> None:
     fair = share()
     fair.register(0)
     fair.register(1)
@@ -303,7 +305,7 @@ def test_a_finished_request_is_passed_over() -> None:
     budget=st.integers(0, 200),
     wants=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.sampled_from([0.5, 1.0, 3.0])), max_size=5),
 )
-def test_quotas_divide_the_budget_and_leave_nothing_that_somebody_wants(
+def test_quotas_divide_the_whole_budget_while_a_frontend_wants_more(
     budget: int, wants: list[tuple[int, int, float]]
 ) -> None:
     fair = share()
@@ -321,6 +323,39 @@ def test_quotas_divide_the_budget_and_leave_nothing_that_somebody_wants(
     given_useful = sum(min(quota, wanted[f]) for f, quota in quotas.items())
     assert given_useful == min(budget, sum(wanted.values()))
     for f, quota in quotas.items():
-        if quota < wanted[f]:  # whoever wants more has its share, to within a token for each frontend
+        if quota < wanted[f]:  # a frontend that wants more gets its share, to within a token for each frontend
             total = sum(wants[other][2] for other in quotas)
             assert quota >= int(budget * wants[f][2] / total) - len(quotas)
+
+
+def test_requests_that_need_most_of_the_pool_do_not_take_it_from_one_another_for_ever() -> None:
+    recurrent = LayerGroup("recurrent", slots=8, snapshots=6, snapshot_every=16)
+    engine = Engine(
+        weights=(1, 1),
+        windows=(None, recurrent),
+        block_size=8,
+        max_model_len=12,
+        num_blocks=2,  # those of one request of full length
+        depth=2,
+        max_num_batched_tokens=40,
+        max_num_seqs=8,
+        scheduling_policy="priority",
+        long_prefill_token_threshold=5,
+        prefix_caching=False,
+    )
+    for length, max_tokens, frontend, priority, steps in (
+        (2, 9, 1, 2, 4),
+        (2, 9, 0, 1, 4),
+        (1, 10, 0, 0, 3),
+        (1, 3, 1, 1, 0),
+        (8, 4, 0, 1, 4),
+        (3, 8, 1, 1, 4),
+        (7, 2, 0, 2, 0),
+        (7, 3, 1, 2, 3),
+        (6, 6, 1, 2, 4),
+    ):
+        engine.add(tokens(length, len(engine.messages)), max_tokens, frontend=frontend, priority=priority)
+        for _ in range(steps):
+            engine.step()
+    engine.run(2_000)
+    engine.check_outputs()

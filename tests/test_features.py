@@ -1,4 +1,4 @@
-"""What the scheduler's hooks promise to any feature, shown with features that exist only here."""
+"""The scheduler's hooks, tested with features that exist only in this file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGE = VOCAB + 1  # a prompt token that an encoder has to compute; the stand-in
 
 
 class Encoder(Feature):
-    """A second budget: at most so many images in a step, where `IMAGE` tokens are computed."""
+    """A second budget: a limit on the number of images (`IMAGE` tokens) computed in a step."""
 
     def __init__(self, images: int) -> None:
         self._images = images
@@ -43,13 +43,14 @@ def _images(tokens: np.ndarray) -> int:
 
 
 def _reach(tokens: np.ndarray, images: int) -> int:
-    """How many of `tokens` come before one image too many."""
+    """How many of `tokens` fit before the budget of images is exceeded."""
     places = np.flatnonzero(tokens == IMAGE)
     return len(tokens) if len(places) <= images else int(places[images])
 
 
 def images_of_steps(images: int | None, seed: int) -> tuple[Engine, list[int]]:
-    """Serve random prompts with images, in an engine with an encoder for so many, or with a boundless one."""
+    """Serve random prompts with images, in an engine with an encoder for `images` images a step, or with an unlimited
+    one."""
     r = random.Random(seed)
     engine = Engine(
         max_num_batched_tokens=r.choice([8, 24, 40]),
@@ -92,7 +93,7 @@ def test_no_step_exceeds_a_second_budget_and_every_request_ends(seed: int) -> No
 
 
 class Places(Feature):
-    """Requests of odd handles need one of few places. Also notes what each request goes through."""
+    """Requests with odd handles need one of a few places. Also records the hooks called for each request."""
 
     def __init__(self, places: int) -> None:
         self.free = places
@@ -109,14 +110,14 @@ class Places(Feature):
         self.steps.append(step)
         return request.handle % 2 == 0 or self.free > 0
 
-    def seated(self, request: Request) -> None:
-        self._note(request, "seated")
+    def got_slot(self, request: Request) -> None:
+        self._note(request, "got slot")
         assert self._rows.alive[request.slot], "its columns are there"
         self.free -= request.handle % 2
         assert self.free >= 0, "a request runs that was refused"
 
-    def unseated(self, request: Request) -> None:
-        self._note(request, "unseated")
+    def left_slot(self, request: Request) -> None:
+        self._note(request, "left slot")
         self.free += request.handle % 2
 
     def ended(self, request: Request) -> None:
@@ -151,9 +152,9 @@ def test_each_request_goes_through_the_hooks_in_order_whatever_happens_to_it(see
     for went in places.went.values():
         runs = went[1:-1]
         assert (went[0], went[-1]) == ("added", "ended")
-        assert runs == ["seated", "unseated"] * (len(runs) // 2)
+        assert runs == ["got slot", "left slot"] * (len(runs) // 2)
     for key in set(keys) - engine.aborted:
-        assert places.went[key].count("seated") == 1 + engine.finished[key].num_preemptions
+        assert places.went[key].count("got slot") == 1 + engine.finished[key].num_preemptions
 
 
 def test_requests_that_need_no_place_overtake_one_that_waits_for_a_place() -> None:
@@ -171,7 +172,7 @@ def test_requests_that_need_no_place_overtake_one_that_waits_for_a_place() -> No
 
 
 class Untouchable:
-    """In place of a request that no stage may look at."""
+    """Stands for a request that no stage may access."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(f"a request's {name} was read")
@@ -180,11 +181,11 @@ class Untouchable:
 @pytest.mark.parametrize("guesses", [0, 2])
 def test_a_step_in_which_every_request_decodes_touches_no_request(guesses: int) -> None:
     engine = Engine(block_size=64, num_blocks=99, max_num_seqs=40, max_num_batched_tokens=200, guesses=guesses)
-    for i in range(40):  # more than a step is filled with guesses for
+    for i in range(40):  # more rows than speculation fills a step to
         engine.add([i, 1, 2, 3], 30)
     for _ in range(3):
         engine.step()
-    running, scheduler = engine.scheduler._running.requests, engine.scheduler
+    running, scheduler = engine.scheduler.state.running.requests, engine.scheduler
     assert len(running) == 40
     kept = dict(running)
     for slot in running:

@@ -1,4 +1,4 @@
-"""FlashInfer's backend, on a CPU: through the stand-in for the package it does what the reference backend does."""
+"""FlashInfer's backend on a CPU: with the stand-in for the package it gives the results of the reference backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def spec_of(
 
 
 class Layer:
-    """Requests with all their keys and values in two caches: as FlashInfer's backend lays them out, and plain."""
+    """Requests with all their keys and values in two caches: in the layout of FlashInfer's backend, and in the plain
+    one."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Layer:
         tables = [self.tables[r][: -(-end // PAGE)].clone() for (r, _, _), end in zip(counts, ends, strict=True)]
         for table, (_, start, _) in zip(tables, counts, strict=True):
             if self.spec.window is not None:
-                table[: max(0, start - self.spec.window + 1) // PAGE] = 0  # given back
+                table[: max(0, start - self.spec.window + 1) // PAGE] = 0  # freed
         batch = batch_of([n for _, _, n in counts], ends, tables)
         query = [self.query[self.firsts[r] + start :][:n] for r, start, n in counts]
         return batch, torch.cat([*query, torch.full((3, *self.query.shape[1:]), torch.nan, dtype=self.dtype)])
@@ -101,7 +102,7 @@ class Layer:
 
 
 def pool_of(blocks: int, heads: int, dim: int, dtype: torch.dtype) -> LayerCache:
-    """The middle layer of a pool of three, with what is never read set to NaN."""
+    """The middle layer of a pool of three; memory that must not be read is NaN."""
     pool = torch.full((blocks, 3, 2, PAGE, heads, dim), torch.nan, dtype=dtype)
     return LayerCache(pool[:, 1, 0], pool[:, 1, 1])
 
@@ -124,13 +125,13 @@ def batch_of(
 
 
 def on_device(double: FlashInferDouble, batch: PagedBatch) -> PagedBatch:
-    """The same batch with twins in memory that the double takes for the GPU's."""
+    """The same batch with copies in memory that the double treats as GPU memory."""
     twins = DeviceBatch(batch.kv_indptr.clone(), batch.kv_indices.clone(), batch.last_page_len.clone())
     double.put_on_device(*twins)
     return batch._replace(on_device=twins)
 
 
-# Like the oracle.
+# Equal to the oracle.
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -228,7 +229,7 @@ def test_groups_with_the_same_attention_have_plans_of_their_own() -> None:
         )
 
 
-# Which wrapper, and how.
+# Choice and arguments of the wrapper.
 
 
 def names(double: FlashInferDouble) -> list[str]:
@@ -310,10 +311,10 @@ def test_no_plan_takes_more_than_the_workspaces_hold(
     else:
         lengths = [1 + i * 37 % long for i in range(decodes)]
         batch = batch_of([1] * decodes + [rows] * (rows > 1), [*lengths, *[long + rows] * (rows > 1)])
-        backend.plan(spec, batch, CPU)  # the double raises what FlashInfer would
+        backend.plan(spec, batch, CPU)  # the double raises the same errors as FlashInfer
 
 
-# Two turns.
+# Two steps in flight.
 
 
 def test_page_locked_memory_that_is_rewritten_too_early_is_caught() -> None:
@@ -350,7 +351,7 @@ def test_the_double_catches_what_a_pinned_buffer_that_changes_would_do() -> None
 
 
 class Staged(NamedTuple):
-    """The runner's memory: two page-locked copies of each array, and the one on the device."""
+    """The runner's memory: two page-locked copies of each array, and one on the device."""
 
     host: tuple[DeviceBatch, DeviceBatch]
     device: DeviceBatch
@@ -418,7 +419,7 @@ def test_arrays_of_a_graph_may_not_move() -> None:
     backend.plan(layer.spec, on_device(double, batch), CPU, graph=True)
     with pytest.raises(RuntimeError, match="graph of 2 requests moved"):
         backend.plan(layer.spec, on_device(double, batch), CPU, graph=True)
-    backend.forget_graphs()  # as before sleep
+    backend.forget_graphs()  # as it was before sleep
     moved = on_device(double, batch)
     assert backend.plan(layer.spec, moved, CPU, 0, True) is backend.plan(layer.spec, moved, CPU, 1, True)
 
@@ -441,7 +442,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
     with pytest.MonkeyPatch.context() as patch:
         for module in (flashinfer_plan, flashinfer_partition):
             patch.setattr(module, "DETERMINISTIC_SPLIT", split)
-        if small:  # room for some pieces' partial results at a time
+        if small:  # room for the partial results of only some pieces at a time
             patch.setattr(flashinfer_plan, "FLOAT_WORKSPACE", 2 << 20)
         backend, double = make(deterministic=True)
         layer = Layer(backend, spec_of(1, ratio, window=window), (length, 60))
@@ -468,8 +469,8 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
 def test_a_rows_shares_of_keys_depend_on_its_position_alone(
     ratio: int, window: int | None, end: int, rows: int
 ) -> None:
-    """As FA2 has it: with pieces in place of requests, each row's tiles of keys begin at the same key, in as many
-    shares, as when it decodes alone."""
+    """As in FA2: with pieces in place of requests, each row's tiles of keys begin at the same keys, and in the same
+    number of splits, as when the request decodes alone."""
     rows = min(rows, end)
     kind = Kind(spec_of(1, ratio, window=window), 64, BF16, BF16)
 
@@ -632,7 +633,7 @@ def test_choices_and_products_are_as_on_a_cpu() -> None:
     assert torch.equal(backend.linear(scores, scores), scores @ scores.T)
 
 
-# What it refuses.
+# Refused arguments.
 
 
 @pytest.mark.parametrize(

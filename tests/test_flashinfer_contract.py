@@ -1,6 +1,6 @@
-"""The flashinfer package that is installed is the one the backend was written for: signatures, and facts of its source.
+"""The installed flashinfer package has the signatures and the source properties that the backend relies on.
 
-Nothing runs on a GPU here: the package imports without one, and its kernels' sources come with it.
+No GPU is needed, because the package imports without one and contains the sources of its kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CSRC = Path(real.__file__).parent / "data" / "csrc"
 
 @cache
 def all_calls() -> list[Call]:
-    """What the backend asks of the package in a run that has everything in it."""
+    """All calls of the backend to the package in a run that uses every feature."""
     calls: list[Call] = []
     for deterministic in (False, True):
         for gpu in (AMPERE, HOPPER):
@@ -95,7 +95,7 @@ def test_every_call_binds_to_the_real_signature() -> None:
     for call in all_calls():
         owner = () if call.wrapper is None else (call.wrapper,)
         inspect.signature(real_one(call.name)).bind(*owner, *call.args, **call.kwargs)
-        if call.name == f"{DECODE}.plan":  # its own takes any keyword
+        if call.name == f"{DECODE}.plan":  # its own signature takes any keyword
             inspect.signature(real_one(f"{DECODE}._plan_impl")).bind(*owner, *call.args, **call.kwargs)
 
 
@@ -162,7 +162,7 @@ def test_auto_takes_fa3_for_what_the_planner_thinks_it_does() -> None:
     assert all(real.utils.is_fa3_prefill_head_dim_supported(dim, dim) for dim in prebuilt.HEAD_DIMS)
 
 
-# Attributes that are no part of the public interface.
+# Attributes that are not part of the public interface.
 
 
 def attributes(function: Callable[..., Any], context: type) -> set[str]:
@@ -204,7 +204,7 @@ def test_a_fast_plan_without_a_graph_takes_the_arrays_as_they_are_and_run_reads_
     assert "copy_" not in graph
     assert eager.lstrip().startswith("self._paged_kv_indptr_buf = indptr\n")
     assert "global_override_indptr_cpu" in source
-    # For tensor cores it reads last_page_len on the host: given one on the device, it would wait.
+    # For tensor cores it reads last_page_len on the host: a tensor on the device would make it wait.
     assert "last_page_len_host = last_page_len.cpu()" in source
 
 
@@ -264,7 +264,7 @@ def test_keys_are_counted_from_the_first_or_from_where_the_first_rows_window_beg
 
 
 def test_a_graph_without_shares_has_no_mask_of_valid_programs() -> None:
-    """So those too many do what the unused end of the page-locked buffer says: it must be zeros."""
+    """So surplus programs read the unused end of the page-locked buffer, which must be zeros."""
     run = text(CSRC / "batch_prefill.cu")
     run = run[run.index("void BatchPrefillWithPagedKVCacheRun") :]
     shares = run[run.index("if (plan_info.split_kv) {") :]
@@ -281,7 +281,7 @@ def test_sums_come_in_base_two() -> None:
 
 
 def test_one_share_is_merged_without_rounding() -> None:
-    """A row has the bits it has when no request of the plan shares its keys out."""
+    """A row has the same bits as in a plan in which no request's keys are split."""
     merge = text(HEADERS / "attention" / "cascade.cuh")
     merge = merge[merge.index("void PersistentVariableLengthMergeStatesKernel") :]
     one = merge[merge.index("if (num_index_sets == 1) {") :].partition("continue;")[0]

@@ -1,5 +1,5 @@
-"""The engine as it runs on a GPU, on stand-ins for package and device, which can't run here: the FlashInfer backend,
-two steps in flight, graphs with padding. Every architecture of test_exact.py, token for token."""
+"""The engine as it runs on a GPU, with stand-ins for the package and the device: the FlashInfer backend, two steps in
+flight, graphs with padding. All architectures of test_exact.py, token for token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ H200 = Gpu((9, 0), flashinfer_double.NUM_MULTIPROCESSORS)
 
 
 class Machine(LateDevice):
-    """Device and package have one order of work. A graph is what was launched, without the Python in between."""
+    """Device and package share one queue of work. A graph is the launched work without the Python code in between."""
 
     def __init__(self, package: FlashInferDouble) -> None:
         super().__init__()
         self.package = package
-        self.reruns = False  # a graph runs its function again: where experts on a CPU look at who chose them
+        self.reruns = False  # a graph calls its function again, if experts on a CPU depend on their router's choice
 
     def done(self, number: int) -> None:
         super().done(number)
@@ -55,7 +55,7 @@ class Machine(LateDevice):
 
 @pytest.fixture
 def machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
-    """The devices of runners, the newest last. The kernels take fp32 as well, so that tokens can be compared."""
+    """The devices of runners, the newest last. The kernels also accept fp32, so that tokens can be compared."""
     monkeypatch.setattr(flashinfer, "HALF", (*flashinfer.HALF, torch.float32))
     monkeypatch.setattr(flashinfer_double, "HALF", (*flashinfer_double.HALF, torch.float32))
     machines: list[Machine] = []

@@ -1,6 +1,6 @@
-"""One frontend fills every seat and the pool with long requests and keeps a thousand waiting; another's single requests
-get their first token as if it were not there. The bound: as many steps as its prompt takes in half a budget, and twice
-the steps in flight."""
+"""One frontend fills all slots and the pool with long requests and keeps a thousand waiting. The single requests of
+another frontend still get their first token within a bound: the number of steps for its prompt at half the budget, plus
+twice the steps in flight."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def tokens(n: int, start: int) -> list[int]:
 
 
 def flooded(waiting: int = 1000, **options: Any) -> Engine:
-    """Frontend 0 has filled seats and pool, and has so many more waiting. Their lengths differ: in every step some of
-    them need a block."""
+    """An engine in which frontend 0 has filled slots and pool and has `waiting` more requests. Their lengths differ, so
+    some need a block in every step."""
     options = {"max_model_len": 256, "max_num_batched_tokens": 64, "prefix_caching": False, **options}
     engine = Engine(weights=(1, 1, 1), **options)
     for i in range(waiting):
@@ -31,7 +31,7 @@ def flooded(waiting: int = 1000, **options: Any) -> Engine:
     for _ in range(60):
         engine.step()
     assert engine.stats.num_waiting > waiting - 100
-    assert engine.stats.num_preemptions or not engine.scheduler._running.free_slots, (
+    assert engine.stats.num_preemptions or not engine.scheduler.state.running.free_slots, (
         "neither seats nor blocks are short"
     )
     return engine
@@ -88,7 +88,7 @@ def test_a_burst_gets_about_its_share_of_seats_and_blocks() -> None:
         engine.step()
     running = [engine.scheduler.fair.of(frontend).num_running for frontend in (0, 1)]
     assert 5 <= running[1] <= 7
-    assert engine.kv.held[1] <= engine.kv.held[0]
+    assert engine.kv.blocks_used[1] <= engine.kv.blocks_used[0]
 
 
 def test_one_long_request_that_holds_most_blocks_gives_way_though_its_frontend_has_few_seats() -> None:
@@ -96,7 +96,7 @@ def test_one_long_request_that_holds_most_blocks_gives_way_though_its_frontend_h
     long = [engine.add(tokens(80, i), 40, frontend=0) for i in range(2)]
     while engine.stats.num_running < 2:
         engine.step()
-    for i in range(5):  # more seats than the other has
+    for i in range(5):  # more slots than the other frontend uses
         engine.add(tokens(8, i), 20, frontend=1)
     for _ in range(3):
         engine.step()
@@ -122,7 +122,7 @@ def test_the_only_request_of_a_frontend_is_not_preempted_for_another_that_would_
 
 
 def work(call: Callable[[], object]) -> int:
-    """Instructions of Python that a call takes: a measure without noise."""
+    """Number of Python instructions of a call, a measure without noise."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -141,7 +141,7 @@ def work(call: Callable[[], object]) -> int:
 
 
 def step_work(waiting: int, seats: int) -> int:
-    """Of the cheapest of some steps, in which nobody comes, goes, or needs a block."""
+    """Instructions of the cheapest of some steps, in which no request is added, ends, or needs a block."""
     engine = Engine(
         weights=(1, 1), max_model_len=1024, max_num_batched_tokens=2048, max_num_seqs=seats, num_blocks=20 * seats
     )

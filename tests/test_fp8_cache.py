@@ -1,7 +1,7 @@
-"""An fp8 KV cache: what is kept is the nearest fp8 number, everything after is as with any other dtype.
+"""An fp8 KV cache stores the nearest fp8 number; everything else is as with other dtypes.
 
-So attention over it has the very bits of attention over a cache that holds the rounded numbers in the query's dtype,
-clockwork holds, and a block takes half the memory of a bf16 one.
+So attention has the same bits as over a cache that holds the rounded numbers in the query's dtype, clockwork holds, and
+a block takes half the memory of a bf16 block.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ SPECS = [AttentionSpec(4, 2, 16, 16, 0.25), AttentionSpec(6, 2, 24, 16, 0.2, 40)
 
 
 def make_cache(spec: AttentionSpec, blocks: int, dtype: torch.dtype) -> LayerCache:
-    """The second of three layers in a pool, as the engine lays it out."""
+    """The second of three layers in a pool, in the engine's layout."""
     layout = plan_layout([spec] * 3, [0, 1, 2], BLOCK_SIZE, dtype)
     return layout.caches(torch.zeros(blocks, layout.block_elements, dtype=dtype))[1]
 
 
 def append(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """From the first row of block 1 on."""
+    """Append from the first row of block 1 on."""
     at = torch.arange(len(keys))
     ReferenceBackend().append(cache, keys, values, 1 + at // BLOCK_SIZE, at % BLOCK_SIZE)
 
 
 def attend(spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kv: torch.dtype):
-    """The last rows of a single request whose keys and values lie in a cache of dtype `kv`."""
+    """Attention of the last rows of a single request, with keys and values in a cache of dtype `kv`."""
     blocks = -(-len(keys) // BLOCK_SIZE)
     cache = make_cache(spec, 1 + blocks, kv)
     append(cache, keys, values)
@@ -99,7 +99,8 @@ def test_attention_has_the_bits_of_one_over_the_rounded_numbers(
 
 @pytest.mark.parametrize("spec", SPECS, ids=["plain", "window, two dims", "one KV head"])
 def test_attention_is_near_that_over_a_bf16_cache(spec: AttentionSpec) -> None:
-    """A number's rounding error is at most 1/16 of it: the output, an average of values, moves by about 1/30."""
+    """The rounding error of a number is at most 1/16 of it, so the output, an average of values, changes by about
+    1/30."""
     query, keys, values = draw(spec, 200, 200, torch.bfloat16)
     exact = attend(spec, query, keys, values, torch.bfloat16).float()
     error = (attend(spec, query, keys, values, FP8).float() - exact).abs()
@@ -163,7 +164,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def alone(model: str) -> Iterator[list[list[int]]]:
-    """Each request alone, its whole prompt in one step, nothing cached."""
+    """Compute each request alone, its whole prompt in one step, nothing cached."""
     engine = make_engine(model, max_num_seqs=1, enable_prefix_caching=False)
     yield run(engine)
     engine.shutdown()
@@ -205,7 +206,7 @@ def test_a_request_gives_the_same_tokens_in_chunks_and_after_preemption(model: s
 
 
 def test_the_cache_is_really_in_fp8(model: str, alone: list[list[int]]) -> None:
-    """Of random weights the outputs move soon; were they all the same, the option would do nothing."""
+    """With random weights the outputs change soon; if all were equal, the option would have no effect."""
     engine = make_engine(model, kv_cache_dtype="auto")
     assert run(engine) != alone
     engine.shutdown()

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mainspring.core.model.learn import fuse
-from mainspring.core.model.learn.fuse import FuseReport, fuse_model
+from mainspring.core.model.learn.fuse import Fusion, fuse_model
 from mainspring.core.model.learn.fuse_match import TOLERANCE, difference
-from mainspring.core.model.learn.fuse_observe import STAND_IN
+from mainspring.core.model.learn.fuse_observe import stand_in
 from mainspring.core.model.learn.row_invariant import (
     ELEMENTWISE,
     RowInvariant,
@@ -26,7 +26,6 @@ from mainspring.core.model.learn.row_invariant import (
     stray_products,
 )
 from mainspring.core.model.load.parameters import ParameterMap
-from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
@@ -68,8 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
 }
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**MOE}),  # interleaved gate and up, biases, transposed
-    "jetmoe": ("jetmoe", {**MOE, "kv_channels": 16}),  # experts that transformers has no interface for
-    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),  # sigmoid in the block's own code
+    "jetmoe": ("jetmoe", {**MOE, "kv_channels": 16}),  # experts without an interface in transformers
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),  # sigmoid in the code of the block
     # routers that are subclasses of nn.Linear and also choose the experts
     "phimoe": ("phimoe", MOE),
     "llama4": ("llama4_text", {**MOE, "intermediate_size_mlp": 96, "attention_chunk_size": 128}),
@@ -81,7 +80,7 @@ BACKEND = ReferenceBackend()
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """These models are too small for more; a test that is about threads sets its own number."""
+    """One thread, because these models are too small for more; tests of threads set their own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -89,7 +88,7 @@ def one_thread() -> Iterator[None]:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A tiny model with weights large enough that every part of it shows in the logits."""
+    """A tiny model with weights large enough that every part of it affects the logits."""
     model_type, fields = (MODELS[name][:2]) if name in MODELS else OTHER_MODELS[name]
     config = AutoConfig.for_model(model_type, **{**SIZES, **fields})
     torch.manual_seed(seed)
@@ -115,7 +114,7 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor, first: int = 0) -> torc
     return out
 
 
-def fused_places(report: FuseReport, kind: str) -> list[str]:
+def fused_places(report: Fusion, kind: str) -> list[str]:
     return [path for path, decision in report.decisions.items() if decision.kind == kind and decision.fused]
 
 
@@ -133,7 +132,7 @@ def test_what_is_expected_is_fused_and_logits_agree(name: str, dtype: torch.dtyp
     assert tuple(fused) == counts
     if dtype == torch.float32:
         assert (after - before).abs().max() <= 1e-5 * before.std()
-    else:  # rounded in another order, two layers deep
+    else:  # a different order of rounding, in two layers
         assert (after - before).square().mean().sqrt() <= 0.05 * before.std()
 
 
@@ -145,7 +144,7 @@ def test_a_row_has_the_same_bits_whatever_other_rows_there_are(name: str, dtype:
     make_row_invariant(model)
     assert is_row_invariant(model)
     ids = token_ids(64)
-    with attention_set(model, STAND_IN):
+    with stand_in(model):
         together = logits_of(model, ids)
         for start, end in ((0, 8), (8, 16), (40, 56), (24, 64)):
             assert torch.equal(logits_of(model, ids[start:end], first=start), together[start:end])
@@ -203,7 +202,7 @@ def test_decisions_followed_at_a_restart_run_nothing_and_give_the_same_bits(monk
 
 
 class PlusNorm(nn.Module):
-    """Holds what an RMSNorm holds and adds a little."""
+    """Has the parameters of an RMSNorm and adds a small constant."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -215,7 +214,7 @@ class PlusNorm(nn.Module):
 
 
 class ScaledInputNorm(PlusNorm):
-    """Is an RMSNorm as long as its weight is zero, but not by its formula."""
+    """Equals an RMSNorm while its weight is zero, but has another formula."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.float() * (1 + self.weight.float())
@@ -235,7 +234,7 @@ def test_a_module_that_only_looks_like_an_rms_norm_is_left_alone(liar: type[Plus
 
 
 class ClampedMLP(nn.Module):
-    """A gated MLP but for a clamp."""
+    """A gated MLP with a clamp."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +257,7 @@ def test_a_gated_mlp_with_a_clamp_only_has_its_projections_joined() -> None:
 
 
 class UpFirstMLP(nn.Module):
-    """A gated MLP that holds its layers in another order than it runs them."""
+    """A gated MLP that defines its layers in another order than it runs them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +377,7 @@ class TestJoinedProjections:
 
 
 class DroppingMLP(nn.Module):
-    """Only so many tokens of a pass get through, as where an expert has a capacity."""
+    """Only a limited number of tokens of a pass get through, as with an expert capacity."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (torch.arange(x.shape[-2]) < 12)[:, None]

@@ -1,5 +1,5 @@
-"""What is settled before a model is loaded: the device, its kernels, graphs, memory. Without a GPU: torch's answers are
-given for it."""
+"""Decisions made before a model is loaded: the device, its kernels, graphs, memory. No GPU is needed, because torch's
+answers are replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, *, version: str | None = "13.0", says: str = "", count: int = 1) -> None:
-    """torch as it is with a GPU; `says`: what its start fails with."""
+    """Make torch behave as with a GPU; `says`: the error of its initialisation."""
 
     def init() -> None:
         if says:
@@ -117,7 +117,7 @@ def test_what_a_backend_refuses_goes_to_the_reference_and_is_said_once(caplog: p
     backend.deterministic = True
     with pytest.raises(InvalidArgumentError, match="deterministic is set, and attention with heads of 512"):
         backends_for([large], backend, torch.bfloat16, torch.bfloat16, CUDA)
-    on_cpu = backends_for([large, SPEC], backend, torch.bfloat16, torch.bfloat16, CPU)  # there both are
+    on_cpu = backends_for([large, SPEC], backend, torch.bfloat16, torch.bfloat16, CPU)  # both exist there
     assert [b is backend for b in on_cpu] == [False, True]
     assert on_cpu[0].deterministic
 
@@ -144,7 +144,7 @@ def test_a_new_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 def test_kernels_that_can_not_be_prepared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, prepared = Choosy(), []
-    prepare_kernels(backend, [SPEC], torch.bfloat16, torch.bfloat16)
+    prepare_kernels(backend, "auto", [SPEC], torch.bfloat16)
 
     def prepare(*given: object) -> None:
         prepared.append(given)
@@ -152,7 +152,7 @@ def test_kernels_that_can_not_be_prepared_are_refused(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(backend, "prepare", prepare)
     with pytest.raises(InvalidArgumentError, match="nvcc is missing"):
-        prepare_kernels(backend, [SPEC], torch.bfloat16, torch.float16)
+        prepare_kernels(backend, "float16", [SPEC], torch.bfloat16)
     assert prepared == [([SPEC], torch.bfloat16, torch.float16)]
 
 

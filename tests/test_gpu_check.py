@@ -1,4 +1,4 @@
-"""`make gpu-check` on a machine without a GPU: skipped with one sentence, and each part rehearsed on toys."""
+"""`make gpu-check` on a machine without a GPU: skipped with one sentence, and each part rehearsed with tiny models."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_work_of_a_shape_is_what_its_parameters_say() -> None:
 
 
 class Machine:
-    """In the place of a GPU and of git: each part takes the seconds that it may, on a clock of its own."""
+    """Replaces the GPU and git: each part takes exactly its time limit, on a simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.commit, self.gpu, self.now = "abc", "NVIDIA H200", 1000.0
@@ -170,7 +170,7 @@ class Machine:
         return {"section": section, "seconds": seconds, "error": error, "bars": bars, "machine": self.gpu}
 
     def check(self, *words: str) -> tuple[list[str], int]:
-        """The parts that this run began, and its exit status."""
+        """The parts started by this run, and its exit status."""
         self.ran = []
         status = gpu_check.main([*self._words, *words])
         return self.ran, status

@@ -1,4 +1,4 @@
-"""Kernels for a GPU, compiled where there is none (`make gpu-kernels`; some minutes)."""
+"""GPU kernels, compiled on a machine without a GPU (`make gpu-kernels`; some minutes)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mainspring.kernels.flashinfer.prebuilt import Attention, KernelsError
 
 pytestmark = [pytest.mark.gpu_kernels, pytest.mark.timeout(3600)]
 
-FATBIN, MACHINE_CODE = 0xBA55ED50, 2  # of the file that nvcc puts into a library, and the kind of an entry in it
+FATBIN, MACHINE_CODE = 0xBA55ED50, 2  # magic number of nvcc's file in a library; kind of an entry in it
 
 
 def architectures(library: Path) -> set[str]:
-    """For which GPUs a library holds machine code: as cuobjdump tells, else as the fatbin does, without the a."""
+    """GPUs for which a library holds machine code: according to cuobjdump, else to the fatbin, without the suffix a."""
     if tool := shutil.which("cuobjdump"):
         listed = subprocess.run([tool, "--list-elf", library], capture_output=True, text=True, check=True).stdout
         return {word for line in listed.splitlines() for word in line.split(".") if word.startswith("sm_")}

@@ -1,4 +1,5 @@
-"""The keyed choice draws from the softmax, given seed, position and token alone; masks are those of transformers."""
+"""Keyed sampling draws from the softmax and depends only on seed, position and token; masks equal those of
+transformers."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ GOLDEN = [  # [seed and position][token], as signed 32-bit numbers
 
 @pytest.fixture(autouse=True, scope="module")
 def two_threads() -> Iterator[None]:
-    """Where threads share an operation out, its bits may come to depend on its size: one thread would hide that."""
+    """Two threads, because splitting an operation among threads may make its bits depend on its size, which one thread
+    would hide."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-# The same hash, one number at a time.
+# The same hash, computed for one number at a time.
 
 
 def mix(x: int, between: int = 0) -> int:
@@ -77,7 +79,7 @@ def test_hash_and_noise_equal_the_scalar_formula(seeds: list[int], positions: li
 
 
 def test_these_very_bits_are_a_promise() -> None:
-    """Streams are continued after a restart, perhaps by a newer version: the hash may not change."""
+    """Streams continue after a restart, perhaps with a newer version, so the hash must not change."""
     seeds, positions = torch.tensor([0, 1, -1, 0x0123456789ABCDEF]), torch.tensor([0, 1, 2**31, 1000])
     assert keyed_hash(seeds, positions, torch.tensor([0, 1, 50256])).tolist() == GOLDEN
 
@@ -90,7 +92,7 @@ def test_noise_is_finite_at_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     unused = torch.zeros(1, dtype=torch.int64)
     noise = gumbel_noise(unused, unused, unused)
     torch.testing.assert_close(noise[:, :6], want[:, :6], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(noise, want, rtol=0, atol=1e-3)  # the lower tail, where nothing wins, is coarse
+    torch.testing.assert_close(noise, want, rtol=0, atol=1e-3)  # the lower tail, which is never chosen, is coarse
 
 
 def test_every_input_bit_flips_about_half_of_the_output_bits() -> None:
@@ -101,7 +103,7 @@ def test_every_input_bit_flips_about_half_of_the_output_bits() -> None:
     before = keyed_hash(seeds, positions, tokens)
 
     def share_flipped(after: torch.Tensor) -> torch.Tensor:
-        """Of each output bit, ``[32]``."""
+        """Share of flips of each output bit, ``[32]``."""
         return torch.stack([(((before ^ after) >> bit) & 1).double().mean() for bit in range(32)])
 
     flipped = [share_flipped(keyed_hash(seeds ^ (1 << bit), positions, tokens)) for bit in range(63)]
@@ -139,7 +141,7 @@ def test_choices_at_neighbouring_positions_and_seeds_are_independent() -> None:
 
 
 def test_a_rare_token_is_drawn_as_often_as_it_should() -> None:
-    """The upper tail of the noise: 50 tokens share a mass of 0.005 that one token of great logit leaves them."""
+    """The upper tail of the noise: 50 tokens share a mass of 0.005 beside one token with a large logit."""
     logits = torch.zeros(51)
     logits[0] = math.log(50 * 199)
     draws = 200_000
@@ -225,7 +227,7 @@ def test_masks_equal_those_of_transformers(vocab: int, spread: float, rounded: b
     for row, (combination, want) in enumerate(zip(COMBINATIONS, logits, strict=True)):
         want = as_transformers_does(want, *combination)
         differ = got[row] != want
-        if rounded:  # which of several equal scores transformers' top-p keeps is left to the sort
+        if rounded:  # among equal scores, transformers' top-p keeps an arbitrary one
             assert torch.equal(got[row].sort().values, want.sort().values), f"top_k, top_p, min_p = {combination}"
             assert torch.equal(logits[row, differ].unique(), logits[row, differ][:1]), (
                 "only the smallest kept may differ"

@@ -1,8 +1,10 @@
-"""What a daemon tells systemd, and what it answers over HTTP."""
+"""A daemon's messages to systemd and its answers over HTTP."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import urllib.error
@@ -14,6 +16,7 @@ import pytest
 
 from mainspring.ipc.errors import AddressInUseError
 from mainspring.serve.health import heartbeat, notify, probes
+from wire import eventually
 
 
 @pytest.fixture
@@ -88,12 +91,24 @@ def test_healthz_is_always_well_and_readyz_when_the_core_serves() -> None:
         get(port, "/healthz")
 
 
-def test_one_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
+def test_a_silent_connection_does_not_delay_others() -> None:
     with probes("127.0.0.1", 0, lambda: True) as port, socket.create_connection(("127.0.0.1", port)) as silent:
         assert get(port, "/healthz") == 200
         silent.setblocking(False)
-        with pytest.raises(BlockingIOError):  # its turn has not ended
+        with pytest.raises(BlockingIOError):  # its iteration of the loop has not ended
             silent.recv(1)
+
+
+def test_connections_without_a_free_descriptor_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with probes("127.0.0.1", 0, lambda: True) as port:
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with socket.create_connection(("127.0.0.1", port)) as refused:
+                refused.settimeout(10)
+                assert refused.recv(1) == b""
+        assert eventually(lambda: get(port, "/healthz") == 200)
 
 
 def test_a_port_in_use_is_named() -> None:

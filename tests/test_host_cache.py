@@ -1,4 +1,4 @@
-"""Host memory behind the block pool: what is loaded is what was saved, whatever else happens in between."""
+"""Host memory behind the block pool: a loaded block equals the saved one, with any operations in between."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from harness import VOCAB, Engine, Windows, blocks_for
 from invariants import check_host
 from mainspring.core.memory.block_pool import BlockPool, Key
 from mainspring.core.memory.host_cache import HostCache
-from mainspring.core.memory.updates import NO_COPIES, Copies, LayerGroup
+from mainspring.core.memory.updates import NO_COPIES, Copies
+from mainspring.core.worker.block_count import count_slots, offloading_bytes
 from mainspring.core.worker.device import Device
-from mainspring.core.worker.host_blocks import HostBlocks, count_slots, offloading_bytes
-from mainspring.core.worker.kv_layout import KVLayout
+from mainspring.core.worker.runner import copy_blocks
 from mainspring.ipc.config import CacheConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
 from mainspring.kernels import host_memory
@@ -31,21 +31,21 @@ def key(number: int) -> Key:
 
 
 class TwoTiers(RuleBasedStateMachine):
-    """Any order of what a scheduler does with pool and host, beside what lies in each block and slot. Prefixes are
-    numbers, and the content of a block is the number of the prefix computed there."""
+    """Random sequences of a scheduler's operations on pool and host memory, checked against the content of each block
+    and slot. Prefixes are numbers, and the content of a block is the number of the prefix computed there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool, self.host = BlockPool(6), HostCache(3)
         self.pool.on_evict = self.host.evicted
-        self.blocks, self.slots = [-1] * 6, [-1] * 3  # what lies there
-        self.to_compute: dict[int, int] = {}  # block → prefix, by the next step
+        self.blocks, self.slots = [-1] * 6, [-1] * 3  # content
+        self.to_compute: dict[int, int] = {}  # block → prefix, written by the next step
         self.held: list[int] = []
 
     @precondition(lambda self: self.pool.num_free)
     @rule(number=st.integers(0, 7))
     def ask_for(self, number: int) -> None:
-        """A request comes for one prefix: it is found in the pool, on the host, or is computed."""
+        """A request for one prefix, which is found in the pool or in host memory, or is computed."""
         block = self.pool.find(key(number))
         if block is not None:
             self.pool.touch([block])
@@ -111,7 +111,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert host.take_copies() == Copies([(7, 1)], [])
 
 
-def test_what_the_host_has_is_not_saved_again() -> None:
+def test_a_block_in_host_memory_is_not_saved_again() -> None:
     host = HostCache(2)
     host.evicted(5, key(1))
     host.take_copies()
@@ -144,13 +144,12 @@ def test_a_block_evicted_before_it_was_loaded_is_neither_loaded_nor_saved() -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_blocks_keep_their_bits(dtype: torch.dtype) -> None:
     elements = 24
-    layout = KVLayout(4, dtype, elements, (LayerGroup("full", (0,)),), (), (), (), (0,))
-    blocks = HostBlocks(Device(torch.device("cpu")), layout, 8)
-    pool = torch.randint(0, 255, (9, layout.block_bytes), dtype=torch.uint8).view(dtype)
+    host = Device(torch.device("cpu")).host_blocks((8, elements), dtype)
+    pool = torch.randint(0, 255, (9, elements * dtype.itemsize), dtype=torch.uint8).view(dtype)
     before = pool.clone()
-    blocks.copy(Copies([(i, i) for i in range(8)], []), pool)
+    copy_blocks(Copies([(i, i) for i in range(8)], []), pool, host)
     pool.view(torch.uint8).zero_()
-    blocks.copy(Copies([(8, 0)], [(8, 0), *((i, 7 - i) for i in range(1, 7))]), pool)
+    copy_blocks(Copies([(8, 0)], [(8, 0), *((i, 7 - i) for i in range(1, 7))]), pool, host)
     assert not pool.view(torch.uint8)[8].any(), "saved before it is loaded"
     assert torch.equal(pool.view(torch.uint8)[1:7], before.view(torch.uint8)[1:7].flip(0))
 
@@ -194,7 +193,7 @@ def test_requests_for_one_prefix_load_it_once() -> None:
 
 
 def run_many_prefixes(seed: int) -> Engine:
-    """Requests for a few prefixes that the pool can't all hold, with all that may happen to them."""
+    """Requests for more prefixes than the pool holds, with random aborts, resets and lack of memory."""
     r = random.Random(seed)
     windows: Windows = r.choice([(None,), (None,), (None, 7), (5,), (None, 3, 9)])
     size, budget = r.choice([1, 2, 4]), r.choice([3, 8, 40])
@@ -300,7 +299,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_host_memory_begins_where_its_storage_does() -> None:
-    """By which torch tells whether it is page-locked."""
+    """Torch uses this address to tell whether memory is page-locked."""
     assert host_memory.zeros(0).shape == (0,)
     for size in (1, 5 << 20):
         memory = host_memory.zeros(size)

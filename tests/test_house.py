@@ -1,4 +1,4 @@
-"""The house rules: who imports whom, one name for each module, thin frontends, no pickle, pages that are up to date."""
+"""The house rules: allowed imports, one name for each module, thin frontends, no pickle, pages that are up to date."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ ROOMS = {  # room → rooms it may import, besides itself
     "cli": {"ipc", "engine", "serve", "tools"},
     "demo": set(),
 }
-MODULE_ROOMS = {  # module → rooms it may import where that is not its room's; nothing may import such a module
+MODULE_ROOMS = {  # package → rooms it may import, if these differ from its room's; no other module may import it
     "mainspring.compat.vllm": {"ipc", "engine"},
 }
-PLANNER = (  # modules and packages of core that plan: without torch, the worker and the model
+PLANNER = (  # modules and packages of core that plan and must not import torch, the worker or the model
     "core.plan",
     "core.memory",
     "core.features",
@@ -55,14 +55,14 @@ NO_PICKLE_ROOMS = {"", "ipc", "core", "engine", "compat", "serve", "cli"}
 NOT_FROM_THE_WIRE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 RUNS_DATA = {"eval", "exec", "compile", "__import__"}  # builtins
 UNPICKLES = {"recv_pyobj", "send_pyobj", "recv_serialized"}  # of pyzmq's sockets
-CONSOLE = {"mainspring.cli.main", "mainspring.cli.console"}  # what prints
+CONSOLE = {"mainspring.cli.main", "mainspring.cli.console", "mainspring.compat.vllm.helpers"}  # modules that print
 PUBLIC_NAMES = ["LLM", "LLMEngine", "AsyncLLMEngine", "SamplingParams", "EngineArgs"]
 
 
 class Import(NamedTuple):
     importer: str
     imported: str  # absolute dotted name
-    function: str | None  # the function it stands in
+    function: str | None  # the enclosing function
     typing_only: bool
 
     @property
@@ -75,7 +75,7 @@ def room_of(module: str) -> str:
 
 
 def imports_of(module: str) -> Iterator[Import]:
-    """Every import statement in a module, wherever it stands."""
+    """All import statements in a module, at any depth."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
 
@@ -103,7 +103,8 @@ ALL_IMPORTS = [found for module in MODULES for found in imports_of(module)]
 
 
 def allowed_rooms(module: str) -> set[str]:
-    return {room_of(module), *MODULE_ROOMS.get(module, ROOMS[room_of(module)])}
+    own = next((rooms for package, rooms in MODULE_ROOMS.items() if is_within(module, package)), None)
+    return {room_of(module), *(ROOMS[room_of(module)] if own is None else own)}
 
 
 def circles() -> list[list[str]]:
@@ -139,12 +140,12 @@ def circles() -> list[list[str]]:
 
 
 def is_within(module: str, *packages: str) -> bool:
-    """Whether it is one of these modules or packages, or inside one."""
+    """Whether a module is one of these modules or packages, or inside one."""
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def is_ignored(path: Path) -> bool:
-    """Whether tools made it: hidden folders but for CI's, and what a build leaves."""
+    """Whether tools made a path: hidden folders except CI's, and build outputs."""
     return any(
         part in {"build", "dist"} or (part.startswith(".") and part not in {".ci", ".github"})
         for part in path.relative_to(ROOT).parts
@@ -209,7 +210,12 @@ def test_rooms_import_only_what_the_table_allows() -> None:
         and not (found.importer == "mainspring" and (found.typing_only or found.function))  # lazy public names
     ]
     assert not wrong
-    assert not [found for found in ALL_IMPORTS if found.imported in MODULE_ROOMS]
+    assert not [
+        found
+        for found in ALL_IMPORTS
+        for package in MODULE_ROOMS
+        if is_within(found.imported, package) and not is_within(found.importer, package)
+    ]
 
 
 def test_circles_of_imports_inside_a_room_have_two_files_at_most() -> None:
@@ -264,7 +270,12 @@ for name in {planner!r}:
 
 
 def test_only_core_and_kernels_import_torch_at_all() -> None:
-    assert not [f for f in ALL_IMPORTS if f.top == "torch" and room_of(f.importer) not in TORCH_ROOMS]
+    for_scripts = ("mainspring.compat.vllm.helpers", "tensor_of")  # scripts for vLLM get tensors
+    assert not [
+        f
+        for f in ALL_IMPORTS
+        if f.top == "torch" and room_of(f.importer) not in TORCH_ROOMS and (f.importer, f.function) != for_scripts
+    ]
 
 
 def test_transformers_is_imported_by_core_and_for_tokenizers_inside_a_function() -> None:
@@ -274,6 +285,7 @@ def test_transformers_is_imported_by_core_and_for_tokenizers_inside_a_function()
         if found.top == "transformers"
         and room_of(found.importer) not in TRANSFORMERS_ROOMS
         and not (room_of(found.importer) == "engine" and (found.function or found.typing_only))
+        and (found.importer, found.function) != ("mainspring.ipc.config", "hf_config")
     ]
     assert not wrong
 

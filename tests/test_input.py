@@ -1,4 +1,5 @@
-"""Prompts and parameters on their way in: every form is recognised, every fault is one sentence, nothing is changed."""
+"""Validation of prompts and parameters: every form is recognised, every fault gives one sentence, and arguments are not
+changed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_each_form_of_a_prompt(prompt: Any, text: str | None, ids: list[int]) ->
     assert all(type(token) is int for token in request.prompt_token_ids)
 
 
-def test_text_takes_special_tokens_unless_told_otherwise_and_may_be_shown_differently() -> None:
+def test_text_is_tokenized_with_special_tokens_by_default_and_may_be_shown_differently() -> None:
     assert process("hello", tokenization_kwargs={"add_special_tokens": False}).prompt_token_ids == HELLO[1:]
     assert process("hello", prompt_text="shown").prompt == "shown"
     with pytest.raises(UnknownArgumentError, match="add_special_tokens"):
@@ -66,7 +67,7 @@ def test_embeddings_travel_as_a_tensor_with_zeros_for_ids(dtype: str) -> None:
     assert request.prompt_token_ids == [0, 0, 0]
     assert request.embeds is not None
     assert request.embeds.dtype == ("float16" if dtype == "float16" else "float32")
-    assert np.array_equal(request.embeds.array, array)
+    assert np.array_equal(request.embeds.values, array)
     (message,) = core_messages(request, [1])
     assert message.prompt_embeds is not None
     assert (message.prompt_embeds.frame, message.prompt_embeds.shape) == (0, [3, 4])
@@ -79,8 +80,8 @@ def test_torch_embeddings_keep_their_bfloat16_bits() -> None:
     request = process({"prompt_embeds": tensor})
     assert request.embeds is not None
     assert request.embeds.dtype == "bfloat16"
-    assert request.embeds.array.dtype == np.uint16
-    assert torch.equal(torch.from_numpy(request.embeds.array).view(torch.bfloat16), tensor.detach())
+    assert request.embeds.values.dtype == np.uint16
+    assert torch.equal(torch.from_numpy(request.embeds.values).view(torch.bfloat16), tensor.detach())
 
 
 def test_embeddings_of_anything_with_dlpack() -> None:
@@ -96,11 +97,11 @@ def test_embeddings_of_anything_with_dlpack() -> None:
 
     request = process({"prompt_embeds": OnlyDLPack(np.ones((2, 4), np.float32))})
     assert request.embeds is not None
-    assert request.embeds.array.shape == (2, 4)
+    assert request.embeds.values.shape == (2, 4)
 
 
 class Raises:
-    """A prompt that must be refused, and the words its message must hold."""
+    """A prompt that must be refused, and words that the message must contain."""
 
     def __init__(self, prompt: Any, *words: str, error: type[Exception] = InvalidRequestError) -> None:
         self.prompt, self.words, self.error = prompt, words, error
@@ -207,7 +208,7 @@ def test_without_a_tokenizer_only_ids_and_no_stop_strings() -> None:
 # ------------------------------------------------------------------ messages
 
 
-def test_the_core_is_told_only_what_it_needs() -> None:
+def test_only_fields_that_the_core_needs_are_sent() -> None:
     params = SamplingParams(
         temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, seed=-3, stop="x", stop_token_ids=[9, 2], min_tokens=2
     )
@@ -287,11 +288,11 @@ _NO = None
         ((_NO, _NO, _NO, 3, 0), {}, NEWEST),
         # keywords
         ((_NO, _NO, _NO, _NO, 0), {"prompt_token_ids": [1, 2], "prefix_pos": 1}, dict(NEWEST, prompt=BOTH)),
-        # what does not exist yet
+        # parameters that do not exist yet
         ((_NO, _NO, _NO, {"any": "x"}, 0), {}, dict(NEWEST, trace_headers={"any": "x"})),
         ((_NO, _NO, _NO, _NO, 0), {"prompt_adapter_request": VIRTUAL},
          dict(NEWEST, prompt_adapter_request=VIRTUAL)),
-        # what never did
+        # parameters that never existed
         ((_NO, _NO, _NO, _NO, 0), {"priorty": 1}, UnknownArgumentError("did you mean 'priority'")),
         (("soon", _NO, _NO, _NO, 0), {}, InvalidRequestError("arrival_time is 'soon'")),
     ],
@@ -299,9 +300,9 @@ _NO = None
 def test_call_forms_of_all_generations(slots: Any, older: dict[str, Any], expected: Call | Exception) -> None:
     if isinstance(expected, Exception):
         with pytest.raises(type(expected), match=str(expected)):
-            resolve_add_request("r", "hi", P, slots, None, older)
+            resolve_add_request("r", "hi", P, (*slots, None), older)
     else:
-        assert resolve_add_request("r", "hi", P, slots, None, older) == expected
+        assert resolve_add_request("r", "hi", P, (*slots, None), older) == expected
 
 
 @pytest.mark.parametrize(
@@ -315,21 +316,21 @@ def test_call_forms_of_all_generations(slots: Any, older: dict[str, Any], expect
     ],
 )
 def test_where_the_prompt_may_stand(prompt: Any, older: dict[str, Any], expected: Any) -> None:
-    slots = (None, None, None, None, 0)
+    slots = (None, None, None, None, 0, None)
     if isinstance(expected, Exception):
         with pytest.raises(type(expected), match=str(expected)):
-            resolve_add_request("r", prompt, P, slots, None, older)
+            resolve_add_request("r", prompt, P, slots, older)
     else:
-        assert resolve_add_request("r", prompt, P, slots, None, older)["prompt"] == expected
+        assert resolve_add_request("r", prompt, P, slots, older)["prompt"] == expected
 
 
 def test_ids_are_str_but_an_int_is_taken_and_the_older_name_of_params_too() -> None:
-    slots = (None, None, None, None, 0)
-    assert resolve_add_request(7, "hi", P, slots, None, {})["request_id"] == "7"
-    assert resolve_add_request("7", "hi", None, slots, None, {"sampling_params": P})["params"] is P
+    slots = (None, None, None, None, 0, None)
+    assert resolve_add_request(7, "hi", P, slots, {})["request_id"] == "7"
+    assert resolve_add_request("7", "hi", None, slots, {"sampling_params": P})["params"] is P
     for wrong in (None, 1.5, True, b"x"):
         with pytest.raises(InvalidRequestError, match="request_id"):
-            resolve_add_request(wrong, "hi", P, slots, None, {})  # type: ignore[arg-type]
+            resolve_add_request(wrong, "hi", P, slots, {})  # type: ignore[arg-type]
 
 
 def test_a_prompt_dict_is_parsed_without_being_changed() -> None:

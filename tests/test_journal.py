@@ -1,4 +1,4 @@
-"""The journal: what a core was computing when it died, as the supervisor reads it afterwards."""
+"""The journal: the supervisor reads what a core was computing when it died."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def launch(journal: Journal, step: int, keys: list[int], position: int = 0, solo
     journal.launched(step, np.array(keys, np.uint64), np.full(len(keys), position, np.int64), solo)
 
 
-def test_a_new_journal_accuses_nobody(journal: Journal) -> None:
+def test_a_new_journal_blames_no_request(journal: Journal) -> None:
     assert journal.phase is Phase.STARTING
     assert journal.accused() == []
     assert journal.suspects() == []
@@ -38,7 +38,7 @@ def test_the_requests_of_every_step_in_flight_are_accused(journal: Journal) -> N
     assert journal.accused() == [Accused(1, 5, False), Accused(largest, 5, False), Accused(3, 7, True)]
 
 
-def test_a_step_that_has_retired_accuses_nobody(journal: Journal) -> None:
+def test_a_step_that_has_retired_blames_no_request(journal: Journal) -> None:
     for step in range(3 * STEPS):
         launch(journal, step, [step, step + 100])
         if step:
@@ -125,7 +125,7 @@ for step in range(10**9):
 """
 
 
-def test_what_a_core_wrote_outlives_its_sigkill(journal: Journal) -> None:
+def test_journal_entries_of_a_core_survive_its_sigkill(journal: Journal) -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-c", CORE, str(journal.fd)], pass_fds=[journal.fd], stdout=subprocess.PIPE
     ) as core:

@@ -1,4 +1,4 @@
-"""What every kernel backend must do. A new backend adds its name to `BACKENDS` and passes this file."""
+"""The requirements on every kernel backend. A new backend adds its name to `BACKENDS` and must pass this file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def two_threads() -> Iterator[None]:
-    """Where threads share an operation out, its bits may come to depend on its size: one thread would hide that."""
+    """Two threads, because splitting an operation among threads may make its bits depend on its size, which one thread
+    would hide."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -68,14 +69,14 @@ class Tokens:
 
 
 class Setup(NamedTuple):
-    """What an attention layer looks like and how its cache is laid out."""
+    """The shape of an attention layer and the layout of its cache."""
 
     spec: AttentionSpec
     dtype: torch.dtype = torch.float32
     block_size: int = 16
-    heads_first: bool = False  # a block holds [kv_heads, block_size, dim] and is seen transposed
+    heads_first: bool = False  # a block holds [kv_heads, block_size, dim] and is viewed transposed
     sinks: torch.Tensor | None = None
-    reach: Sequence[torch.Tensor] | None = None  # of each request: the last index that each of its rows sees
+    reach: Sequence[torch.Tensor] | None = None  # for each request: the last index that each row sees
 
 
 Step = Sequence[tuple[int, int]]  # (request, rows), in the order of the rows
@@ -113,7 +114,8 @@ def sequences(setup: Setup, lengths: Sequence[int], seed: int = 0) -> list[Token
 
 
 def poisoned_cache(setup: Setup, num_blocks: int) -> LayerCache:
-    """The middle layer of a pool of three, all NaN: what is read but was never appended shows in the result."""
+    """The middle layer of a pool of three, all NaN, so that reading memory that was never appended changes the
+    result."""
     spec, rows = setup.spec, setup.block_size * setup.spec.num_kv_heads
     pool = torch.full((num_blocks, 3, rows * (spec.key_dim + spec.value_dim)), torch.nan, dtype=setup.dtype)
     views = []
@@ -130,7 +132,7 @@ def attend(
 ) -> list[torch.Tensor]:
     """Run `steps`, appending keys and values as the engine does → each request's outputs, ``[rows done, …]``.
 
-    Blocks lie shuffled in the pool; those wholly behind the window are given back (the table then names block 0).
+    Blocks are shuffled in the pool; those entirely behind the window are freed (the table then names block 0).
     """
     spec, size = setup.spec, setup.block_size
     blocks_of = [-(-len(r) // size) for r in requests]
@@ -185,7 +187,7 @@ def attend(
 
 
 def oracle(setup: Setup, request: Tokens, reach: torch.Tensor | None = None) -> torch.Tensor:
-    """Dense attention in fp64, one formula a line."""
+    """Dense attention in fp64, one formula on each line."""
     spec, n = setup.spec, len(request)
     group = spec.num_q_heads // spec.num_kv_heads
     keys, values = (x.double().repeat_interleave(group, 1) for x in (request.keys, request.values))
@@ -278,7 +280,7 @@ TABLE = TableBias(tuple(tuple(math.sin(head + 2 * distance) for distance in rang
 
 
 def spans(length: int, *both_ways: tuple[int, int]) -> torch.Tensor:
-    """The reach of each row where the tokens of each span ``first:end`` see each other."""
+    """The reach of each row if the tokens of each span ``first:end`` see each other."""
     reach = torch.arange(length)
     for first, end in both_ways:
         reach[first:end] = end - 1
@@ -385,7 +387,7 @@ def test_append_writes_these_rows_and_no_others(backend: Backend) -> None:
             assert int((~view.isnan()).sum()) == new.numel()
 
 
-# Clockwork: whatever shares the step, and however the tokens are cut into steps, the bits are the same.
+# Clockwork: the bits do not depend on the other requests in a step or on how tokens are divided into steps.
 
 
 def schedules(lengths: Sequence[int]) -> dict[str, list[Step]]:
@@ -481,7 +483,7 @@ def random_work(draw: st.DrawFn) -> tuple[Setup, list[int], list[Step], int]:
 def test_a_request_alone_has_the_bits_it_has_among_others_also_where_products_are_tiny(
     backend: Backend, dim: int, ratio: int
 ) -> None:
-    """One KV head and one row make products so small that torch gives them to other code (seen, 2.13)."""
+    """One KV head and one row make products so small that torch computes them with other code (observed with 2.13)."""
     setup = Setup(spec_of(kv_heads=1, ratio=ratio, key_dim=dim, window=41), torch.bfloat16)
     lengths = [90, 60]
     alone = [[(0, 1)] for _ in range(lengths[0])] + [[(1, 1)] for _ in range(lengths[1])]
@@ -552,7 +554,7 @@ def test_add_rms_norm_is_the_norm_of_the_rounded_sum(backend: Backend, dtype: to
 @by_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotate_turns_pairs_of_strided_heads_in_place(backend: Backend, dtype: torch.dtype, interleaved: bool) -> None:
-    """As complex numbers: a pair times e^(i angle). What lies beyond rotary_dim stays."""
+    """As complex numbers: a pair times e^(i angle). Elements beyond rotary_dim do not change."""
     rows, q_heads, kv_heads, dim, rotary_dim = 7, 4, 2, 20, 12
     generator = torch.Generator().manual_seed(0)
     joined = torch.randn(rows, q_heads + 2 * kv_heads, dim, generator=generator).to(dtype)
@@ -620,7 +622,7 @@ def test_rows_of_elementwise_kernels_do_not_depend_on_the_others(
 
 
 def _rotated(backend: Backend, rows: torch.Tensor) -> torch.Tensor:
-    """Rotated by angles that are each row's own."""
+    """Rotated by a separate angle for each row."""
     heads = rows.clone(memory_format=torch.contiguous_format).unsqueeze(1)
     angles = rows[:, : rows.shape[1] // 2].float().contiguous()
     backend.rotate(heads, heads[:, :0], torch.cat([angles.cos(), angles.sin()], -1))

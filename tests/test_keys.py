@@ -1,4 +1,4 @@
-"""CURVE keys in files, and the list of keys that may come in."""
+"""CURVE keys in files, and the list of allowed keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_new_pair_is_two_files_of_which_only_the_public_one_is_for_others(tmp_
 
 
 def test_public_keys_begin_with_a_letter_or_digit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Others would be taken for comments and options."""
+    """Other first characters would be read as comments or options."""
     pairs = [zmq.curve_keypair() for _ in range(1000)]
     good = next(pair for pair in pairs if pair[0][:1].isalnum())
     drawn = iter([next(pair for pair in pairs if not pair[0][:1].isalnum()), good])
@@ -140,7 +140,7 @@ def test_a_line_that_cannot_be_understood_is_named(tmp_path: Path, line: str, wo
         max_size=5,
     )
 )
-def test_what_is_appended_is_read_back(keys: dict[str, AllowedKey]) -> None:
+def test_appended_allowed_keys_are_read_back(keys: dict[str, AllowedKey]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "allowed"
         path.write_text("# no newline at the end of this line")

@@ -1,4 +1,5 @@
-"""Where layers' keys and values lie in a block: nothing overlaps, everything is reachable, little is wasted."""
+"""The layout of the layers' keys and values in a block: nothing overlaps, all elements are reachable, little memory is
+wasted."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def plan(calls: list[AttentionSpec], sources: list[int] | None = None) -> KVLayo
 
 
 def assert_every_element_has_one_owner(layout: KVLayout) -> None:
-    """Write every layer's keys and values of every block, each with a number of its own, and read all of them back."""
+    """Write a unique number to each key and value of every layer and block, and read all of them back."""
     blocks = 3
     pool = torch.zeros(blocks, layout.block_elements)
     caches = layout.caches(pool)

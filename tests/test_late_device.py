@@ -79,7 +79,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
 def run(
     path: Path, reqs: list[tuple[list[int], int]], *, started: Callable[[], None] = lambda: None, **settings: Any
 ) -> tuple[list[list[int]], LLMEngine]:
-    """The tokens of each request. `started` is called once the engine stands, before it gets any."""
+    """The tokens of each request. `started` is called once the engine is ready, before it gets any requests."""
     engine = LLMEngine.from_engine_args(EngineArgs(model=str(path), **settings), enable_multiprocessing=False)
     started()
     for i, (prompt, n) in enumerate(reqs):
@@ -147,7 +147,7 @@ class Inputs(TorchDispatchMode):
         return {ref: by for ref, by in self.read.items() if ref not in self._made}
 
 
-def test_what_a_graph_reads_outlives_its_capture(
+def test_memory_that_a_graph_reads_outlives_its_capture(
     tmp_path: Path, late: list[LateDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real graph keeps nothing alive: it goes on reading memory that others have been given."""

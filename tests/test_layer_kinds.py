@@ -1,4 +1,5 @@
-"""What each kind of layer needs, which prefixes it can use, where it lets a prompt be cut, what a rejection costs."""
+"""Each kind of layer: its memory, the prefixes it can use, the positions where a prompt may be cut, and the roll-back
+after a rejection."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.request import Request
 from mainspring.ipc.messages import AddRequest, Sampling
 
-SIZE = 4  # tokens of a block
+SIZE = 4  # tokens in a block
 FULL = LayerGroup("full")
 
 
@@ -85,27 +86,27 @@ def test_blocks_are_taken_early_where_they_stay_and_not_behind_a_window() -> Non
 
 
 def test_full_attention_gives_nothing_back() -> None:
-    assert [kind(FULL).first_block(n) for n in (0, 40, 1000)] == [0, 0, 0]
+    assert [len(kind(FULL).unread(n)) for n in (0, 40, 1000)] == [0, 0, 0]
 
 
 @given(st.integers(1, 30), st.integers(0, 60))
 def test_a_window_gives_back_what_the_next_query_does_not_see(window: int, position: int) -> None:
     seen = range(max(0, position - window + 1), position + 1)
-    assert kind(windowed(window)).first_block(position) == seen[0] // SIZE
+    assert kind(windowed(window)).unread(position) == range(seen[0] // SIZE)
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 60))
 def test_a_window_counts_the_blocks_held_at_one_time(window: int, per_step: int, tokens: int) -> None:
     rules = kind(windowed(window))
     starts = itertools.chain(range(0, tokens, per_step), [tokens - 1])
-    most = max(rules.num_columns(min(start + per_step, tokens)) - rules.first_block(start) for start in starts)
+    most = max(rules.num_columns(min(start + per_step, tokens)) - rules.unread(start).stop for start in starts)
     assert most <= rules.new_blocks(0, tokens, per_step) <= -(-tokens // SIZE)
 
 
 def test_memory_of_fixed_length_is_taken_whole_and_never_grows() -> None:
     rules = kind(fixed(10))
     assert [rules.num_columns(n) for n in (0, 1, 500)] == [3, 3, 3]
-    assert (rules.new_blocks(0, 1, 1), rules.new_blocks(3, 500, 500), rules.first_block(500)) == (3, 0, 0)
+    assert (rules.new_blocks(0, 1, 1), rules.new_blocks(3, 500, 500), rules.unread(500)) == (3, 0, range(0))
 
 
 def test_recurrent_state_takes_no_blocks() -> None:
@@ -145,9 +146,9 @@ def test_a_window_needs_the_blocks_that_the_next_query_reaches(cached: str, bloc
 
 @given(st.integers(1, 14), st.text("x.", max_size=12), st.integers(0, 12))
 def test_a_window_finds_the_longest_usable_prefix(window: int, cached: str, most: int) -> None:
-    first = kind(windowed(window)).first_block
+    unread = kind(windowed(window)).unread
     lengths = range(min(most, len(cached)), 0, -1)
-    longest = next((n for n in lengths if "." not in cached[first(n * SIZE) : n]), 0)
+    longest = next((n for n in lengths if "." not in cached[unread(n * SIZE).stop : n]), 0)
     assert usable(windowed(window), cached, most) == longest
 
 
@@ -189,8 +190,8 @@ def test_keys_and_values_may_be_cut_anywhere_and_are_overwritten_after_a_rejecti
         (0, 30, 16),  # up to the next snapshot
         (16, 30, 12),  # up to the last full block, at 28
         (28, 30, 30),  # up to the end of the prompt and behind it
-        (0, 7, 7),  # less is allowed
-        (31, 5, 5),  # behind the prompt anything is
+        (0, 7, 7),  # fewer tokens are allowed
+        (31, 5, 5),  # after the prompt any cut is allowed
     ],
 )
 def test_recurrent_state_stops_a_step_where_a_snapshot_is_due(start: int, count: int, expected: int) -> None:
@@ -271,7 +272,7 @@ def test_blocks_of_fixed_memory_are_shared_by_content_and_never_grow() -> None:
     assert not set(other.tables[1]) & set(first.tables[1])
     for one in (first, again, other):
         cache.free(one)
-    assert (cache.pool.num_in_use, +cache.held) == (0, {})
+    assert (cache.pool.num_in_use, +cache.blocks_used) == (0, {})
     waiting = request(3, salt="a")
     assert cache.find_prefix(waiting) == 0
     assert cache.room_needed(waiting, 3, 8) == (3, 3), "one new block, and two cached ones that no request uses"

@@ -1,4 +1,5 @@
-"""Real core processes: however a frontend ends, nothing of it stays; however a core ends, the frontend hears why."""
+"""Real core processes: after any end of a frontend no process or file is left; after any end of a core the frontend
+gets the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def config(model: str = MODEL, **cache: int) -> EngineConfig:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where sockets are put in this test, by this process and by those it starts."""
+    """The folder of sockets in this test, for this process and its children."""
     path = Path(tempfile.mkdtemp(prefix="ms", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
     yield path
@@ -76,7 +77,7 @@ def eventually(holds: Callable[[], bool], timeout: float = PROMPTLY) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """A process whose parent died may stay a zombie where nothing reaps it: that is the system's to do."""
+    """A zombie counts as gone, because a process whose parent died stays one until the system reaps it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -121,7 +122,7 @@ def test_however_a_frontend_ends_no_process_and_no_socket_is_left(
         core = int(process.stdout.readline())
         assert os.getpgid(core) == core, "what the terminal sends is the frontend's to handle"
         if sent is signal.SIGINT:
-            os.killpg(process.pid, sent)  # as a terminal does: to the whole group
+            os.killpg(process.pid, sent)  # to the whole process group, as a terminal does
         elif sent is not None:
             process.send_signal(sent)
         _, errors = process.communicate(timeout=PROMPTLY)
@@ -158,7 +159,7 @@ def test_a_frontend_and_its_core_terminated_together_leave_nothing(folder: Path)
 
 
 @pytest.mark.slow
-def test_a_client_that_nobody_holds_any_more_takes_its_core_with_it(folder: Path) -> None:
+def test_a_client_without_references_ends_its_core(folder: Path) -> None:
     client = SyncClient.launch(config())
     (core,) = cores_of()
     del client
@@ -192,7 +193,7 @@ def test_only_this_user_may_enter_the_sockets_folder_and_closing_twice_leaves_no
 
 
 @pytest.mark.slow
-def test_a_core_that_may_not_start_again_is_named_with_its_signal_to_all_who_wait(folder: Path) -> None:
+def test_a_core_that_may_not_start_again_is_reported_with_its_signal_to_all_waiting_calls(folder: Path) -> None:
     client = SyncClient.launch(msgspec.structs.replace(config(), service_config=ServiceConfig(max_restarts=0)))
     client.add_request(AddRequest(0, "", [5, 6, 7], Sampling(4000)))
     assert client.get_outputs(STARTS_WITHIN) is not None
@@ -255,8 +256,8 @@ def test_a_socket_path_too_long_for_the_kernel_is_refused_before_anything_starts
 # ---------------------------------------------------------------------- and between
 
 
-def test_what_is_wrong_with_one_request_or_call_leaves_the_core_serving(client: SyncClient) -> None:
-    """What a frontend would have refused already: the core refuses it again."""
+def test_an_invalid_request_or_call_leaves_the_core_serving(client: SyncClient) -> None:
+    """The core checks again what a frontend would have refused."""
     vocab, longest = client.model.vocab_size, client.model.max_model_len
     wrong = [
         AddRequest(0, "", [], Sampling(4)),

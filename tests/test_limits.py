@@ -1,4 +1,5 @@
-"""What may be in flight is limited, for one frontend and for all; past a limit a request may come again later."""
+"""Limits on requests and tokens in flight, for one frontend and for all; a request above a limit may be sent again
+later."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def core_with(frontends: int = 2, **limits: Any) -> EngineCore:
 
 
 def refused(core: EngineCore) -> list[Finished]:
-    """What is refused of the requests just added."""
+    """The refused ones of the requests just added."""
     return [finished for out in core.scheduler.take_notices().values() for finished in out.finished]
 
 
@@ -29,7 +30,7 @@ def refused(core: EngineCore) -> list[Finished]:
     ("limit", "value", "by"),
     [
         ("max_requests_per_frontend", 2, [0, 0, 0]),
-        ("max_tokens_per_frontend", 15, [0, 0, 0]),  # of 3 + 4 each
+        ("max_tokens_per_frontend", 15, [0, 0, 0]),  # 3 + 4 tokens each
         ("max_requests_in_flight", 2, [0, 1, 1]),
         ("max_tokens_in_flight", 15, [0, 1, 1]),
     ],
@@ -48,7 +49,7 @@ def test_the_request_past_a_limit_is_refused_as_overload_that_names_limit_and_va
 
 @pytest.mark.parametrize("limit", ["max_requests_per_frontend", "max_requests_in_flight"])
 @pytest.mark.parametrize("end", ["finish", "abort", "disconnect"])
-def test_what_has_ended_counts_no_more(limit: str, end: str) -> None:
+def test_ended_requests_do_not_count(limit: str, end: str) -> None:
     core = core_with(**{limit: 1}, max_tokens_in_flight=7, max_tokens_per_frontend=7)
     core.add_request(0, message(0))
     if end == "finish":
@@ -87,7 +88,7 @@ def test_only_the_limits_of_its_own_frontend_bind_a_resumed_request(limit: str, 
 
 
 @pytest.mark.parametrize("limit", ["max_tokens_per_frontend", "max_tokens_in_flight"])
-def test_a_request_that_exceeds_a_limit_alone_is_not_told_to_come_again(limit: str) -> None:
+def test_a_request_that_exceeds_a_limit_by_itself_is_an_invalid_request(limit: str) -> None:
     core = core_with(**{limit: 6})
     core.add_request(0, message(0))
     [finished] = refused(core)
@@ -102,7 +103,7 @@ def test_tokens_past_the_models_length_do_not_count() -> None:
     assert core.frontends()[0].tokens_in_flight == 64
 
 
-def test_beyond_the_seats_so_many_may_wait_as_are_allowed() -> None:
+def test_max_num_queued_requests_counts_requests_beyond_max_num_seqs() -> None:
     core = core_with(max_num_seqs=2, max_num_queued_requests=1)
     for handle in range(3):
         core.add_request(handle % 2, message(handle))
@@ -125,7 +126,7 @@ def test_beyond_the_seats_so_many_may_wait_as_are_allowed() -> None:
         ({"prompt_logprobs": 2**31 - 1}, "max_logprobs, 512"),
     ],
 )
-def test_what_one_request_may_ask_for_is_bounded(fields: dict[str, Any], names: str) -> None:
+def test_the_size_of_one_request_is_bounded(fields: dict[str, Any], names: str) -> None:
     core = core_with()
     core.add_request(0, AddRequest(0, "", [1, 2], Sampling(4, **fields)))
     core.add_request(0, message(1))
@@ -135,7 +136,7 @@ def test_what_one_request_may_ask_for_is_bounded(fields: dict[str, Any], names: 
     assert len(run_core(core)) == 1
 
 
-def test_what_the_outputs_of_a_step_could_not_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_whose_outputs_exceed_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "MAX_LOGPROBS", 10 * (8 + PROMPT_LOGITS))
     core = core_with(max_num_seqs=8)
     for handle, logprobs in enumerate((10, 11)):

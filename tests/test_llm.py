@@ -1,4 +1,4 @@
-"""LLM with the embedded model and a core in a process of its own: prompts in, completions out."""
+"""LLM with the embedded model and a core in a separate process: prompts in, completions out."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_an_llm_on_a_daemon_generates(daemon: StandInOwner) -> None:
             assert daemon.core.sessions[-1][1] == "mine"
 
 
-def test_what_is_the_daemons_to_decide_is_refused_by_name(daemon: StandInOwner) -> None:
+def test_options_of_the_daemon_are_refused_by_name(daemon: StandInOwner) -> None:
     with pytest.raises(InvalidArgumentError, match="max_num_seqs is given beside connect"):
         LLM(connect=daemon.address, max_num_seqs=4)
     with pytest.raises(UnknownArgumentError, match="did you mean 'server_key'"):
@@ -235,7 +235,7 @@ def test_what_is_the_daemons_to_decide_is_refused_by_name(daemon: StandInOwner) 
 
 
 class BusyClient:
-    """A client of a core with limits: a request ends when its outputs are asked for, the oldest first."""
+    """A client of a core with limits: each call of `get_outputs` ends requests, the oldest first."""
 
     def __init__(self, config: Any, limit: float = math.inf, token_limit: float = math.inf) -> None:
         self.config = config
@@ -295,9 +295,9 @@ def test_a_batch_fills_a_frontends_limits_and_never_passes_them(
     assert client.most > client.limit - 3 or client.most_tokens > client.token_limit - 3 * 15
 
 
-def test_what_a_busy_core_refuses_is_sent_again_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_a_busy_core_refuses_are_sent_again_until_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_module, "FIRST_PAUSE_S", 0.001)
-    llm, client = busy_llm(monkeypatch, {}, limit=3)  # a limit of all frontends, which this one is not told
+    llm, client = busy_llm(monkeypatch, {}, limit=3)  # a limit unknown to the client
     outputs = llm.generate([[at] for at in range(30)], SamplingParams(max_tokens=5), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [[at] for at in range(30)]
     assert client.refusals > 0
@@ -307,16 +307,19 @@ def test_patience_with_a_busy_core_ends_in_its_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(llm_module, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(llm_module, "PATIENCE_S", 0.2)
     llm, client = busy_llm(monkeypatch, {}, limit=0)
-    (output,) = llm.generate([[5]], use_tqdm=False)
+    with pytest.raises(OverloadedError, match="busy") as raised:
+        llm.generate([[5]], use_tqdm=False)
+    assert raised.value.outputs is not None
+    (output,) = raised.value.outputs
     assert output.outputs[0].finish_reason == "error"
     assert isinstance(output.outputs[0].error, OverloadedError)
     assert 1 < client.refusals < 20, "with growing pauses"
 
 
-def test_what_no_limit_will_ever_let_in_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_above_a_limit_by_itself_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, client = busy_llm(monkeypatch, {"max_requests_per_frontend": 2}, limit=2)
     monkeypatch.setattr(client, "abort", lambda handles: None)
-    (output,) = llm.generate([[5]], SamplingParams(n=3), use_tqdm=False)
+    (output,) = llm.generate([[5]], SamplingParams(n=3), use_tqdm=False, on_error="return")
     assert [type(completion.error) for completion in output.outputs] == [type(None), type(None), OverloadedError]
     assert client.refusals == 1
 

@@ -1,8 +1,7 @@
-"""LLMEngine: add, step, collect; what it promises to threads, to forked children, and when the core is gone.
+"""LLMEngine: add, step, collect; threads, forked children, and a dead core.
 
-Most of these hold a `ScriptedClient` in place of a core: it gives tokens when and in the order a test wants, which no
-real core can be asked for. What a real core does, in-process and in a process of its own, is at the end and in
-test_llm.py.
+Most tests use a `ScriptedClient` in place of a core, because it gives tokens at the time and in the order that a test
+needs. Tests with a real core, in-process and in a separate process, are at the end and in test_llm.py.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def test_an_id_that_is_still_running_is_refused_and_free_again_after_its_end(eng
     assert len({message.handle for message in core(engine).added}) == 2, "handles are never used twice"
 
 
-def test_what_is_refused_leaves_nothing_behind(engine: LLMEngine) -> None:
+def test_a_refused_request_leaves_nothing_behind(engine: LLMEngine) -> None:
     for prompt, params in (("", GREEDY), ([5000], GREEDY), ([1] * 64, GREEDY), ("x", None)):
         with pytest.raises(InvalidRequestError):
             engine.add_request("a", prompt, params)
@@ -500,7 +499,7 @@ def test_connecting_takes_another_tokenizer_or_says_what_is_missing(daemon: Stan
     ):
         with pytest.raises(ModelNotFoundError, match=words):
             LLMEngine.connect(daemon.address, **options)
-    while len(daemon.core.disconnected) < 3:  # nobody is left connected
+    while len(daemon.core.disconnected) < 3:  # no frontend is left connected
         time.sleep(0.01)
     with pytest.raises(InvalidArgumentError, match="tokenizer_mode is 'slow'"):
         LLMEngine.connect(daemon.address, tokenizer_mode="slow")

@@ -1,5 +1,5 @@
-"""What changes logits before a token is chosen: each rule is transformers' own or a formula, row by row and through the
-engine, and no batch, cache or preemption shows in it. With it the parameters themselves: ranges, wire, hostile values.
+"""Rules that change logits before sampling: each equals transformers' processor or a formula, for single rows and
+through the engine, independent of batch, cache and preemption. Also the parameters: ranges, encoding, hostile values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def expected(sampling: Sampling, prompt: list[int], output: list[int], logits: t
     """Transformers' processors in the order that logit_rules.py names; fp32 ``[vocab]``."""
     scores = logits.float()[None].clone()
     whole = torch.tensor([[*prompt, *output]])
-    own = torch.tensor([[-1, *output]])  # bad words are of the output alone; nothing is equal to -1
+    own = torch.tensor([[-1, *output]])  # bad words match only the output; no token equals -1
     if sampling.logit_bias:
         scores = SequenceBiasLogitsProcessor({(t,): b for t, b in sampling.logit_bias.items()})(own, scores)
     if sampling.allowed_token_ids:
@@ -71,7 +71,7 @@ def expected(sampling: Sampling, prompt: list[int], output: list[int], logits: t
 
 
 def random_sampling(r: random.Random, vocab: int = VOCAB) -> Sampling:
-    """Some of the rules, each as often as not."""
+    """Some of the rules, each with probability one half."""
 
     def maybe(value: Any, otherwise: Any) -> Any:
         return value if r.random() < 0.4 else otherwise
@@ -94,18 +94,16 @@ def seated(sampling: Sampling, prompt: list[int], output: list[int], slot: int) 
     return NewSequence(slot, np.array([*prompt, *output], np.int32), len(prompt), sampling)
 
 
-def make_rules(slots: int) -> LogitRules:
-    return LogitRules(slots, VOCAB, Device(torch.device("cpu")), Registry())
+def make_rules() -> LogitRules:
+    return LogitRules(VOCAB, Device(torch.device("cpu")), Registry())
 
 
 def choosing(
     slots: np.ndarray, positions: np.ndarray, sequences: list[NewSequence], outputs: dict[int, list[int]]
 ) -> Choosing:
-    """What the sampler tells the rules."""
+    """The arguments that the sampler gives to the rules."""
     tokens = {
-        s.slot: np.array([*s.tokens[: s.prompt_len].tolist(), *outputs[s.slot]], np.int32)
-        for s in sequences
-        if s.sampling.looks_back
+        s.slot: [*s.tokens[: s.prompt_len].tolist(), *outputs[s.slot]] for s in sequences if s.sampling.looks_back
     }
     return Choosing(slots, positions, tokens, {}, set())
 
@@ -113,9 +111,9 @@ def choosing(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torch.dtype) -> None:
-    """Slots change hands, requests come with output or without, and outputs grow with the device's own counts."""
+    """Slots are reused, requests start with or without output, and outputs grow with the counts kept on the device."""
     r, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    rules = make_rules(SLOTS)
+    rules = make_rules()
     running: dict[int, NewSequence] = {}
     outputs: dict[int, list[int]] = {}
     changed = 0
@@ -125,6 +123,7 @@ def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torc
             output = r.choices(range(6), k=r.choice([0, 0, 5]))
             running[slot] = seated(sampling, r.choices(range(VOCAB), k=r.randint(1, 9)), output, slot)
             outputs[slot] = output.copy()
+            rules.release(slot)
             rules.admit(running[slot])
         rows = r.sample(sorted(running), r.randint(0, len(running)))
         if not rows:
@@ -142,7 +141,7 @@ def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torc
             if request.sampling in (Sampling(50), Sampling(50, stop_token_ids=[3])):
                 assert torch.equal(found[row].to(dtype), given[row])
             changed += not torch.equal(found[row].float(), given[row].float())
-        tokens = r.choices(range(6), k=len(rows))  # few different ones, so that words are met
+        tokens = r.choices(range(6), k=len(rows))  # few different tokens, so that words occur
         rules.chosen(torch.tensor(tokens), slots)
         for slot, token in zip(rows, tokens, strict=True):
             outputs[slot].append(token)
@@ -165,7 +164,7 @@ ONE_RULE = {
 def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) -> None:
     sampling = Sampling(50, **ONE_RULE[name])  # type: ignore[arg-type]
     prompt, output = [2, 5, 2, 8], [4, 1, 2]
-    rules = make_rules(2)
+    rules = make_rules()
     request = seated(sampling, prompt, output, 1)
     rules.admit(request)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
@@ -176,7 +175,7 @@ def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) ->
 
 
 def test_rows_without_rules_are_handed_back_as_they_are() -> None:
-    rules = make_rules(4)
+    rules = make_rules()
     rules.admit(seated(Sampling(5, stop_token_ids=[1]), [1], [], 2))
     logits = torch.randn(2, VOCAB).bfloat16()
     assert rules.apply(logits, choosing(np.array([2, 3]), np.array([1, 1]), [], {})) is logits
@@ -252,7 +251,7 @@ def test_greedy_under_rules_is_a_plain_loop_over_transformers(engine: LLMEngine,
     found = {name: output.outputs[0].token_ids for name, output in run(engine, jobs()).items()}
     tokenizer = engine.get_tokenizer()
     for name, (_, params) in jobs().items():
-        words = [tokenizer.encode(word, False) for word in params.bad_words or []]
+        words = [tokenizer.encode(word, add_special_tokens=False) for word in params.bad_words or []]
         assert found[name] == plain.greedy(PROMPT, LENGTH, rules_of(params, words, PROMPT)), name
     assert len({tuple(tokens) for tokens in found.values()}) == len(RULES), "a rule without effect shows nothing"
     for name in ("words", "all"):
@@ -263,15 +262,17 @@ def test_greedy_under_rules_is_a_plain_loop_over_transformers(engine: LLMEngine,
 
 
 def test_a_bad_word_is_also_banned_after_a_space_where_that_is_another_token(engine: LLMEngine) -> None:
-    """As in vLLM: " twelve" and "twelve" begin with different tokens and have as many."""
+    """As in vLLM: " twelve" and "twelve" begin with different tokens and have the same number of tokens."""
     tokenizer = engine.get_tokenizer()
     words = ["tw", "  tw", "qx", "the"]
     sent = engine.input_processor.process_inputs("r", [5], SamplingParams(bad_words=words)).bad_words
     for word in words:
-        assert tokenizer.encode(word.lstrip(), False) in sent
-    spaced = tokenizer.encode(" tw", False)
-    assert (spaced in sent) == (len(spaced) == len(tokenizer.encode("tw", False)))
-    assert tokenizer.encode(" qx", False) not in sent, "it has a token more, and ends with a bad word anyway"
+        assert tokenizer.encode(word.lstrip(), add_special_tokens=False) in sent
+    spaced = tokenizer.encode(" tw", add_special_tokens=False)
+    assert (spaced in sent) == (len(spaced) == len(tokenizer.encode("tw", add_special_tokens=False)))
+    assert tokenizer.encode(" qx", add_special_tokens=False) not in sent, (
+        "it has a token more, and ends with a bad word anyway"
+    )
 
 
 def test_in_a_prompt_of_embeddings_only_the_output_is_penalised(engine: LLMEngine) -> None:
@@ -301,13 +302,13 @@ def favour(token: int) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
 
 
 def copying(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """The prompt once more, whatever the model thinks, as a tensor of its own."""
+    """A rule that copies the prompt, independent of the model's logits, as a new tensor."""
     wanted = torch.full_like(logits, -50.0)
     wanted[prompt[len(output)]] = 50.0
     return wanted
 
 
-def test_processors_see_what_there_is_and_decide(engine: LLMEngine, plain: Plain) -> None:
+def test_logits_processors_get_tokens_and_logits_and_decide(engine: LLMEngine, plain: Plain) -> None:
     def no_repeats(output: list[int], logits: torch.Tensor) -> torch.Tensor:
         return logits.index_fill(0, torch.tensor(output, dtype=torch.int64), -math.inf)
 
@@ -361,7 +362,7 @@ def test_a_processor_that_is_an_object_is_called_itself_not_a_copy(engine: LLMEn
 
 def test_processors_can_not_go_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere:
-        """All that an engine asks of a client before it refuses."""
+        """The members of a client that an engine uses before it refuses a request."""
 
         in_process, model = False, ModelFacts(1024, 4, 64, "float32", [2])
 
@@ -586,8 +587,9 @@ def test_outputs_with_log_probabilities_survive_the_wire() -> None:
     assert np.frombuffer(received.logprobs[0].logprobs, "<f4").tolist() == values.tolist()
 
 
-def test_what_is_asked_for_reaches_the_core_in_every_completion() -> None:
-    processor = InputProcessor(load_tokenizer(MODEL_PATH), RequestCheck(ModelFacts(1024, 4, 64, "float32")), [2])
+def test_parameters_reach_the_core_in_every_completion() -> None:
+    check = RequestCheck(ModelFacts(1024, 4, 64, "float32"), EngineConfig(model_config=ModelConfig(max_logprobs=-1)))
+    processor = InputProcessor(load_tokenizer(MODEL_PATH), check, [2])
     params = SamplingParams(
         n=2,
         seed=4,
@@ -637,7 +639,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "bad word negative token": {"bad_words": [[5], [5, -1]]},
     "bad word large token": {"bad_words": [[2**63]]},
 }
-HARMLESS: dict[str, dict[str, Any]] = {  # of which something sensible is made
+HARMLESS: dict[str, dict[str, Any]] = {  # accepted and converted
     "empty bad word": {"bad_words": [[], [5]]},
     "long bad word": {"bad_words": [[5] * 100_000]},
     "logprobs negative": {"logprobs": -(2**63)},
@@ -669,7 +671,7 @@ def core(path: Path) -> EngineCore:
 
 
 def with_neighbours(core: EngineCore, sampling: dict[str, Any], handle: int) -> tuple[Any, list[Any]]:
-    """The end of a request, and those of two that run with it."""
+    """The end of a request, and the ends of two others that run with it."""
     fine = AddRequest(handle + 1, "", [1, 2, 3], Sampling(4, repetition_penalty=1.2))
     core.add_request(0, fine)
     core.add_request(0, AddRequest(handle, "", [1, 2, 3], Sampling(**{"max_tokens": 4, **sampling})))
@@ -679,7 +681,7 @@ def with_neighbours(core: EngineCore, sampling: dict[str, Any], handle: int) -> 
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, *HARMLESS])
-def test_a_hostile_value_harms_nobody(core: EngineCore, name: str) -> None:
+def test_a_hostile_value_affects_no_other_request(core: EngineCore, name: str) -> None:
     handles = 10 * (1 + [*HOSTILE, *HARMLESS].index(name))
     fine = with_neighbours(core, {}, 10_000 + handles)[1][0]
     (tokens, ended), others = with_neighbours(core, HOSTILE.get(name) or HARMLESS[name], handles)

@@ -1,4 +1,4 @@
-"""Log probabilities: transformers' own, the same to the last bit in any batch, and each told once, with its token."""
+"""Log probabilities equal transformers', have the same bits in any batch, and are each sent once, with their token."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import tiny
 from harness import result_of
 from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.core.features import prompt_scores
+from mainspring.core.plan.feature import Feature
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import PROMPT_LOGITS, Scores, Step
 from mainspring.core.worker.device import Device
@@ -68,7 +69,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
 
 def check(entries: Entries, own: Sequence[int], wanted: torch.Tensor, count: int) -> None:
-    """Entries of tokens `own`, each with the `count` likeliest, against fp32 ``[n, vocab]``."""
+    """Check the entries of tokens `own`, each with the `count` most likely, against fp32 ``[n, vocab]``."""
     assert len(entries) == len(own) == len(wanted)
     for entry, token, row in zip(entries, own, wanted, strict=True):
         assert entry is not None
@@ -90,7 +91,7 @@ def check(entries: Entries, own: Sequence[int], wanted: torch.Tensor, count: int
 @pytest.mark.parametrize("count", [0, 1, 5, VOCAB, 10_000, -1])
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_of_tokens_they_are_transformers_own(engine: LLMEngine, plain: Plain, count: int, how: dict[str, Any]) -> None:
-    """Of the model's own distribution: no temperature, top-k, penalty or bias shows in them."""
+    """They are of the model's own distribution, before temperature, top-k, penalties and bias."""
     prompt = tokens(20)
     shaped = {"top_k": 30, "presence_penalty": 1.0, "logit_bias": {7: 3.0}} if how is SAMPLED else {}
     params = SamplingParams(logprobs=count, max_tokens=8, seed=5, **{**how, **shaped})  # type: ignore[arg-type]
@@ -104,7 +105,7 @@ def test_of_tokens_they_are_transformers_own(engine: LLMEngine, plain: Plain, co
         assert any(next(iter(entry.values())).rank != 1 for entry in completion.logprobs)
 
 
-def test_nobody_who_did_not_ask_is_told_any(engine: LLMEngine) -> None:
+def test_requests_that_do_not_ask_get_none(engine: LLMEngine) -> None:
     params = SamplingParams(max_tokens=3, **GREEDY)
     asked = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=2, **GREEDY)
     output = run(engine, {"a": (tokens(9), params), "b": (tokens(9), asked)})["a"]
@@ -115,7 +116,7 @@ def test_nobody_who_did_not_ask_is_told_any(engine: LLMEngine) -> None:
     ("count", "length"), [(0, 2), (3, 63), (0, 64), (-1, 65), (3, 66), (0, 128), (3, 129), (0, 200), (-1, 255)]
 )
 def test_of_a_prompt_they_are_transformers_own(engine: LLMEngine, plain: Plain, count: int, length: int) -> None:
-    """In chunks of `PROMPT_LOGITS` rows, and beside one that decodes."""
+    """In chunks of `PROMPT_LOGITS` rows, and beside a request that decodes."""
     assert PROMPT_LOGITS == 64
     prompt = tokens(length, length)
     params = SamplingParams(prompt_logprobs=count, max_tokens=1, **GREEDY)
@@ -189,10 +190,10 @@ def test_of_several_completions_each_has_its_own_and_the_prompt_is_scored_once(
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
-def test_what_is_shown_of_a_prompt_is_all_of_it_and_never_changes(
+def test_prompt_logprobs_are_shown_complete_and_never_change(
     path: Path, kind: RequestOutputKind, n: int, caching: bool
 ) -> None:
-    """Under DELTA once; also where another completion has tokens before the prompt is scored."""
+    """With DELTA they come once, also if another completion has tokens before the prompt is scored."""
     prompt = tokens(200)
     params = SamplingParams(n=n, seed=1, prompt_logprobs=0, max_tokens=12, output_kind=kind, **SAMPLED)
     shown, last = [], None
@@ -330,7 +331,7 @@ RULES: list[dict[str, Any]] = [
 
 
 def clockwork_jobs() -> dict[str, Job]:
-    """With rules and without, greedy and sampled, scored or not, half of them with a common beginning."""
+    """Requests with and without rules, greedy and sampled, scored or not, half of them with a common prefix."""
     prefix, jobs = tokens(70, 99), {}
     for i in range(21):
         prompt = (prefix if i % 2 else []) + tokens(3 + 5 * i % 61, i)
@@ -367,12 +368,12 @@ def either(request: pytest.FixtureRequest, path: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def alone(either: Path) -> dict[str, Any]:
-    """Each request by itself, its prompt in one step where it is not scored, nothing cached."""
+    """Compute each request alone, nothing cached; a prompt that is not scored takes one step."""
     with make_engine(either, max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False) as engine:
         return {name: outcome(run(engine, {name: job})[name]) for name, job in clockwork_jobs().items()}
 
 
-def test_what_is_compared_is_diverse(alone: dict[str, Any]) -> None:
+def test_the_compared_outputs_are_diverse(alone: dict[str, Any]) -> None:
     assert len({tuple(completions[0][0]) for completions, _ in alone.values()}) == len(alone)
     assert sum(prompt is not None for _, prompt in alone.values()) >= 8
 
@@ -414,20 +415,21 @@ def test_no_cached_prefix_shows_in_any_bit(either: Path, alone: dict[str, Any], 
 def test_a_prompt_that_is_preempted_in_the_middle_is_scored_to_its_end(
     path: Path, plain: Plain, overlapping: bool
 ) -> None:
-    """Others that decode need the blocks while it is computed in small chunks."""
+    """Decoding requests need its blocks while the prompt is computed in small chunks."""
     prompts = [tokens(100, i) for i in range(3)]
     scored = SamplingParams(prompt_logprobs=1, max_tokens=3, **GREEDY)
     settings = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 8, "max_num_seqs": 8}
     with make_engine(path, async_scheduling=overlapping, **settings) as engine:
         preempted: list[int] = []
-        before = engine.engine_core.core.scheduler._preemption.preempt  # type: ignore[attr-defined]
 
-        def preempt(request: Request) -> None:
-            if 1 < request.told < request.prompt_len:
-                preempted.append(request.told)
-            before(request)
+        class Partly(Feature):
+            """Notes the requests that lose their slot with a part of their prompt scored."""
 
-        engine.engine_core.core.scheduler._preemption.preempt = preempt  # type: ignore[attr-defined]
+            def left_slot(self, request: Request) -> None:
+                if 1 < request.num_scored < request.prompt_len:
+                    preempted.append(request.num_scored)
+
+        engine.engine_core.core.scheduler.attach(Partly())  # type: ignore[attr-defined]
         for i in range(4):
             engine.add_request(f"other {i}", tokens(4, i), SamplingParams(max_tokens=90, **GREEDY))
         for _ in range(30):
@@ -440,8 +442,9 @@ def test_a_prompt_that_is_preempted_in_the_middle_is_scored_to_its_end(
         check(entries[1:], prompt[1:], plain.logprobs(prompt)[:-1], 1)
 
 
-def test_each_frontend_is_told_those_of_its_own_tokens(path: Path) -> None:
-    """Three frontends whose requests share steps, of which some ask and some are aborted while a step is in flight."""
+def test_each_frontend_gets_logprobs_of_its_own_tokens(path: Path) -> None:
+    """Three frontends whose requests share steps; some request log probabilities, and some are aborted while a step is
+    in flight."""
     with make_engine(path, async_scheduling=True) as engine:
         core, r = engine.engine_core.core, random.Random(4)  # type: ignore[attr-defined]
         core.connect(1)
@@ -477,15 +480,16 @@ def test_each_frontend_is_told_those_of_its_own_tokens(path: Path) -> None:
 
 
 class ScoredEngine(harness.Engine):
-    """Also scores prompts: each log probability is its token's place, so that what is lost or moved shows."""
+    """Also scores prompts: each log probability is the index of its token, so that lost or moved entries are
+    detected."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.told: dict[harness.Key, dict[int, int]] = defaultdict(dict)  # place in the prompt → token
+        self.told: dict[harness.Key, dict[int, int]] = defaultdict(dict)  # index in the prompt → token
         self.scored: set[harness.Key] = set()
-        seats = self.scheduler._running.rows.tokens.shape[0]
+        seats = self.scheduler.state.rows.tokens.shape[0]
         self.sampler = Sampler(seats, harness.VOCAB, Device(torch.device("cpu")), ReferenceBackend(), seats, Registry())
-        self.most_too_many = 0  # rows of one step whose logits memory was not kept for
+        self.most_too_many = 0  # rows of one step beyond the memory reserved for logits
 
     def add_scored(
         self, prompt: list[int], max_tokens: int, prompt_logprobs: int, looks_back: bool, frontend: int
@@ -515,11 +519,11 @@ class ScoredEngine(harness.Engine):
                 self.sampler.release(slot)
             self.sampler.read(plan)
             for slot in plan.slots[plan.samples].tolist():
-                request = self.scheduler._running.requests.get(slot)
+                request = self.scheduler.state.running.requests.get(slot)
                 if request is not None and request.looks_back:
                     key = request.frontend, request.handle
                     known = [*self.messages[key].prompt_token_ids, *self.outputs[key]]
-                    read = self.sampler._known[slot].read().tolist()
+                    read = self.sampler._known[slot]
                     assert read == known, "a rule would look at other tokens than there are"
         return step
 
@@ -595,7 +599,7 @@ def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> ScoredEngine:
 
 @pytest.mark.parametrize(
     "seed", fast_only([*range(8), 6005], [*range(40), 6005])
-)  # 6005: preempted twice with a step of before still in flight
+)  # 6005: preempted twice while an earlier step is still in flight
 def test_any_schedule_scores_every_prompt_and_hides_no_token_from_rules(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,13 +610,13 @@ def test_any_schedule_scores_every_prompt_and_hides_no_token_from_rules(
 
 @pytest.mark.parametrize("seed", [0, 30, 38, 41, *range(100, 104)])
 def test_no_step_has_more_logits_than_memory_was_kept_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where prompts may be cut. The seeds are of schedules in which prompts that are scored share steps."""
+    """Only if prompts may be cut. With these seeds scored prompts share steps."""
     engine = run_schedule(seed, monkeypatch)
-    assert engine.most_too_many == 0 or not engine.scheduler._budget.chunked
+    assert engine.most_too_many == 0 or not engine.scheduler.state.budget.chunked
 
 
 @pytest.mark.parametrize("frontend", [0, 1])
-def test_nobody_waits_for_a_long_prompt_that_is_scored(frontend: int) -> None:
+def test_a_long_prompt_that_is_scored_does_not_delay_others(frontend: int) -> None:
     engine = ScoredEngine(
         max_model_len=1200,
         block_size=16,
@@ -660,7 +664,7 @@ def scored_job() -> Job:
 
 
 def joined(outputs: Sequence[RequestOutput]) -> Any:
-    """What all outputs of a request say, of whatever kind they are."""
+    """The joined content of all outputs of a request, for any kind of output."""
     last = outputs[-1]
     if last.request_id != "minimum":
         return outcome(last)
@@ -689,6 +693,6 @@ def test_after_kills_rules_and_log_probabilities_go_on_as_if_nothing_had_happene
                 if kill_at.pop(0) == 15:
                     engine.add_request("scored", *scored_job())
                 os.kill(supervisor.core_pid, signal.SIGKILL)
-        assert supervisor.restarts == 2
+        assert supervisor.launch.restarts == 2
     assert {name: joined(outputs) for name, outputs in seen.items()} == undisturbed
     assert math.isfinite(undisturbed["penalties"][0][0][2])

@@ -1,4 +1,4 @@
-"""The number of KV blocks: what memory allows, what one request needs, what all seats could fill."""
+"""The number of KV blocks: the limits from memory, from one request, and from all slots."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_bytes_are_turned_into_blocks(model: PagedModel, layout: KVLayout) -> No
     assert blocks == 30
 
 
-def test_there_are_never_more_blocks_than_all_seats_could_fill(model: PagedModel, layout: KVLayout) -> None:
+def test_there_are_never_more_blocks_than_all_slots_can_fill(model: PagedModel, layout: KVLayout) -> None:
     blocks, length = count(model, layout, config(64, seqs=3))
     assert blocks == 1 + 3 * layout.blocks_for(64, 32)
     assert length == 64
 
 
-def test_without_a_wish_the_length_is_cut_to_what_the_cache_holds(model: PagedModel, layout: KVLayout) -> None:
+def test_a_default_max_model_len_is_cut_to_the_size_of_the_cache(model: PagedModel, layout: KVLayout) -> None:
     blocks, length = count(model, layout, config(num_gpu_blocks_override=10))
     assert 1 + layout.blocks_for(length, 32) <= blocks == 10 < 1 + layout.blocks_for(length + 1, 32)
 

@@ -152,7 +152,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
 
 NOT_PATIENT: dict[str, Any] = {"patient": False}
 NO_ADAPTERS: dict[str, Any] = {"pooling": None, "lora": None, "prompt_adapter": None} | NOT_PATIENT
-# What versions before sent, whose messages had fewer fields: (kind, body, the fields that were not there)
+# Messages of earlier versions, with fewer fields: (kind, body, the missing fields)
 EARLIER: list[tuple[int, str, dict[str, Any]]] = [
     (1, "9401c402aabba57069642037cb4004000000000000", {"session": b""}),
     (
@@ -225,13 +225,13 @@ def test_every_kind_of_message_has_golden_bytes_and_its_number_for_ever() -> Non
 
 
 @pytest.mark.parametrize(("kind", "body", "missing"), EARLIER, ids=[KINDS[kind].__name__ for kind, _, _ in EARLIER])
-def test_what_earlier_versions_sent_still_reads(kind: int, body: str, missing: dict[str, Any]) -> None:
+def test_messages_of_earlier_versions_still_decode(kind: int, body: str, missing: dict[str, Any]) -> None:
     message = GOLDEN[kind][0]
     header = codec.encode(message, INSTANCE, 3)[0]
     assert codec.decode([header, bytes.fromhex(body)]).message == msgspec.structs.replace(message, **missing)
 
 
-def test_what_a_core_reports_over_its_pipe_has_these_bytes() -> None:
+def test_reports_of_a_core_over_its_pipe_have_these_bytes() -> None:
     assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "94a145a3776879c0c0"
     state = DesiredState(True, ["weights"], 1, "v", "f")
     assert msgspec.msgpack.encode(state).hex() == "96c391a77765696768747301a176a16690"

@@ -1,4 +1,4 @@
-"""What an engine and a daemon tell of themselves: every metric of the list, a log line, and who listens."""
+"""Metrics of an engine and of a daemon: every metric of the list, the log line, and stat loggers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mainspring.engine.observe.metrics import HELP, PREFIX, Counter, Gauge, Hist
 from mainspring.engine.observe.prometheus import serve_metrics
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.config import EngineConfig, ObservabilityConfig
-from mainspring.ipc.connection import Connection, ask
+from mainspring.ipc.connection import Connection, ask_status
 from mainspring.ipc.errors import AddressInUseError, ConnectError, InvalidArgumentError
 from mainspring.ipc.journal import request_key
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
@@ -52,7 +52,7 @@ FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 class Listener(StatLoggerBase):
-    """Writes down what it is told."""
+    """Records the statistics it gets."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.made_with = vllm_config, engine_index
@@ -82,7 +82,7 @@ class Broken(Listener):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
-    """With the core in this process, and with metrics at a port."""
+    """An engine with the core in this process and a metrics port."""
     args = EngineArgs(device="cpu", num_gpu_blocks_override=300, max_num_seqs=4, metrics_port=0)
     made = LLMEngine.from_engine_args(args, stat_loggers={"mine": Listener()}, enable_multiprocessing=False)
     yield made
@@ -95,7 +95,7 @@ def finish(engine: LLMEngine) -> None:
 
 
 def value(found: list[Metric], name: str, **labels: str) -> Any:
-    """Of a counter or gauge; of a histogram its count."""
+    """The value of a counter or gauge, or the count of a histogram."""
     (one,) = (m for m in found if m.name == PREFIX + name and labels.items() <= m.labels.items())
     assert isinstance(one, (Counter, Gauge, Histogram))
     return one.count if isinstance(one, Histogram) else one.value
@@ -106,7 +106,7 @@ def total(found: list[Metric], name: str) -> float:
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Samples by name, with the labels that are not of every sample."""
+    """Samples by name, with the labels that not every sample has."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         families = list(text_string_to_metric_families(answer.read().decode()))
@@ -408,12 +408,12 @@ def test_a_daemon_may_ask_its_core_with_its_own_key(tmp_path: Path) -> None:
     with stand_in(address=address, secret_key=server.secret, allowed_keys=str(tmp_path / "allowed")) as owner:
         owner.core.meter.ends["stop"] = 7
         owner.server.publish(CoreStatus(owner.epoch, 1, 2, "serving"), owner.core.meter.measured())
-        status = ask(address, PROMPTLY, key=str(tmp_path / "server.key"), server_key=server.public)
+        status = ask_status(address, PROMPTLY, key=str(tmp_path / "server.key"), server_key=server.public)
         assert status.measured.ended == [7, 0, 0, 0]
         assert [one.name for one in status.measured.distributions] == list(metrics.DISTRIBUTIONS)
         new_keypair(tmp_path / "stranger.key")
         with pytest.raises(ConnectError):
-            ask(address, 0.3, key=str(tmp_path / "stranger.key"), server_key=server.public)
+            ask_status(address, 0.3, key=str(tmp_path / "stranger.key"), server_key=server.public)
 
 
 # ---------------------------------------------------------------------- a daemon

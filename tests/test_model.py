@@ -1,4 +1,4 @@
-"""The model: what is served is what transformers computes, and what can't be is refused with a reason."""
+"""Models: a served model computes what transformers computes, and others are refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from transformers.masking_utils import (
 import references
 import tiny
 from mainspring.benchmarks.architectures import drive
+from mainspring.core.model.learn.fuse_match import LOGITS_TOLERANCE
 from mainspring.core.model.learn.probe import window_of
-from mainspring.core.model.learn.verify import TOLERANCE, Chunk, paged_logits
+from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load import loader
 from mainspring.core.model.load.loader import load_model, page
 from mainspring.core.model.run import attention
@@ -43,7 +44,7 @@ def load(path: Path, max_model_len: int | None = None, **fields: Any) -> PagedMo
 
 
 def random_model(model_type: str, **fields: Any) -> Any:
-    """A tiny model of a type that `tiny` does not make."""
+    """A tiny model of a type that tiny.py does not have."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32).eval()
@@ -51,7 +52,8 @@ def random_model(model_type: str, **fields: Any) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread; beside other work two wait for one another: 20x slower."""
+    """Models this small gain nothing from a second thread; on a busy machine two threads wait for each other (20 times
+    slower)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -154,9 +156,9 @@ def test_chunks_are_refused_unless_one_chunk_holds_every_sequence() -> None:
     "visible",
     [
         lambda b, h, q, k: k == k,  # all keys, later ones too
-        lambda b, h, q, k: (k <= q) & (k > 3),  # not the first
+        lambda b, h, q, k: (k <= q) & (k > 3),  # the first is masked
         lambda b, h, q, k: (k <= q) & ((q - k) % 7 != 5),  # holes
-        lambda b, h, q, k: k < q,  # not itself
+        lambda b, h, q, k: k < q,  # a token does not see itself
     ],
 )
 def test_other_masks_are_refused(visible: Callable[..., torch.Tensor]) -> None:
@@ -198,7 +200,7 @@ SIZES = {
         ("clip", {}, "not a causal language model"),
     ],
 )
-def test_what_a_paged_cache_cannot_serve_is_refused(
+def test_models_that_a_paged_cache_cannot_serve_are_refused(
     model_type: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     AutoConfig.for_model(model_type, **{**SIZES, **fields}).save_pretrained(tmp_path)
@@ -213,7 +215,8 @@ def test_a_quantized_checkpoint_is_refused(copy_of_llama: Path) -> None:
 
 
 def test_a_cache_that_forgets_more_than_the_mask_is_refused() -> None:
-    """Moshi masks nothing, but its cache keeps a window: its own output depends on how the prompt was cut."""
+    """Moshi has no window in its mask, but its cache keeps only a window, so its own output depends on how the prompt
+    was cut."""
     fields = {**SIZES, "head_dim": 16, "ffn_dim": 64, "sliding_window": 20, "num_codebooks": 2}
     with pytest.raises(UnsupportedModelError, match="keeps the last 20 keys"):
         page(random_model("moshi", **fields))
@@ -252,7 +255,7 @@ def test_a_convolution_over_the_tokens_is_refused(llama: Path) -> None:
 
 def test_where_half_precision_rounds_too_much_fp32_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.make("qwen3", tmp_path, dtype=torch.bfloat16)
-    monkeypatch.setitem(TOLERANCE, torch.bfloat16, 1e-6)
+    monkeypatch.setitem(LOGITS_TOLERANCE, torch.bfloat16, 1e-6)
     model = load(path)
     assert any(line.startswith("verified") and line.endswith("in float32") for line in model.explain())
     for name, stored in AutoModelForCausalLM.from_pretrained(path).state_dict().items():
@@ -267,7 +270,7 @@ def test_verification_catches_a_layer_that_mixes_the_rows_of_requests(llama: Pat
     forward = mlp.forward
 
     def shifted(x: torch.Tensor) -> torch.Tensor:
-        return forward(x) + 0.1 * x.roll(1, dims=1)  # like a convolution: reads the row before
+        return forward(x) + 0.1 * x.roll(1, dims=1)  # like a convolution: reads the previous row
 
     mlp.forward = shifted
     with pytest.raises(UnsupportedModelError, match="passes information between tokens"):
@@ -289,7 +292,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def rope_checkpoint(kind: str, folder: Path) -> Path:
-    limits = {"dynamic": 64, "longrope": 256}  # what max_position_embeddings means differs between the two
+    limits = {"dynamic": 64, "longrope": 256}  # the two define max_position_embeddings differently
     return tiny.make("llama", folder, rope_parameters=ROPE[kind], max_position_embeddings=limits[kind])
 
 

@@ -1,4 +1,5 @@
-"""What the native backend promises beyond test_kernels.py: the reference's choices, one OpenMP runtime, any threads."""
+"""Requirements on the native backend beyond test_kernels.py: the reference's choices, one OpenMP runtime, any number of
+threads."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_any_dtypes_and_head_sizes(
 def test_long_contexts_have_the_same_bits_alone_beside_others_and_with_any_threads(
     native: NativeBackend, dtype: torch.dtype, window: int | None
 ) -> None:
-    """Past 512 positions a row's sums are joined range by range, in pieces that may lie in several threads."""
+    """Past 512 positions a row's sums are joined range by range, and the ranges may be computed by several threads."""
     spec = spec_of(4, 2, 32, window=window, softcap=None)
     lengths = [513, 1500, 1024, 70]
     requests = [(length, 40) for length in lengths]
@@ -111,7 +112,7 @@ def test_long_contexts_have_the_same_bits_alone_beside_others_and_with_any_threa
         assert torch.equal(bits(native.run(native.plan(spec, batch, CPU), query, cache)), bits(together))
     for i, length in enumerate(lengths):
         begin, end = batch.kv_indptr[i], batch.kv_indptr[i + 1]
-        for back in (0, 1, 39):  # the row that many before the last, as a decode step
+        for back in (0, 1, 39):  # compute the row this far before the last, as a decode step
             last = length - back
             table = batch.kv_indices[begin:end][: -(-last // 16)]
             sizes = torch.tensor([0, len(table)], dtype=torch.int32)
@@ -129,7 +130,7 @@ def test_long_contexts_have_the_same_bits_alone_beside_others_and_with_any_threa
 def test_a_row_has_the_same_bits_however_many_share_its_keys(
     native: NativeBackend, kv_dtype: torch.dtype, window: int | None
 ) -> None:
-    """With few rows values are read where they lie, with many they are packed; six rows make a block."""
+    """With few rows values are read in place, with many they are packed; six rows make a block."""
     for group, dims in ((1, (64, 64)), (2, (128, 128)), (3, (72, 40)), (7, (33, 129))):
         spec = spec_of(2 * group, 2, dims[0], value_dim=dims[1], window=window)
         batch, cache = step_of(spec, [(150, 30)], kv_dtype)
@@ -176,7 +177,7 @@ def test_one_plan_serves_many_layers(native: NativeBackend) -> None:
         assert torch.equal(native.run(plan, query, cache), first)
 
 
-def test_null_blocks_and_what_lies_behind_the_end_are_never_read(native: NativeBackend) -> None:
+def test_null_blocks_and_memory_behind_the_end_are_never_read(native: NativeBackend) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         spec = spec_of(2, 2, 24, window=20)
         batch, cache = step_of(spec, [(200, 3)], dtype, block_size=8)
@@ -216,7 +217,7 @@ def test_append_casts_as_torch_does(native: NativeBackend, dtype: torch.dtype, k
 def test_rotation_has_the_references_bits(
     native: NativeBackend, dtype: torch.dtype, interleaved: bool, rotary_dim: int
 ) -> None:
-    joined = draw(37, 6 + 2 + 2, 80).to(dtype)  # as the joint projection leaves them
+    joined = draw(37, 6 + 2 + 2, 80).to(dtype)  # strided, as the joint projection writes them
     angles = draw(37, rotary_dim // 2, seed=1)
     cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
     want = joined.clone()
@@ -263,7 +264,7 @@ def test_activations_are_right_to_a_few_ulp_of_the_result(native: NativeBackend,
     }[activation]()
     got = native.act_and_mul(x, activation)[:, 0].double()
     error = ((got - wide * inner) / (wide * inner).abs().clamp_min(1e-30)).abs()
-    near = wide > -4  # the tails' exponents are large, and so is what rounding them costs
+    near = wide > -4  # the exponents of the tails are large, and so is their rounding error
     assert error[near].max() < 2e-6
     assert error.max() < 3e-5
 
@@ -272,8 +273,7 @@ def test_activations_are_right_to_a_few_ulp_of_the_result(native: NativeBackend,
 
 
 def test_the_noise_is_the_references(native: NativeBackend) -> None:
-    """Scores that give each token of a row in turn an unbeatable lead less the noise tell which noise is larger; here
-    simply: over many rows the same token wins, and where the two noises are close, neither may be far off."""
+    """Over many rows the same token wins, and where the two noises are close, neither may be far off."""
     rows, vocab = 400, 1000
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(rows) * 7919
@@ -281,7 +281,7 @@ def test_the_noise_is_the_references(native: NativeBackend) -> None:
     sampled = torch.ones(rows, dtype=torch.bool)
     chosen = native.choose(scores, seeds, positions, sampled)
     assert torch.equal(chosen, keyed_choice(scores, seeds, positions))
-    # The winner's lead is bounded from both sides: raise the runner-up by a little less, and a little more, than it.
+    # Bound the winner's lead from both sides: raise the runner-up by a little less and by a little more than the lead.
     noise = gumbel_noise(seeds, positions, torch.arange(vocab))
     best, second = noise.topk(2).values.T
     runner_up = noise.topk(2).indices[:, 1]
@@ -344,7 +344,7 @@ def test_masks_keep_the_references_tokens(data: int, vocab: int, shape: str) -> 
     scores[torch.rand(rows, vocab, generator=generator) < 0.1] = -torch.inf
     scores[:, 0] = 1.0  # at least one token
     top_k = torch.tensor([0, 1, 5, vocab + 3])[torch.randint(0, 4, (rows,), generator=generator)]
-    # Sums that tie exactly would be decided by rounding: these are no sums of a few equal weights.
+    # Exact ties would be decided by rounding, so these are not sums of a few equal weights.
     top_p = torch.tensor([1.0, 0.123457, 0.51234, 0.951317])[torch.randint(0, 4, (rows,), generator=generator)]
     min_p = torch.tensor([0.0, 0.05, 0.31, 1.0])[torch.randint(0, 4, (rows,), generator=generator)]
     got = NativeBackend().mask(scores, top_k, top_p, min_p)
@@ -358,7 +358,7 @@ def test_a_large_vocabulary_is_masked_like_the_references(native: NativeBackend)
         top_k, top_p = torch.tensor([0, 40, 5000, 0]), torch.tensor([0.95, 0.9, 0.7, 0.999])
         got = native.mask(scores, top_k, top_p, torch.tensor([0, 0, 0.001, 0]))
         want = mask_top_k_top_p_min_p(scores, top_k, top_p, torch.tensor([0, 0, 0.001, 0]))
-        # A mass is a sum of 100,000 rounded numbers: the token at the very edge may be in or out.
+        # A mass is a sum of 100,000 rounded numbers, so the token at the edge may be included or not.
         assert (got.isfinite() != want.isfinite()).sum(1).max() <= 2
         assert torch.equal(native.mask(scores[1:2], top_k[1:2], top_p[1:2], None), got[1:2])
 

@@ -1,4 +1,4 @@
-"""The native kernels are built once, in seconds, by the machine's compiler, or there is a sentence why not."""
+"""The native kernels are built once, in seconds, by the machine's compiler; otherwise an error gives the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ HAS = native_build.cpu_features()
 LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    # Its view of a masked store is the whole vector, so it is for instruction sets whose tails it sees as they are.
+    # It treats a masked store as a store to the whole vector, so it is used only for instruction sets without masked
+    # stores.
     "thread": ("-fsanitize=thread",),
 }
 
@@ -51,7 +52,7 @@ def cpu_with(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
 
 
 def kept() -> list[Path]:
-    """What is in the cache, less locks, which must stay: somebody may wait for one."""
+    """Files in the cache except locks, which must stay because another process may wait for one."""
     return [path for path in native_build.cache_folder().iterdir() if path.suffix != ".lock"]
 
 

@@ -1,4 +1,5 @@
-"""Packed weights: packing loses nothing, quantizing no more than is stated, and a row of a product is clockwork."""
+"""Packed weights: packing is exact, quantization errors are within bounds, and a row of a product has the same bits in
+any batch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ HAS = native_build.cpu_features()
 LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1), (7, 3), (31, 32), (33, 65), (100, 301), (64, 128), (160, 96), (96, 4100)]  # [out, in]
-# Of the numbers that a row takes: rounded once, and an fp32 sum. Quantized, x too is rounded to 8 bits, group by group.
+# Error bounds relative to a row's inputs: one rounding and an fp32 sum. Quantized, x is also rounded to 8 bits in
+# groups.
 PRODUCT_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -63,7 +65,7 @@ def test_packing_takes_no_more_memory_and_loses_no_bit(
     weight = draw(*shape, dtype=dtype)
     weight[0, 0] = float("nan")
     if dtype == torch.bfloat16:
-        weight[0, -1] = 1e-39  # what VDPBF16PS takes for 0
+        weight[0, -1] = 1e-39  # treated as 0 by VDPBF16PS
     for gated in gated_where_it_may_be(shape[0]):
         packed = pack(library, weight.clone(), gated)
         assert packed.memory.nbytes == weight.nbytes
@@ -196,8 +198,8 @@ def test_the_largest_sums_are_exact(library: ctypes.CDLL, rows: int) -> None:
 def test_memory_that_was_packed_is_given_back_on_the_way(
     library: ctypes.CDLL, kind: int | None, tmp_path: Path
 ) -> None:
-    """A weight of several pieces, in a file that is mapped: its pages are not resident afterwards, and hold what they
-    held. Others' numbers in the same pages stay."""
+    """A weight of several pieces in a mapped file: its pages are not resident afterwards and keep their content. Other
+    tensors in the same pages stay resident."""
     values = draw(10_000, 1000, dtype=torch.bfloat16)
     storage = torch.from_file(str(tmp_path / "weights"), shared=True, size=values.numel() + 999, dtype=torch.bfloat16)
     storage[:999], storage[999:] = 1, values.flatten()
@@ -211,7 +213,7 @@ def test_memory_that_was_packed_is_given_back_on_the_way(
     assert bool((storage[:999] == 1).all())
 
 
-def test_what_cannot_be_packed_is_said(library: ctypes.CDLL) -> None:
+def test_a_weight_that_cannot_be_packed_is_reported(library: ctypes.CDLL) -> None:
     with pytest.raises(ValueError, match=r"float64 on cpu; the native kernels pack float32, bfloat16, float16"):
         pack(library, torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="48 rows of gate and up; each must have a multiple of 16"):
@@ -230,7 +232,7 @@ def test_weights_lie_in_huge_pages_one_after_another_and_go_with_the_last(librar
 
 
 def bytes_at(address: int, what: str) -> int:
-    """Of the mapping that holds `address`."""
+    """Resident bytes of the mapping that contains `address`."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, value = line.partition(" ")

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where a daemon with the embedded model listens; not started where the client can't run."""
+    """Address of a daemon with the embedded model; not started if the client can't run."""
     address = f"ipc://{tmp_path_factory.mktemp('daemon')}/core.sock"
     command = [sys.executable, "-P", "-m", "mainspring.cli.main", "daemon", "--listen", address, "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
@@ -79,17 +79,17 @@ def stream(folder: Path, address: str) -> Iterator[Stream]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[list[int], dict[str, Any]]:
-    """The tokens that came one a line, and the last line's object."""
+    """The tokens, one on each line, and the object on the last line."""
     assert process.stdout is not None
     assert process.stderr is not None
-    *tokens, last = process.stdout.read().splitlines()  # not `communicate`: it leaves out what `readline` read ahead
+    *tokens, last = process.stdout.read().splitlines()  # `communicate` omits data that `readline` has read ahead
     assert (process.wait(RUN_S), process.stderr.read()) == (0, "")
     return [int(token) for token in tokens], json.loads(last)
 
 
 @pytest.fixture(scope="module")
 def python(address: str) -> Iterator[Callable[..., Any]]:
-    """The completion that the Python client gets, with these sampling parameters."""
+    """The completion from the Python client with these sampling parameters."""
     with LLM(connect=address, skip_tokenizer_init=True) as llm:
         yield lambda **params: llm.generate(
             [{"prompt_token_ids": PROMPT}], SamplingParams(detokenize=False, **params), use_tqdm=False
@@ -125,7 +125,7 @@ def test_a_stop_token_ends_the_stream_and_is_named(stream: Stream, python: Calla
 def test_an_abort_ends_the_stream_by_the_cores_word(stream: Stream, address: str) -> None:
     tokens, end = finish(stream("--max-tokens=3000", "--ignore-eos", "--abort-after=3"))
     assert 3 <= len(tokens) < 3000
-    epochs = [ask_status(address).epoch]
+    epochs = [ask_status(address).core.epoch]
     said = {"reason": "abort", "stop_token": None, "error": "", "error_text": "", "epochs": epochs}
     assert end == {"token_ids": tokens, **said}
 
@@ -143,7 +143,7 @@ def test_a_request_that_is_refused_says_why(stream: Stream) -> None:
 def test_streams_go_on_with_the_same_tokens_when_the_core_is_killed(stream: Stream, address: str) -> None:
     asks = [("--max-tokens=1200", "--ignore-eos", *more) for more in ((), ("--temperature=1", "--seed=-5"))]
     undisturbed = [finish(process)[0] for process in [stream(*ask) for ask in asks]]
-    before = ask_status(address)
+    before = ask_status(address).core
     streams = [stream(*ask) for ask in asks]
     begun = [[int(process.stdout.readline()) for _ in range(20)] for process in streams if process.stdout]
     os.kill(before.core_pid, signal.SIGKILL)

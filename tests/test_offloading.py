@@ -1,4 +1,5 @@
-"""Offloading in whole engines: the tokens of an engine without it, whoever asks, and whatever becomes of the core."""
+"""Offloading in whole engines: the tokens equal those of an engine without it, for all clients and after deaths of the
+core."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Requests = list[tuple[list[int], int]]
 
 
 def requests(seed: int = 0, rounds: int = 3) -> Requests:
-    """Questions about six texts, round by round."""
+    """Requests with six texts as prefixes, in rounds."""
     r = random.Random(seed)
     texts = [[r.randrange(3, tiny.VOCAB_SIZE) for _ in range(r.randint(50, 90))] for _ in range(6)]
     return [
@@ -77,8 +78,8 @@ def test_tokens_are_those_of_an_engine_without_a_cache(architecture: str, overla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_in_half_precision_and_with_an_fp8_cache_what_comes_back_is_what_went(dtype: str, path: Path) -> None:
-    """An fp8 cache rounds: keys and values that were computed anew would be the same, so tokens are."""
+def test_in_half_precision_and_with_an_fp8_cache_loaded_blocks_equal_saved_ones(dtype: str, path: Path) -> None:
+    """An fp8 cache rounds, but recomputed keys and values would be equal, and so are the tokens."""
     more = {"dtype": "bfloat16", "kv_cache_dtype": dtype, "attention_backend": "reference"}
     with make_engine(path, enable_prefix_caching=False, **SETTINGS, **more) as engine:
         wanted = one_by_one(engine, requests())
@@ -98,7 +99,7 @@ def test_on_a_gpu_two_steps_in_flight_and_graphs_give_the_same(path: Path, late:
     assert stats(engine).host_hits > 100
 
 
-def test_a_tiers_reset_and_the_metrics_tell_what_is_where(path: Path) -> None:
+def test_metrics_show_the_effect_of_resetting_each_tier(path: Path) -> None:
     reqs = requests(rounds=1)
     with make_engine(path, num_gpu_blocks_override=12, kv_offloading_size=SIZE, **SETTINGS) as engine:
         cache = engine.vllm_config.cache_config
@@ -144,10 +145,10 @@ def test_with_a_core_of_its_own_that_dies_streams_go_on_and_the_host_is_filled_a
             for output in engine.step():
                 tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
                 ended += output.finished
-            if ended >= 8 and supervisor.restarts == 0 and supervisor.core_pid:
+            if ended >= 8 and supervisor.launch.restarts == 0 and supervisor.core_pid:
                 os.kill(supervisor.core_pid, signal.SIGKILL)
                 ended = -100
-        assert supervisor.restarts == 1
+        assert supervisor.launch.restarts == 1
         assert [tokens[i] for i in range(len(reqs))] == wanted
         assert engine.engine_core.call("stats")[19] > 0  # host_hits
         assert engine.reset_prefix_cache(Device.CPU) is True
@@ -165,7 +166,7 @@ def daemon(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dae
         daemon.end()
 
 
-def test_frontends_of_a_daemon_share_what_is_in_host_memory(daemon: Daemon, path: Path) -> None:
+def test_frontends_of_a_daemon_share_blocks_in_host_memory(daemon: Daemon, path: Path) -> None:
     reqs = requests(seed=3, rounds=1)
     wanted, _ = run(path, reqs, enable_prefix_caching=False, **SETTINGS)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in reqs]
@@ -176,7 +177,7 @@ def test_frontends_of_a_daemon_share_what_is_in_host_memory(daemon: Daemon, path
             assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
             hits = next(m.value for m in llm.get_metrics() if m.name.endswith("host_hits"))  # type: ignore[attr-defined]
             assert (hits > 200) == again
-            with pytest.raises(NotPermittedError):  # which every other frontend would feel
+            with pytest.raises(NotPermittedError):  # which would affect all other frontends
                 llm.reset_prefix_cache(Device.CPU)
 
 

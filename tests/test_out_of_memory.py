@@ -1,4 +1,4 @@
-"""A step that the device has no memory for is cut; a request that does not fit alone fails alone."""
+"""A step that the device lacks memory for is cut; a request that does not fit alone fails, and no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mainspring.ipc.journal import Journal
 
 
 def core_of(fits: Callable[[StepPlan], bool], depth: int = 1, **config: object) -> tuple[EngineCore, list[int]]:
-    """A core whose steps find memory where `fits` says so, and the sizes of those that did."""
+    """A core whose steps have enough memory if `fits` is true for their size, and the sizes of these steps."""
     sizes: list[int] = []
 
     def launched(plan: StepPlan) -> str | None:
@@ -44,7 +44,7 @@ def test_large_steps_are_cut_until_they_fit_and_every_token_is_as_ever(most: int
         tokens, finished = ended[0, i]
         assert (tokens, finished.reason) == expected_output(one, (None,), core.worker.facts.max_model_len)
     assert max(sizes) <= most
-    assert core.scheduler.kv.pool.num_in_use == 0
+    assert core.scheduler.state.kv.pool.num_in_use == 0
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -86,7 +86,7 @@ def test_the_budget_grows_back() -> None:
     assert max(sizes) == 32
 
 
-def test_a_step_that_was_cut_accuses_nobody() -> None:
+def test_a_step_that_was_cut_blames_no_request() -> None:
     journal = Journal.create(256)
     left = [True]
     core, _ = core_of(lambda step: not left or not left.pop(), journal=journal)

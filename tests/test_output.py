@@ -1,4 +1,4 @@
-"""Columns of tokens in, RequestOutputs out: kinds of output, several completions, stop strings, ends and metrics."""
+"""From columns of tokens to RequestOutputs: kinds of output, several completions, stop strings, ends and metrics."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Shown(NamedTuple):
 
 
 def shown(processed: Processed) -> Shown:
-    """All outputs there are to be made."""
+    """All outputs that are ready."""
     return Shown([state.output() for state in processed.changed], processed.aborts)
 
 
 class Frontend:
-    """An output processor with requests, and a hand that plays the core."""
+    """An output processor with requests, and methods that act as the core."""
 
     def __init__(self, tokenizer: Any = TOKENIZER) -> None:
         self.input = InputProcessor(tokenizer, RequestCheck(FACTS), [EOS])
@@ -74,7 +74,7 @@ def ids(text: str) -> list[int]:
 
 
 def play(frontend: Frontend, handle: int, tokens: list[int], reason: str = "length") -> list[RequestOutput]:
-    """All outputs of a request that gets a token each step and ends with the last."""
+    """All outputs of a request that gets one token in each step and ends with the last."""
     outputs: list[RequestOutput] = []
     for at, token in enumerate(tokens):
         ended = [Finished(handle, reason)] if at == len(tokens) - 1 else []  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_an_error_of_the_core_is_a_finish_reason_with_its_text(caplog: pytest.Lo
     assert "too long" in caplog.text
 
 
-def test_what_ends_well_has_no_error_and_a_refusal_under_load_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_normal_end_has_no_error_and_a_refusal_under_load_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     frontend = Frontend()
     (a,), (b,) = frontend.add("a"), frontend.add("b")
     ends = [Finished(a, "length"), Finished(b, "error", error="OverloadedError", error_text="too many")]
@@ -226,7 +226,7 @@ def test_what_ends_well_has_no_error_and_a_refusal_under_load_is_not_logged(capl
 
 
 class BrokenStream:
-    """Text of a tokenizer that knows no token 99."""
+    """A detokenizer that fails at token 99."""
 
     def push(self, token: int) -> str:
         return {50: "a", 51: "b"}[token]
@@ -298,7 +298,7 @@ def test_tokens_after_the_stop_string_in_the_same_step_are_dropped() -> None:
     assert (output.outputs[0].token_ids, output.outputs[0].stop_reason) == ([b], "b")
 
 
-def test_what_was_held_back_is_shown_when_the_request_ends_otherwise() -> None:
+def test_held_back_text_is_shown_when_the_request_ends_otherwise() -> None:
     frontend = Frontend()
     (handle,) = frontend.add(stop="bcd", output_kind=DELTA)
     tokens = [ids(letter)[0] for letter in "abc"]
@@ -374,7 +374,7 @@ def test_an_abort_gives_one_last_output_and_the_handles_still_running() -> None:
 
 
 def test_metrics_tell_when_things_happened() -> None:
-    frontend = Frontend()  # added at 100, said to have arrived at 99
+    frontend = Frontend()  # added at 100, with arrival time 99
     (handle,) = frontend.add()
     frontend.step([(handle, 50)], started=[Started(handle, queued_s=0.25, first_token_s=0.5, num_cached_tokens=16)])
     (output,) = frontend.step([(handle, 51)], [Finished(handle, "length", num_preemptions=2)]).outputs

@@ -1,4 +1,4 @@
-"""What users set: SamplingParams of a request, EngineArgs of an engine. A wrong value is one sentence that names it."""
+"""SamplingParams of a request and EngineArgs of an engine. A wrong value gives one sentence that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may run: nobody during a pause, nobody for a frontend that does not read what it is sent."""
+"""No request runs during a pause, and no request of a frontend that does not read its messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_kept_requests_stand_still_with_all_they_hold_and_go_on_after_the_pause(
     engine.check_outputs()
 
 
-def test_a_pause_by_abort_ends_everything_at_once_and_what_comes_later_waits() -> None:
+def test_a_pause_by_abort_ends_all_requests_at_once_and_later_ones_wait() -> None:
     engine = Engine(max_num_seqs=2)
     before = [engine.add(tokens(5, i), 10) for i in range(4)]
     engine.step()
@@ -51,7 +51,7 @@ def test_a_pause_by_abort_ends_everything_at_once_and_what_comes_later_waits() -
     engine.check_outputs()
 
 
-def test_a_pause_that_waits_lets_those_end_that_run_even_if_preempted_and_lets_nobody_begin() -> None:
+def test_a_pause_that_waits_lets_begun_requests_end_even_if_preempted_and_starts_none() -> None:
     engine = Engine(block_size=4, num_blocks=18, max_num_seqs=3, max_num_batched_tokens=64)
     running = [engine.add(tokens(12, i), 40) for i in range(3)]
     while not engine.stats.num_preemptions:

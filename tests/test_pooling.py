@@ -1,4 +1,5 @@
-"""Vectors of pooling models are those of transformers and sentence-transformers, and the same bits on any schedule."""
+"""Vectors of pooling models equal those of transformers and sentence-transformers, with the same bits on any
+schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Each kind is made once."""
+    """The checkpoint of a kind, made once."""
     made: dict[str, Path] = {}
 
     def make(architecture: str, auto: Any = AutoModel, **fields: Any) -> Path:
@@ -80,7 +81,7 @@ def test_embeddings_and_token_embeddings_are_those_of_transformers(architecture:
 
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of sentence-transformers, and what it makes of TEXTS."""
+    """Model folders of sentence-transformers, and its vectors of TEXTS."""
     folder = tmp_path_factory.mktemp("sentences")
     program = Path(__file__).with_name("sentences.py")
     done = subprocess.run([sys.executable, str(program), str(folder)], capture_output=True, text=True, check=False)
@@ -106,7 +107,7 @@ def test_a_folder_of_sentence_transformers_is_followed(name: str, sentences: Pat
 def test_classes_are_those_of_the_models_own_head(architecture: str, labels: int, checkpoint: Make) -> None:
     path = checkpoint(architecture, AutoModelForSequenceClassification, num_labels=labels)
     prompts = pooled.prompts(1, 9, 60)
-    prompts.append([*prompts[1], 2, 2])  # of a decoder the last token but padding counts
+    prompts.append([*prompts[1], 2, 2])  # a decoder uses the last token that is not padding
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with engine_of(path, skip_tokenizer_init=True) as engine:
         found = pooled.vectors(engine, prompts)
@@ -115,7 +116,7 @@ def test_classes_are_those_of_the_models_own_head(architecture: str, labels: int
         with torch.inference_mode():
             own = model(torch.tensor([prompt])).logits[0]
         if architecture == "roberta" and 2 in prompt:
-            continue  # it gives padding inside of a text no position of its own
+            continue  # it gives padding inside a text no position of its own
         np.testing.assert_allclose(logits, own, atol=10 * ATOL)
         np.testing.assert_allclose(probs, own.sigmoid() if labels == 1 else own.softmax(-1), atol=ATOL)
 
@@ -210,7 +211,7 @@ def test_an_encoders_vectors_have_the_same_bits_among_any_neighbours(architectur
 # ---------------------------------------------------------------------- what can't be done
 
 
-def test_who_asks_for_the_wrong_thing_is_told_what_the_model_can(checkpoint: Make, tmp_path: Path) -> None:
+def test_a_request_for_an_unsupported_task_is_refused_with_the_supported_ones(checkpoint: Make, tmp_path: Path) -> None:
     with make_engine(tiny.make("llama", tmp_path), skip_tokenizer_init=True) as engine:
         with pytest.raises(InvalidRequestError, match=r"to embed, and this model can generate: load it with runner='p"):
             engine.add_request("a", [5, 6], PoolingParams(task="embed"))
@@ -256,7 +257,7 @@ def test_a_prompt_of_an_encoder_fits_in_one_step(checkpoint: Make, caplog: pytes
         assert engine.model_config.max_model_len == 64
         assert "max_model_len is cut" in caplog.text
         pooled.vectors(engine, pooled.prompts(64, 64, 1))
-    with engine_of(path, skip_tokenizer_init=True) as engine:  # up to the last position there is
+    with engine_of(path, skip_tokenizer_init=True) as engine:  # up to the last valid position
         assert engine.model_config.max_model_len == 256
         [prompt] = pooled.prompts(256)
         np.testing.assert_allclose(pooled.vectors(engine, [prompt])[0], unit(hidden_states(path, prompt)[0]), atol=ATOL)
@@ -299,7 +300,7 @@ def test_more_vectors_than_a_message_may_carry_go_in_several(monkeypatch: pytest
     sizes = {1: 60, 2: 40, 3: 1, 4: 500, 5: 500, 6: 0}
     for handle, size in sizes.items():
         if size:
-            outbox.pooled(7, Pooled(handle, [size], bytes(size)))
+            outbox.put_pooled(7, Pooled(handle, [size], bytes(size)))
         outbox.put(7, Finished(handle, "stop" if size else "abort"))
     told = []
     while outbox:

@@ -1,4 +1,4 @@
-"""Pooling over processes: a core of one's own, many streams, a daemon, cores that die."""
+"""Pooling across processes: a private core, many streams, a daemon, cores that die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mainspring.ipc.errors import InvalidRequestError
 from plain import make_engine
 
 PROMPTS = pooled.prompts(90, 33, 64, 1, 120, 17)
-PATIENCE = 120.0  # a guard against hanging
+PATIENCE = 120.0  # seconds; a guard against hanging
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_requests_end_once_with_the_same_vectors_though_the_core_dies(path: Path
                 os.kill(supervisor.core_pid, signal.SIGKILL)
                 killed = True
         assert killed
-        assert supervisor.restarts == 1
+        assert supervisor.launch.restarts == 1
         assert same([found[str(number)] for number in range(len(PROMPTS))], expected)
         assert same(pooled.vectors(engine, PROMPTS), expected), "and the next core serves as the first did"
 
@@ -80,8 +80,9 @@ def test_a_daemon_serves_vectors_to_all(daemon: Daemon, expected: list[np.ndarra
         assert rows.outputs.data.shape == (33, 64)
         [vector] = one.embed("hello", use_tqdm=False, pooling_params=PoolingParams(dimensions=8))
         assert vector.outputs.hidden_size == 8
-        with pytest.raises(InvalidRequestError, match="prompt 0: dimensions is 65"):
-            one.embed("hello", use_tqdm=False, pooling_params=PoolingParams(dimensions=65))
+        with pytest.raises(InvalidRequestError, match="prompt 1: dimensions is 65") as raised:
+            one.embed(["hello"] * 2, use_tqdm=False, pooling_params=[PoolingParams(), PoolingParams(dimensions=65)])
+        assert raised.value.outputs is None, "nothing was computed"
 
 
 def test_an_async_engine_yields_each_vector_once(daemon: Daemon, expected: list[np.ndarray]) -> None:

@@ -1,6 +1,7 @@
-"""Kernels ahead of time: what a model needs, what a folder holds, and what is said where something is missing.
+"""Kernels built ahead of time: the kernels a model needs, the content of a folder, and the messages if something is
+missing.
 
-Nothing is compiled here; `make gpu-kernels` does that. What asks FlashInfer is skipped where it is not installed.
+Nothing is compiled here; `make gpu-kernels` does that. Tests that need FlashInfer are skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ HOPPER = Manifest("0.6.15", "13.0", ["9.0a"], {"page": 538_912, "sampling": 2_00
 
 @pytest.fixture
 def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that tells its version and its GPUs, and no more."""
+    """A stand-in for nvcc that prints only its version and its GPUs."""
     path = tmp_path / "cuda" / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
     path.write_text(
@@ -50,7 +51,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The package, as far as it is looked at."""
+    """The attributes of the package that are used."""
     env = SimpleNamespace(FLASHINFER_AOT_DIR=None, FLASHINFER_WORKSPACE_DIR=tmp_path / "workspace")
     package = SimpleNamespace(__version__="0.6.15", jit=SimpleNamespace(env=env))
     for variable in ("FLASHINFER_EXTRA_LDFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_CUDA_ARCH_LIST"):
@@ -73,7 +74,7 @@ def test_heads_are_padded_to_the_next_size_there_is(dim: int, size: int | None) 
     assert prebuilt.head_dim(dim) == size
 
 
-def test_what_a_layer_needs_is_what_is_compiled_in() -> None:
+def test_the_options_compiled_in_are_those_that_a_layer_needs() -> None:
     plain = AttentionSpec(32, 8, 128, 128, 0.1)
     assert prebuilt.attention_of(plain, BF16, BF16) == Attention(BF16, BF16, 128)
     assert prebuilt.attention_of(plain._replace(num_q_heads=8, scale=1.0), BF16, BF16) == Attention(BF16, BF16, 128)
@@ -116,7 +117,7 @@ def test_a_folder_that_fits_takes_the_place_of_flashinfers(tmp_path: Path, flash
         (None, "holds no kernels"),
     ],
 )
-def test_one_that_does_not_fit_is_left_alone_with_a_warning(
+def test_a_folder_that_does_not_fit_is_not_used_with_a_warning(
     manifest: Manifest | None,
     words: str,
     tmp_path: Path,
@@ -135,7 +136,7 @@ def test_one_that_does_not_fit_is_left_alone_with_a_warning(
 
 
 @pytest.mark.usefixtures("flashinfer")
-def test_that_there_is_no_default_folder_is_nothing_to_warn_of(
+def test_a_missing_default_folder_gives_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MAINSPRING_KERNELS", str(tmp_path / "none"))
@@ -172,7 +173,7 @@ def test_a_folder_of_other_kernels_is_not_added_to(tmp_path: Path) -> None:
 
 
 class Module:
-    """What stands for a JitSpec: compiled if its library is there."""
+    """A stand-in for a JitSpec: compiled if its library exists."""
 
     def __init__(self, name: str, folder: Path, message: str = "") -> None:
         self.name, self._message = name, message
@@ -189,7 +190,9 @@ class Module:
 
 
 @pytest.mark.usefixtures("nvcc", "flashinfer")
-def test_what_fails_to_compile_is_named_and_the_rest_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_to_compile_is_named_and_the_rest_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prebuilt, "prepare_compiler", lambda: None)
     modules = [
         Module("one", tmp_path),
@@ -206,7 +209,7 @@ def test_what_fails_to_compile_is_named_and_the_rest_is_built(tmp_path: Path, mo
     assert prebuilt.read_manifest(folder) == HOPPER._replace(modules={"one": 4, "three": 4})
 
 
-def test_what_is_missing_is_compiled_with_a_line_before_each(
+def test_missing_kernels_are_compiled_with_a_log_line_before_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prebuilt, "prepare_compiler", lambda: None)
@@ -226,7 +229,7 @@ def test_what_is_missing_is_compiled_with_a_line_before_each(
 )
 @pytest.mark.usefixtures("nvcc")
 def test_a_bare_compiler_is_helped_in_one_way_only(flashinfer: SimpleNamespace) -> None:
-    """FlashInfer compiles anew what was compiled with other flags."""
+    """FlashInfer recompiles modules that were compiled with other flags."""
     prebuilt.prepare_compiler()
     flags = [os.environ["FLASHINFER_EXTRA_LDFLAGS"], os.environ["FLASHINFER_EXTRA_CUDAFLAGS"]]
     stubs = flashinfer.jit.env.FLASHINFER_WORKSPACE_DIR / "stubs"
@@ -340,7 +343,7 @@ print(*[module.name for module in prebuilt.missing(prebuilt.modules_needed(kinds
 
 
 def test_modules_have_the_names_that_flashinfer_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, for FlashInfer reads its environment when it is imported."""
+    """In a separate process, because FlashInfer reads its environment when it is imported."""
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))

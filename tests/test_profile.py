@@ -34,7 +34,7 @@ def spans(trace: str) -> list[str]:
 def test_a_trace_has_what_each_step_did_between_start_and_stop(engine: LLMEngine, tmp_path: Path) -> None:
     steps(engine, 3)
     engine.start_profile("mine")
-    engine.start_profile("other")  # one is under way
+    engine.start_profile("other")  # a profile is in progress
     steps(engine, 5)
     trace = engine.stop_profile()
     steps(engine, 2)
@@ -59,7 +59,7 @@ def test_a_prefix_is_a_name_and_no_path(engine: LLMEngine, prefix: str) -> None:
         engine.start_profile(prefix)
 
 
-def test_a_profile_that_nobody_stops_is_dropped(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_is_never_stopped_is_dropped(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.start_profile()
     monkeypatch.setattr(profiler, "MAX_SECONDS", -1.0)
     steps(engine, 2)

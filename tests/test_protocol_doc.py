@@ -1,7 +1,8 @@
-"""docs/protocol.md says what the code does: every message, field, type and default, and bytes that decode."""
+"""docs/protocol.md agrees with the code: every message, field, type and default, and example bytes that decode."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import types
@@ -11,21 +12,41 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+import mainspring
 from mainspring import EngineArgs
+from mainspring.core import calls, lifecycle, loop
 from mainspring.core.loop import EngineCore
-from mainspring.ipc import codec, messages, transport
+from mainspring.core.worker import grammar_text
+from mainspring.core.worker.grammar import GrammarCompiler
+from mainspring.ipc import (
+    adapters,
+    codec,
+    connection_limits,
+    intake,
+    messages,
+    params,
+    server,
+    structured,
+    transport,
+)
 from mainspring.ipc.config import SchedulerConfig
 from mainspring.ipc.errors import BY_NAME, NotSupportedError
 from mainspring.ipc.journal import Phase
+from mainspring.ipc.params import CORE_RANGES, MAX_BAD_WORDS, MAX_BIAS
+from mainspring.ipc.structured import MAX_SPEC_BYTES, Kind
+from stand_in_core import stand_in
+from wire import Raw
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
+DEMO = Path(mainspring.__path__[0]) / "demo" / "model"
 SECTIONS = dict(re.findall(r"^##+ (.+)\n((?:(?!##+ ).*\n)*)", TEXT, re.MULTILINE))
 PLAIN = {int: "int", float: "float", str: "str", bytes: "bin", bool: "bool", msgspec.Raw: "any"}
 
 
 def on_the_wire() -> dict[str, type[msgspec.Struct]]:
-    """Every message, and every struct in one."""
+    """All messages, and all structs inside them."""
     found: dict[str, type[msgspec.Struct]] = {}
 
     def walk(hint: Any) -> None:
@@ -68,7 +89,7 @@ def default_text(field: Any) -> str:
 
 
 def rows(section: str) -> list[list[str]]:
-    """The cells of the section's tables, without heads and links."""
+    """The cells of the section's tables, without headers and links."""
     lines = [line for line in SECTIONS[section].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     cells = [[re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).strip() for cell in row] for row in cells]
@@ -157,13 +178,94 @@ def test_the_header_is_described_byte_for_byte() -> None:
 def test_the_limits_are_those_of_the_code() -> None:
     limits = {row[0]: row[1] for row in rows("Limits")}
     assert limits["one frame"] == f"{transport.MAX_MESSAGE_BYTES >> 20} MiB"
-    assert limits["a body"] == f"{codec.MAX_BODY_BYTES >> 20} MiB"
+    assert limits["a body from the core"] == f"{codec.MAX_BODY_BYTES >> 20} MiB"
+    assert limits["a body of `UtilityCall` with `admin`"] == f"{intake.ADMIN_BODY_BYTES >> 20} MiB"
+    small, abort = intake.SMALL_BODY_BYTES >> 10, 9 * messages.MAX_ABORTED >> 10
+    assert limits["any other body from a client"] == f"{small} KiB; of `Abort` {abort} KiB"
+    assert limits["`handles` of an `Abort`"] == f"{messages.MAX_ABORTED:,}"
+    words, tokens = params.MAX_BAD_WORDS, params.MAX_BAD_WORD_TOKENS
+    assert limits["`bad_words`"] == f"{words:,} sequences, {tokens:,} tokens together"
+    assert limits["text of a `grammar`"] == f"{structured.MAX_SPEC_BYTES >> 10} KiB"
+    less = connection_limits.OWN_DESCRIPTORS + connection_limits.SPARE
+    assert limits["connections of all clients"] == f"¾ of the core's limit of open files, less {less}"
+    model = messages.ModelFacts(150_000, 64, 100_000, "float32")
+    largest = 9 * (100_000 + 300_000 + tokens) + 18 * 150_000 + 327_680
+    assert intake.BodyLimits(model).of(messages.KIND_OF[messages.AddRequest], admin=False) == largest
+    assert "9 × (`max_model_len` + 2 × `vocab_size` + 65,536) + 18 × `vocab_size` + 327,680" in SECTIONS["Limits"]
+    assert limits["`args` of a utility call"] == f"{calls.MAX_ARGUMENT_BYTES >> 10} KiB"
+    assert limits["`session`"] == f"0 or {server.SESSION_BYTES} bytes"
+    assert limits["`client_name`"] == f"{server.MAX_NAME} characters"
+    assert limits["`weight`, least"] == str(server.MIN_WEIGHT)
+    assert limits["`weight`, most"].startswith(f"{server.MAX_WEIGHT:g};")
+    assert limits["`age_s`"].startswith(f"{loop.MAX_AGE_S:g} s;")
+    assert limits["Hellos that wait while the model loads"] == str(server.MAX_EARLY)
     assert limits["frames of a message"] == str(codec.MAX_FRAMES)
     assert limits["an ipc path"] == f"{transport.MAX_PATH_BYTES} bytes"
     in_flight = [named(cell)[0] for cell in limits.values() if named(cell) and named(cell)[0].startswith("max_")]
     assert in_flight == [
-        name for name in SchedulerConfig.__struct_fields__ if "in_flight" in name or "per_front" in name
+        name
+        for name in SchedulerConfig.__struct_fields__
+        if "in_flight" in name or "per_front" in name or "queued" in name
     ]
+
+
+def number(cell: str) -> float | None:
+    """The number that a cell begins with: 5, −2^63, 2^63 − 1, 1e-30."""
+    cell = cell.replace("−", "-").partition(":")[0]
+    if found := re.match(r"(-?)2\^(\d+)( - 1)?", cell):
+        return int(f"{found[1]}1") * 2 ** int(found[2]) - bool(found[3])
+    found = re.match(r"-?[\d.]+(e-?\d+)?$", cell)
+    return float(found[0]) if found else None
+
+
+def test_the_range_of_every_field_is_that_of_the_code() -> None:
+    table = {name: row for row in rows("Requests") for name in re.findall(r"`([\w.]+)`", row[0])}
+    fields = {*messages.Sampling.__struct_fields__, "Pooling.dimensions", "Pooling.second", "handle", "priority"}
+    assert fields | {f"Adapter.{name}" for name in messages.Adapter.__struct_fields__} <= set(table)
+    for name, (least, most) in CORE_RANGES.items():
+        has = [number(cell) for cell in table[name][1:3]]
+        assert has[0] == pytest.approx(least), name
+        assert has[1] == (None if "logprobs" in name else pytest.approx(most)), name
+    assert table["handle"][1:3] == ["0", "2^63 − 1"]
+    assert table["logit_bias"][1:3] == [f"−{MAX_BIAS:g}".replace("+", ""), f"{MAX_BIAS:g}".replace("+", "")]
+    assert table["bad_words"][3].startswith(f"{MAX_BAD_WORDS} entries")
+    assert table["Adapter.name"][3] == f"1 to {adapters.MAX_NAME} characters"
+    assert table["Adapter.path"][3] == f"1 to {adapters.MAX_PATH} characters"
+
+
+def test_every_kind_of_grammar_has_its_limit_and_an_example_that_the_core_accepts() -> None:
+    table = {named(row[0])[0]: row for row in rows("Grammars")}
+    assert list(table) == list(get_args(Kind))
+    for kind, row in table.items():
+        assert row[2].startswith(f"{grammar_text._MAX_BYTES.get(kind, MAX_SPEC_BYTES) >> 10} KiB")
+    given = re.findall(r"^\[.*\]$", SECTIONS["Grammars"], re.MULTILINE)
+    tokenizer = (DEMO / "tokenizer.json").read_text()
+    compiler = GrammarCompiler(tokenizer, Tokenizer.from_str(tokenizer).get_vocab_size(), [0])
+    assert [kind for kind, _ in map(json.loads, given)] == sorted([*table, "grammar"], key=[*table].index)
+    for kind, text in map(json.loads, given):
+        assert compiler.compile(kind, text).num_bytes > 0
+
+
+def test_modes_levels_and_tags_are_those_of_the_code() -> None:
+    modes, levels = rows("Administration")[:3], rows("Administration")[3:]
+    assert [named(row[0])[0] for row in modes] == list(lifecycle.MODES)
+    assert [row[0] for row in levels] == ["0", "1", "2"]
+    assert "`scheduling`, `weights` and `kv_cache`" in SECTIONS["Administration"]
+    assert lifecycle.TAGS == ("scheduling", "weights", "kv_cache")
+    admin = [named(row[0])[0] for row in rows("Utility calls") if row[3] == "yes"]
+    assert set(admin) <= set(named(SECTIONS["Administration"])), "a method is not explained"
+
+
+def test_an_unknown_kind_is_answered_as_the_page_says() -> None:
+    with stand_in() as owner, contextlib.closing(Raw(owner)) as raw:
+        for answer in (messages.Refused, messages.Fault):
+            header, body = codec.encode(messages.Probe(), owner.instance_id, owner.epoch)
+            raw.send_frames([header[:3] + b"\x4d" + header[4:], body])
+            said = raw.receive()
+            assert isinstance(said, answer)
+            assert said.error == "ProtocolError"
+            if answer is messages.Refused:
+                raw.greet()
 
 
 def test_every_error_is_said_to_travel_or_not_to() -> None:
@@ -187,12 +289,14 @@ def test_the_utility_calls_are_those_of_the_core() -> None:
         core.call("?", codec.encode_value([]))
     assert sorted(table) == str(error.value).split("it has ")[1].split(", ")
     assert {method for method, row in table.items() if row[3] == "yes"} == {
-        name for name, method in core.calls.methods.items() if method.admin
+        name for name, method in core.methods.items() if method.admin
     }
 
 
 def test_every_phase_is_named() -> None:
-    assert {phase.name.lower() for phase in Phase} <= set(named(SECTIONS["Status call"]))
+    assert {"asleep", *(phase.name.lower() for phase in Phase)} <= set(named(SECTIONS["Status call"]))
+    shown = next(example.body[0]["phase"] for example in examples() if example.section == "Status")
+    assert shown in {phase.name.lower() for phase in Phase}
 
 
 def test_links_within_the_page_lead_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""Quantized models: what is asked for or found is what runs, AWQ's numbers exactly, or there is a sentence why not."""
+"""Quantized models: the requested or detected quantization runs, AWQ exactly, or is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
+from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.load.quantized import BITS, AwqWeights, JoinedWeights, unpack
 from mainspring.core.model.run.paged_model import PagedModel
-from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
@@ -45,7 +45,7 @@ def native() -> NativeBackend:
 
 
 def pack_columns(numbers: torch.Tensor) -> torch.Tensor:
-    """As AutoAWQ does: whole numbers below 16, ``[rows, columns]`` → int32 ``[rows, columns / 8]``."""
+    """Pack as AutoAWQ does: integers below 16, ``[rows, columns]`` → int32 ``[rows, columns / 8]``."""
     packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
     for i, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
         packed |= numbers[:, column::8].long() << 4 * i
@@ -53,7 +53,7 @@ def pack_columns(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def awq_of(weight: torch.Tensor, group: int = GROUP) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A linear layer's three tensors, and the weight ``[out, in]`` that they stand for."""
+    """The three tensors of a linear layer, and the weight ``[out, in]`` that they encode."""
     grouped = weight.float().view(len(weight), -1, group)
     low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
     scales = ((high - low) / 15).half()
@@ -71,7 +71,7 @@ def awq_of(weight: torch.Tensor, group: int = GROUP) -> tuple[dict[str, torch.Te
 def make_awq(
     folder: Path, architecture: str = "llama", but: Sequence[str] = (), **settings: Any
 ) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    """An AWQ checkpoint, the plain one that it stands for, and the values of its quantized weights."""
+    """An AWQ checkpoint, the equivalent plain one, and the values of its quantized weights."""
     plain = tiny.make(architecture, folder / "plain", dtype=torch.float16)
     tensors = load_file(plain / "model.safetensors")
     awq: dict[str, torch.Tensor] = {}
@@ -93,10 +93,10 @@ def make_awq(
 
 
 def load(path: Path, backend: Backend, quantization: str | None = None, **fields: Any) -> PagedModel:
-    """As the executor does."""
+    """Load a model as the worker does."""
     config = ModelConfig(model=str(path), quantization=quantization, **fields)  # type: ignore[arg-type]
     model = load_model(config, LoadConfig(), CPU, backend=backend)
-    make_whole(model, backend, BITS.get(quantization or ""), model.quantized)
+    make_whole(model, backend, BITS.get(quantization or ""))
     return model
 
 
@@ -106,7 +106,7 @@ def logits_of(model: PagedModel, backend: Backend) -> torch.Tensor:
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """In standard deviations, of the row in the middle."""
+    """Error of the middle row, in standard deviations."""
     return float(((got - want).square().mean(-1).sqrt() / want.std()).median())
 
 
@@ -229,7 +229,7 @@ def test_a_backend_that_cannot_says_so(quantization: str, tmp_path: Path) -> Non
         ({"quant_method": None}, "awq", UnsupportedModelError, "quantized"),
     ],
 )
-def test_what_a_checkpoint_is_not_is_refused(
+def test_a_checkpoint_that_does_not_match_the_request_is_refused(
     native: NativeBackend,
     settings: dict[str, Any],
     asked: str | None,

@@ -1,5 +1,5 @@
-"""Plans alone drive a worker: a recorded run gives the same results in another process, and a plan of several steps
-gives those of as many plans."""
+"""A worker needs only plans: a recorded run gives the same results in another process, and a plan of several steps
+gives the results of as many single plans."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plan_of(slots: list[int], starts: list[int], token_ids: list[list[int]], **f
 
 
 def begin(worker: LocalWorker) -> list[int]:
-    """Two prompts, in blocks 1 and 2; the tokens that they bring."""
+    """Compute two prompts, in blocks 1 and 2; → the sampled tokens."""
     prompts, seeds = [[5, 6, 7, 8], [9, 10]], [11, 12]
     sequences = [
         NewSequence(slot, np.array(ids, np.int32), len(ids), Sampling(20, seed=seeds[slot], temperature=1.0))

@@ -1,5 +1,5 @@
-"""Whatever dies, and whenever: every request ends exactly once, with exactly its tokens. Random schedules over cores
-without a model; test_supervisor.py has real ones."""
+"""Cores die at random times, and every request ends exactly once, with exactly its tokens. The cores have no model;
+test_supervisor.py has real core processes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from wire import request
 
 GUARD = 120.0  # seconds
 STEPS = 120
-SPACING = 1000  # between the first tokens of two requests
+SPACING = 1000  # difference between the first tokens of two requests
 
 
 class Log:
-    """What was asked for, and what came of it."""
+    """The requests and their results."""
 
     def __init__(self) -> None:
         self.asked: dict[int, int] = {}  # handle → max_tokens
@@ -60,7 +60,7 @@ class Log:
 
 
 class Fate:
-    """What happens to the core, drawn at random: it dies, comes back at once or late, and may die while it loads."""
+    """Random events of a core: it dies, restarts at once or late, and may die while it loads."""
 
     def __init__(self, owner: StandInOwner, numbers: random.Random) -> None:
         self._owner, self._numbers = owner, numbers

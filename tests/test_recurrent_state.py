@@ -1,7 +1,7 @@
-"""Room for recurrent layers: the scheduler serves a stand-in model whose state each token changes, in order.
+"""Recurrent layers: the scheduler serves a stand-in model whose state each token updates, in order.
 
-The stand-in (harness.py) fails where a row does not begin at the token that its state expects, and gives other tokens
-where a state is of another prefix.
+The stand-in (harness.py) fails if a row does not begin at the token that its state expects, and gives other tokens if a
+state belongs to another prefix.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def recurrent(snapshots: int = 16, **more: Any) -> LayerGroup:
 
 
 def hybrid(group: LayerGroup | None = None, **more: Any) -> Engine:
-    """Full attention beside recurrent layers; blocks of 4 tokens."""
+    """An engine with full attention and recurrent layers, and blocks of 4 tokens."""
     return Engine(**{"windows": (None, group or recurrent()), "max_num_seqs": SEATS, **more})
 
 
@@ -35,7 +35,7 @@ def tokens(count: int, start: int = 0) -> list[int]:
 
 
 def ends(engine: Engine) -> list[int]:
-    """Run to the end; where the rows of all steps stopped."""
+    """Run to the end; → the positions at which the rows of all steps end."""
     found = []
     while engine.scheduler.has_work or engine.in_flight:
         step = engine.launch()
@@ -117,9 +117,9 @@ def test_decoding_keeps_its_newest_snapshot_only() -> None:
     engine.add(tokens(3), 50)
     while engine.scheduler.has_work:
         engine.step()
-        assert engine.kv.state is not None
-        assert engine.kv.state.snapshots.num_in_use <= 1
-    assert len(engine.kv.state.snapshots._cached) == 1
+        assert engine.kv.recurrent is not None
+        assert engine.kv.recurrent.snapshots.num_in_use <= 1
+    assert len(engine.kv.recurrent.snapshots._cached) == 1
 
 
 # ---------------------------------------------------------------------- where a prompt is cut
@@ -246,7 +246,7 @@ def run_any(seed: int) -> Engine:
     )
 
     def lacks_memory(plan: StepPlan) -> bool:
-        can_be_cut = plan.num_tokens > 1 if engine.scheduler._budget.chunked else len(plan.slots) > 1
+        can_be_cut = plan.num_tokens > 1 if engine.scheduler.state.budget.chunked else len(plan.slots) > 1
         lacking = can_be_cut and r.random() < 0.04
         engine.num_lacking += lacking
         return lacking
@@ -256,7 +256,7 @@ def run_any(seed: int) -> Engine:
     keys = []
     for i in range(16):
         before = r.choice(prefixes)[: r.choice([0, 12, 24, 30])]
-        if keys and r.random() < 0.3:  # a conversation goes on
+        if keys and r.random() < 0.3:  # the next turn of a conversation
             last = r.choice(keys)
             before = [*engine.messages[last].prompt_token_ids, *engine.outputs[last]][:36]
         prompt = before + [r.randrange(VOCAB) for _ in range(1 + r.randrange(8))]

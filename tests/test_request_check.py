@@ -1,22 +1,28 @@
-"""One check of a request: which requests a model and a configuration can serve, and which error names the fault."""
+"""The validation of a request: which requests a model and a configuration can serve, and which error names the
+fault."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness import VOCAB, make_core
 from mainspring import SamplingParams
 from mainspring.engine.request.input_processor import InputProcessor
-from mainspring.ipc.config import LoRAConfig
+from mainspring.ipc.config import EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling, Tensor
 from mainspring.ipc.params import CORE_RANGES
-from mainspring.ipc.request_check import RequestCheck
+from mainspring.ipc.request_check import RequestCheck, check_embeds_values
 
 FACTS = ModelFacts(vocab_size=100, hidden_size=4, max_model_len=16, dtype="float32")
-CHECK = RequestCheck(FACTS, LoRAConfig(enable_prompt_adapter=True, max_prompt_adapter_token=8), max_logprobs=5)
+CONFIG = EngineConfig(
+    model_config=ModelConfig(max_logprobs=5),
+    lora_config=LoRAConfig(enable_prompt_adapter=True, max_prompt_adapter_token=8),
+)
+CHECK = RequestCheck(FACTS, CONFIG)
 POOLS = CHECK._replace(model=ModelFacts(100, 4, 16, "float32", tasks=["embed", "score"]))
 VIRTUAL = Adapter(1, "v", "/v", 4)
 EMBEDS = Tensor(0, "float32", [3, 4])
@@ -41,13 +47,13 @@ def request(prompt: int | list[int] = 3, fields: dict[str, Any] | None = None, *
         request(fields={"grammar": ["regex", "a+"], "logit_bias": {99: -1e30}}),
     ],
 )
-def test_what_can_be_served_passes(message: AddRequest) -> None:
+def test_valid_requests_pass(message: AddRequest) -> None:
     CHECK.check(message)
 
 
 def test_every_number_of_the_sampling_parameters_has_a_range() -> None:
     numbers = {name for name, kind in Sampling.__annotations__.items() if kind in (int, float)}
-    assert numbers - {"top_p"} == set(CORE_RANGES)  # 0 is no top_p, so it is checked by itself
+    assert numbers - {"top_p"} == set(CORE_RANGES)  # 0 is not a valid top_p, so it is checked separately
 
 
 def test_a_pooling_prompt_may_fill_the_context() -> None:
@@ -102,7 +108,7 @@ def test_a_pooling_prompt_may_fill_the_context() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_can_not_be_served_is_refused_and_the_error_names_the_fault(message: AddRequest, words: str) -> None:
+def test_invalid_requests_are_refused_and_the_error_names_the_fault(message: AddRequest, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         CHECK.check(message)
 
@@ -122,7 +128,7 @@ def test_what_a_pooling_model_can_not_serve(message: AddRequest, words: str) -> 
 
 
 def test_virtual_tokens_must_leave_room_and_be_well_formed() -> None:
-    anything = CHECK._replace(adapters=LoRAConfig(enable_prompt_adapter=True))
+    anything = CHECK._replace(config=EngineConfig(lora_config=LoRAConfig(enable_prompt_adapter=True)))
     with pytest.raises(InvalidRequestError, match="15 virtual tokens; max_model_len is 16, which leaves none"):
         anything.check(request(1, prompt_adapter=Adapter(1, "v", "/v", 15)))
     with pytest.raises(InvalidArgumentError, match="prompt_adapter_id is 0"):
@@ -139,13 +145,13 @@ def test_virtual_tokens_must_leave_room_and_be_well_formed() -> None:
         (CHECK._replace(accepts_embeddings=False), request(prompt_embeds=EMBEDS), "prompt_embeds can't be used"),
     ],
 )
-def test_what_the_core_does_not_have_is_named(check: RequestCheck, message: AddRequest, words: str) -> None:
+def test_a_feature_that_the_core_does_not_have_is_named(check: RequestCheck, message: AddRequest, words: str) -> None:
     with pytest.raises(NotSupportedError, match=words):
         check.check(message)
 
 
 def test_a_step_has_to_carry_the_log_probabilities() -> None:
-    check = RequestCheck(FACTS, max_carried=7, max_num_seqs=3)
+    check = RequestCheck(FACTS, EngineConfig(scheduler_config=SchedulerConfig(max_num_seqs=3)), max_carried=7)
     check.check(request(fields={"logprobs": 7}))
     with pytest.raises(InvalidRequestError, match="all of max_num_seqs, 3"):
         check.check(request(fields={"logprobs": 8}))
@@ -159,9 +165,26 @@ def test_a_frontend_and_the_core_refuse_the_same_requests_with_the_same_words(
 ) -> None:
     core = make_core()
     core.connect(0)
-    processor = InputProcessor(None, RequestCheck(core.model, max_logprobs=512), [])
+    processor = InputProcessor(None, RequestCheck(core.model), [])
     with pytest.raises(InvalidRequestError) as raised:
         processor.process_inputs("r", prompt, SamplingParams(**fields))
     core.add_request(0, request(prompt, fields))
     [finished] = core.scheduler.take_notices()[0].finished
     assert (finished.error, finished.error_text) == ("InvalidRequestError", str(raised.value))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("model", ["float32", "float16", "bfloat16"])
+def test_prompt_embeddings_hold_only_what_the_model_can_represent(dtype: str, model: str) -> None:
+    def carried(value: float) -> np.ndarray:
+        values = np.full((3, 4), 2.0, np.float32)
+        values[1, 2] = value
+        if dtype == "bfloat16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16)
+        return values.astype(dtype)
+
+    for value in (0.0, -60000.0, 60000.0, *([1e38, -1e38] if "float16" not in (dtype, model) else [])):
+        check_embeds_values(carried(value), dtype, model)
+    for value in (np.nan, np.inf, -np.inf, *([1e5, -1e5] if (dtype, model) == ("float32", "float16") else [])):
+        with pytest.raises(InvalidRequestError, match=f"a NaN, or a value out of the range of {model}"):
+            check_embeds_values(carried(value), dtype, model)

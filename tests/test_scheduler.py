@@ -1,4 +1,4 @@
-"""What the scheduler promises, one claim at a time."""
+"""The scheduler's guarantees, one in each test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import VOCAB, Engine, expected_output
 
 
 def tokens(n: int, start: int = 0) -> list[int]:
-    """A prompt unlike others of another `start`."""
+    """A prompt; prompts with different `start` have no token in common."""
     return [(start * 7 + i * i + i) % VOCAB for i in range(n)]
 
 
@@ -85,7 +85,7 @@ def test_more_decodes_than_budget_are_served_in_order_of_arrival() -> None:
     engine.check_outputs()
 
 
-def test_what_is_cached_of_a_prompt_is_not_computed_again() -> None:
+def test_the_cached_part_of_a_prompt_is_not_computed_again() -> None:
     engine = Engine(block_size=4)
     engine.add(tokens(18), 1)
     engine.run()
@@ -128,7 +128,7 @@ def test_generated_tokens_are_cached_too() -> None:
     engine.run()
     turn = engine.add([*tokens(6), *engine.outputs[first], 1, 2], 1)
     engine.run()
-    assert engine.started[turn].num_cached_tokens == 16  # of 17 known, the last was sampled and never computed
+    assert engine.started[turn].num_cached_tokens == 16  # 17 are known; the last was sampled but not computed
     engine.check_outputs()
 
 
@@ -171,14 +171,14 @@ def test_a_reset_may_have_running_requests_compute_all_anew(running: bool, depth
 # ---------------------------------------------------------------------- windows
 
 
-def test_a_windowed_group_gives_back_the_blocks_behind_its_window() -> None:
+def test_a_windowed_group_frees_the_blocks_behind_its_window() -> None:
     engine = Engine(block_size=4, windows=(8,), max_model_len=256, num_blocks=20, max_num_batched_tokens=8)
     engine.add(tokens(150), 100)
     most = 0
     while engine.scheduler.has_work:
         engine.step()
         most = max(most, engine.kv.pool.num_in_use)
-    assert most == 4  # 8 new tokens and the 7 before them
+    assert most == 4  # 8 new tokens and the 7 tokens before them
     engine.check_outputs()
 
 
@@ -187,7 +187,7 @@ def test_a_full_group_keeps_its_blocks_beside_a_windowed_one() -> None:
     engine.add(tokens(40), 9)
     while engine.stats.generation_tokens < 8:
         engine.step()
-    (request,) = engine.scheduler._running.requests.values()
+    (request,) = engine.scheduler.state.running.requests.values()
     full, windowed = ([b for b in table if b] for table in request.tables)
     assert len(full) == 12
     assert len(windowed) <= 4
@@ -214,7 +214,7 @@ def test_a_prefix_hit_needs_of_a_windowed_group_only_what_its_window_sees() -> N
     engine.run()
     cached = [engine.kv.pool.find((1, digest)) for digest in digests(engine, tokens(33))]
     assert len(cached) == 8
-    for block in cached[:5]:  # forget what no query after position 32 sees: 32 - 8 + 1 = 25, in block 6
+    for block in cached[:5]:  # no query after position 32 sees these: 32 - 8 + 1 = 25, in block 6
         assert block is not None
         engine.kv.pool._forget(block)
     hit = engine.add([*tokens(32), 1, 2], 1)
@@ -249,7 +249,7 @@ def digests(engine: Engine, prompt: list[int]) -> list[bytes]:
 
 
 def crowded(**more: Any) -> Engine:
-    """Seats for three, blocks for about one and a half."""
+    """An engine with slots for three requests and blocks for about one and a half."""
     return Engine(block_size=4, max_model_len=64, num_blocks=18, max_num_seqs=3, max_num_batched_tokens=64, **more)
 
 
@@ -279,14 +279,14 @@ def test_by_priority_the_lowest_value_goes_first_and_the_highest_is_preempted() 
     engine.check_outputs()
 
 
-def test_by_arrival_priority_means_nothing() -> None:
+def test_with_fcfs_priority_is_ignored() -> None:
     engine = Engine(max_num_seqs=1)
     keys = [engine.add(tokens(5, p), 2, priority=p) for p in (5, 1, -3)]
     engine.run()
     assert list(engine.finished) == keys
 
 
-def test_started_is_said_once_though_a_request_is_preempted_between() -> None:
+def test_started_is_sent_once_though_a_request_is_preempted() -> None:
     engine = crowded()
     for i in range(3):
         engine.add(tokens(12, i), 40)
@@ -308,7 +308,7 @@ def test_two_steps_in_flight_give_the_same_tokens_as_one() -> None:
     engine.check_outputs()
 
 
-def test_a_block_given_up_while_a_step_that_names_it_is_in_flight_is_not_free_before_it_retires() -> None:
+def test_a_block_used_by_a_step_in_flight_is_not_free_before_the_step_retires() -> None:
     engine = Engine(depth=2, num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=1)
     first = engine.add(tokens(20), 10)
     engine.launch()
@@ -324,7 +324,7 @@ def test_a_block_given_up_while_a_step_that_names_it_is_in_flight_is_not_free_be
     engine.check_outputs()
 
 
-def test_a_token_of_a_request_aborted_in_flight_is_not_told() -> None:
+def test_a_token_of_a_request_aborted_in_flight_is_not_sent() -> None:
     engine = Engine(depth=2)
     key = engine.add(tokens(5), 10)
     engine.launch()
@@ -338,7 +338,7 @@ def test_a_token_of_a_request_aborted_in_flight_is_not_told() -> None:
 # ---------------------------------------------------------------------- nothing stands still (each once did)
 
 
-def test_one_seat_and_a_budget_of_one_serve_two_frontends() -> None:
+def test_one_slot_and_a_budget_of_one_serve_two_frontends() -> None:
     engine = Engine(max_num_batched_tokens=1, max_num_seqs=1, weights=(0.5, 0.5))
     for frontend in (0, 0, 0, 1):
         engine.add([1], 2, frontend=frontend)
@@ -357,7 +357,7 @@ def test_a_preempted_request_does_not_come_back_for_the_blocks_that_another_wait
     engine.check_outputs()
 
 
-def test_a_request_that_found_room_is_not_thrown_out_in_the_step_that_admitted_it() -> None:
+def test_a_request_is_not_preempted_in_the_step_that_admitted_it() -> None:
     engine = Engine(weights=(2, 1), prefix_caching=False, max_num_batched_tokens=64, max_num_seqs=6, num_blocks=32)
     for i in range(60):
         engine.add(tokens(2, i), 40, frontend=i % 2)
@@ -462,7 +462,7 @@ def test_an_abort_of_an_unknown_ended_or_foreign_request_changes_nothing() -> No
     engine.check_outputs()
 
 
-def test_a_removed_frontend_leaves_no_block_no_seat_and_no_word_behind() -> None:
+def test_a_removed_frontend_leaves_no_block_slot_or_message_behind() -> None:
     engine = Engine(weights=(1, 1), max_num_seqs=2, depth=2)
     stays = engine.add(tokens(5), 12, frontend=0)
     gone = [engine.add(tokens(20, i), 30, frontend=1) for i in range(3)]
@@ -478,7 +478,7 @@ def test_a_removed_frontend_leaves_no_block_no_seat_and_no_word_behind() -> None
     assert 1 not in engine.scheduler.fair
     assert set(engine.finished) == {stays}
     engine.check_outputs()
-    assert len(engine.scheduler._running.free_slots) == 2
+    assert len(engine.scheduler.state.running.free_slots) == 2
 
 
 def test_a_refused_request_ends_once_with_its_error_though_nothing_runs() -> None:
@@ -503,7 +503,7 @@ def test_an_idle_scheduler_has_nothing_to_do() -> None:
 
 
 def test_the_stand_in_sees_a_wrong_block_table() -> None:
-    """The harness itself: tokens read from a wrong place change the output."""
+    """A test of the harness itself: tokens read through a wrong block table change the output."""
     engine = Engine(block_size=4)
     key = engine.add(tokens(10), 8)
     engine.step()

@@ -1,4 +1,4 @@
-"""Where parts of the engine meet: sleep with adapters, drafts and host memory, lost weights, errors that travel."""
+"""Combinations of features: sleep with adapters, drafts and host memory, lost weights, errors sent to clients."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def tokens(engine: LLMEngine, **more: Any) -> list[int]:
 
 
 def ended(core: EngineCore, *added: AddRequest) -> dict[int, tuple[str | None, str]]:
-    """The errors of requests that go straight to the core, by handle; all that is told fits a message."""
+    """The errors of requests sent directly to the core, by handle; checks that all outputs can be encoded."""
     for one in added:
         core.add_request(0, one)
     found = {}
@@ -242,9 +242,7 @@ def engine(models: list[Path]) -> Iterator[LLMEngine]:
         yield engine
 
 
-def test_who_runs_when_sent_weights_are_dropped_is_told_and_gets_none_of_the_checkpoints(
-    engine: LLMEngine, models: list[Path]
-) -> None:
+def test_running_requests_fail_when_sent_weights_are_lost(engine: LLMEngine, models: list[Path]) -> None:
     update(engine, models[1])
     add(engine)
     begin(engine)
@@ -343,6 +341,7 @@ def test_weights_do_not_come_while_a_sleep_waits(engine: LLMEngine, models: list
     with pytest.raises(InvalidRequestError, match="about to sleep"):
         update(engine, models[1])
     assert last(engine).outputs[0].token_ids == expected
+    core.step()  # the one that brings no output
     falls.result(0)
     assert core.lifecycle.state.asleep
     engine.wake_up()
@@ -350,7 +349,7 @@ def test_weights_do_not_come_while_a_sleep_waits(engine: LLMEngine, models: list
 
 
 @pytest.mark.parametrize("method", ["pause", "sleep"])
-def test_who_has_begun_under_an_earlier_core_goes_on_in_a_pause_that_waits(method: str) -> None:
+def test_a_request_begun_under_an_earlier_core_runs_during_a_pause_that_waits(method: str) -> None:
     core = make_core()
     core.connect(0)
     core.add_request(0, message(0, output_token_ids=[7, 8], max_tokens=6, resumed=True))
@@ -422,7 +421,7 @@ def client(owner: StandInOwner) -> Iterator[SyncClient]:
 
 
 def next_core(client: SyncClient, owner: StandInOwner) -> None:
-    """And its client knows it."""
+    """Start the next core, and wait until its client knows it."""
     before = client._connection.reconnections
     owner.kill()
     owner.restart()
@@ -462,7 +461,7 @@ def test_the_same_engine_may_come_back_with_other_weights(client: SyncClient, ow
     assert client._connection.model.fingerprint == "another"
 
 
-def test_who_is_told_of_other_weights_keeps_what_it_may_do(owner: StandInOwner) -> None:
+def test_a_connection_keeps_its_rights_when_it_gets_ready_for_new_weights(owner: StandInOwner) -> None:
     raw = Raw(owner)
     first = raw.greet()
     assert first.capabilities

@@ -1,5 +1,5 @@
-"""The core's end of the wire: who is let in, what becomes of wrong frames, of frontends that are gone and of those that
-do not read, and that none of them costs the others anything."""
+"""The core's server: access, malformed frames, frontends that disappear or do not read; none of these affects other
+frontends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections import defaultdict
@@ -19,10 +18,11 @@ import msgspec
 import pytest
 import zmq
 
-from mainspring.ipc import codec, server, transport
+from mainspring.ipc import codec, inbox, server, transport
 from mainspring.ipc.config import ServiceConfig
 from mainspring.ipc.connection import Connection, ask_status
 from mainspring.ipc.errors import ConnectError, NotPermittedError, ProtocolError
+from mainspring.ipc.inbox import Credit, Inbox
 from mainspring.ipc.messages import (
     KINDS,
     Abort,
@@ -41,15 +41,15 @@ from mainspring.ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from mainspring.ipc.server import CoreServer, Credit
+from mainspring.ipc.server import CoreServer
 from mainspring.ipc.sync_client import SyncClient
-from mainspring.ipc.transport import Endpoints, ProcessWatch, bind_router
+from mainspring.ipc.transport import Endpoints, bind_router
 from stand_in_core import EPOCH, StandInOwner, open_descriptors, stand_in
 from wire import PROMPTLY, Deaf, Raw, collect, eventually, request
 
 LONG = 1_000_000
 CHUNK = Outputs(list(range(3000)), [70000] * 3000)  # about 24 kB
-MANY = 400  # of them: more than pipe and kernel hold
+MANY = 400  # messages: more than the pipe and the kernel hold
 
 
 @pytest.fixture
@@ -69,6 +69,55 @@ def client(owner: StandInOwner) -> Iterator[SyncClient]:
     client = SyncClient(Connection(owner))
     yield client
     client.close()
+
+
+# ---------------------------------------------------------------------- the socket file
+
+
+def test_a_deleted_socket_file_is_made_again_and_connections_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = tmp_path / "core.sock", tmp_path / "admin.sock"
+    with stand_in(address=f"ipc://{paths[0]}", admin_address=f"ipc://{paths[1]}") as owner:
+        client = SyncClient(Connection(owner.address))
+        for path in paths:
+            path.unlink()
+            assert eventually(path.is_socket)
+            assert path.stat().st_mode & 0o777 == 0o600
+            assert f"the socket file of ipc://{path} was deleted" in caplog.text
+        client.add_request(request(0))
+        assert collect(client, 1) == {0: [100, 101, 102]}
+        assert client._connection.reconnections == 0
+        for path in paths:
+            with contextlib.closing(SyncClient(Connection(f"ipc://{path}"))) as another:
+                another.add_request(request(0))
+                assert collect(another, 1) == {0: [100, 101, 102]}
+        client.close()
+
+
+def test_a_socket_file_whose_folder_is_gone_is_made_again_when_the_folder_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_SOCKET_FILES_S", 0.01)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with stand_in(address=f"ipc://{folder}/core.sock") as owner:
+        (folder / "core.sock").unlink()
+        folder.rmdir()
+        assert eventually(lambda: "can't be made again" in caplog.text)
+        for _ in range(3):
+            assert tells_status_at(owner.address) is False
+        assert caplog.text.count("can't be made again") == 1, "it is logged once"
+        folder.mkdir()
+        assert eventually((folder / "core.sock").is_socket)
+        assert tells_status_at(owner.address)
+
+
+def tells_status_at(address: str) -> bool:
+    try:
+        return bool(ask_status(address, 0.2).core.core_pid)
+    except ConnectError:
+        return False
 
 
 # ---------------------------------------------------------------------- the handshake
@@ -134,10 +183,10 @@ def test_a_client_of_a_core_with_another_protocol_version_raises(owner: StandInO
 
 def test_a_frontend_gets_its_number_its_weight_up_to_a_limit_and_its_name_up_to_a_length(owner: StandInOwner) -> None:
     with contextlib.ExitStack() as stack:
-        for weight, name in ((2.5, "one"), (1e9, "x" * 5000)):
+        for weight, name in ((2.5, "one\n\x1b[2Jtwo\u2028"), (1e9, "x" * 5000)):
             stack.enter_context(contextlib.closing(Raw(owner))).greet(weight=weight, name=name)
         assert eventually(lambda: owner.core.connected == [(0, 2.5), (1, server.MAX_WEIGHT)])
-        assert [name for _, name, _ in owner.core.sessions] == ["one", "x" * 100]
+        assert [name for _, name, _ in owner.core.sessions] == ["one??[2Jtwo?", "x" * 100]
 
 
 def test_a_core_of_ones_own_grants_admin(owner: StandInOwner, raw: Raw) -> None:
@@ -172,9 +221,9 @@ def test_other_users_are_refused_and_told_how_they_may_come_in(owner: StandInOwn
     with pytest.raises(
         NotPermittedError, match=r"user 54321 may not use this core, which belongs to user \d+: connect"
     ):
-        owner.server._admit(OfUser(54321), owner.token)  # type: ignore[arg-type]
+        owner.server._access.admit(OfUser(54321), owner.token)  # type: ignore[arg-type]
     for uid in (os.getuid(), 0):
-        assert owner.server._admit(OfUser(uid), owner.token) is None  # type: ignore[arg-type]
+        assert owner.server._access.admit(OfUser(uid), owner.token) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libzmq tells the user on Linux only")
@@ -182,9 +231,11 @@ def test_a_frame_over_a_unix_socket_says_whose_process_sent_it(
     owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
-    admit = owner.server._admit
+    admit = owner.server._access.admit
     monkeypatch.setattr(
-        owner.server, "_admit", lambda frame, token: said.append(frame.get("Peer-Address")) or admit(frame, token)
+        owner.server._access,
+        "admit",
+        lambda frame, token: said.append(frame.get("Peer-Address")) or admit(frame, token),
     )
     raw.greet()
     assert said == [f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}"]
@@ -206,7 +257,7 @@ def test_a_hello_that_comes_while_the_model_loads_is_answered_when_it_is_there(o
     raw.close()
 
 
-def test_who_is_gone_again_when_the_model_is_there_is_no_frontend(owner: StandInOwner) -> None:
+def test_a_client_that_leaves_while_the_model_loads_is_no_frontend(owner: StandInOwner) -> None:
     owner.kill()
     owner.load()
     gone = Raw(owner)
@@ -234,7 +285,7 @@ def test_hellos_kept_while_the_model_loads_are_counted(owner: StandInOwner, monk
         assert [type(raw.receive()) for raw in raws[:3]] == [Ready] * 3
 
 
-def test_the_status_is_told_before_and_after_the_model_is_there_and_to_whom_it_may_concern(owner: StandInOwner) -> None:
+def test_the_status_is_sent_before_and_after_loading_to_permitted_clients(owner: StandInOwner) -> None:
     owner.kill()
     owner.load()
     raw = Raw(owner)
@@ -255,7 +306,7 @@ def test_the_status_is_told_before_and_after_the_model_is_there_and_to_whom_it_m
 def test_ask_status_asks_a_daemon_and_says_where_there_is_none(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/core.sock"
     with stand_in(address=address):
-        assert ask_status(address).phase == "loading"
+        assert ask_status(address).core.phase == "loading"
     with pytest.raises(ConnectError, match=address):
         ask_status(address, timeout=0.1)
 
@@ -309,7 +360,7 @@ def test_frames_of_another_epoch_or_instance_are_faults_and_counted(
         Status(CoreStatus(1, 2, 3, "serving")),
     ],
 )
-def test_what_only_a_core_may_say_is_a_fault(raw: Raw, message: Any) -> None:
+def test_messages_that_only_a_core_may_send_are_a_fault(raw: Raw, message: Any) -> None:
     raw.greet()
     raw.send(message)
     assert raw.receive() == Fault("ProtocolError", f"{type(message).__name__} is not for a core")
@@ -335,7 +386,7 @@ def test_malformed_frames_are_counted_and_disturb_neither_their_sender_nor_other
     for frames in wrong * 20:
         raw.send_frames(frames)
     raw.send(request(9, max_tokens=2))
-    while isinstance(answer := raw.receive(), Fault):  # one for each, but for those that found the pipe full
+    while isinstance(answer := raw.receive(), Fault):  # one for each message that fitted the pipe
         pass
     assert answer.handles == [9]
     assert raw.owner.server.malformed_frames == 20 * len(wrong)
@@ -343,7 +394,7 @@ def test_malformed_frames_are_counted_and_disturb_neither_their_sender_nor_other
 
 
 def tells_status(raw: Raw) -> bool:
-    """One try: an answer that finds the pipe full of others is lost."""
+    """One attempt; an answer is lost if the pipe is full."""
     raw.send(StatusCall(raw.owner.token))
     while raw.socket.poll(200):
         if isinstance(raw.receive(), Status):
@@ -364,7 +415,7 @@ def test_whatever_frames_come_the_core_serves_and_keeps_nothing_of_them(
     def frames() -> list[bytes]:
         kind = numbers.randrange(5)
         header, body = map(bytearray, numbers.choice(good))
-        if kind == 0:  # another kind, same body
+        if kind == 0:  # another kind with the same body
             header[3] = numbers.choice([*KINDS, 0, 77])
         elif kind == 1:  # changed bytes
             for _ in range(numbers.randrange(1, 4)):
@@ -375,7 +426,7 @@ def test_whatever_frames_come_the_core_serves_and_keeps_nothing_of_them(
             del body[numbers.randrange(len(body) + 1) :]
         elif kind == 3:  # nested
             body = bytearray(numbers.choice([b"\x91", b"\x81\xa1k", b"\xdd\xff\xff\xff\xff"]) * numbers.randrange(2000))
-        else:  # anything
+        else:  # random bytes
             return [numbers.randbytes(numbers.randrange(40)) for _ in range(numbers.randrange(1, 20))]
         return [bytes(header), bytes(body)]
 
@@ -390,7 +441,6 @@ def test_whatever_frames_come_the_core_serves_and_keeps_nothing_of_them(
     assert owner.server.malformed_frames > 1000
     assert len(owner.server._by_origin) == len(owner.server._peers) <= 2
     assert owner.server._numbers <= {0, 1}
-    assert len(owner.server._by_session) <= 2
     assert not owner.server._early
     assert not owner.server._dropped
     known.close()
@@ -456,29 +506,6 @@ def test_a_frontends_number_is_not_given_to_another_before_the_core_has_let_go_o
         assert eventually(lambda: owner.core.connected[-1] == (0, 1.0))
 
 
-def test_when_the_parent_ends_the_server_says_so(tmp_path: Path) -> None:
-    check_parent_watch(tmp_path)
-
-
-def test_when_the_parent_ends_the_server_says_so_where_the_kernel_has_no_pidfd(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "pidfd_open")
-    check_parent_watch(tmp_path)
-
-
-def check_parent_watch(folder: Path) -> None:
-    with subprocess.Popen(["sleep", "600"]) as parent:
-        watch, ended = ProcessWatch(parent.pid, lambda: parent.poll() is not None), threading.Event()
-        status = CoreStatus(1, 1, 1, "loading")
-        core = CoreServer(Endpoints(f"ipc://{folder}/x.sock"), bytes(8), 1, status, ServiceConfig(), watch, ended.set)
-        assert not ended.wait(0.1)
-        parent.kill()
-        assert ended.wait(PROMPTLY)
-        core.stop(None)
-        watch.close()
-
-
 def test_a_core_whose_io_thread_fails_does_not_live_on_deaf(
     owner: StandInOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +514,7 @@ def test_a_core_whose_io_thread_fails_does_not_live_on_deaf(
     monkeypatch.setattr(owner.server, "_watch_connections", lambda: 1 / 0)
     owner.server._waker.wake()
     assert eventually(lambda: codes == [1])
+    owner.server._context.destroy(linger=0)  # its sockets are open, and collecting it would wait for them
 
 
 # ---------------------------------------------------------------------- who does not read
@@ -514,7 +542,7 @@ def test_a_frontend_that_does_not_read_loses_its_credit_and_has_it_back_when_it_
     deaf.close()
 
 
-def test_a_frontend_that_does_not_read_slows_nobody_else(owner: StandInOwner, client: SyncClient) -> None:
+def test_a_frontend_that_does_not_read_does_not_slow_others(owner: StandInOwner, client: SyncClient) -> None:
     deaf = Deaf(owner)
     deaf.greet()
     fill(owner, 1)
@@ -540,7 +568,7 @@ def test_a_frontend_that_vanishes_while_much_waits_for_it_is_forgotten_with_all_
     assert set(owner.server._peers) == {0}
 
 
-def test_who_does_not_read_for_too_long_is_disconnected_with_a_line_in_the_log_and_told_when_it_reads(
+def test_a_frontend_that_does_not_read_for_too_long_is_disconnected_and_logged_and_gets_a_bye(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "_FAREWELL_S", 0.02)
@@ -559,7 +587,7 @@ def test_who_does_not_read_for_too_long_is_disconnected_with_a_line_in_the_log_a
         deaf.close()
 
 
-def test_who_lets_too_many_bytes_wait_is_disconnected_at_once(
+def test_a_frontend_with_too_many_unread_bytes_is_disconnected_at_once(
     owner: StandInOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_BACKLOG_BYTES", 1_000_000)
@@ -567,7 +595,7 @@ def test_who_lets_too_many_bytes_wait_is_disconnected_at_once(
     deaf.greet()
     fill(owner, 0)
     assert eventually(lambda: owner.core.disconnected == [0])
-    fill(owner, 0)  # goes nowhere
+    fill(owner, 0)  # has no receiver
     assert eventually(owner.server._outbox.empty)
     assert owner.server._peers == {}
     deaf.close()
@@ -582,21 +610,21 @@ def taken(owner: StandInOwner) -> int:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "size"), [("MAX_INBOX", 50, 0), ("MAX_INBOX_BYTES", 500_000, 50_000)], ids=["messages", "bytes"]
+    ("limit", "value", "size"), [("MAX_MESSAGES", 50, 0), ("MAX_BYTES", 500_000, 50_000)], ids=["messages", "bytes"]
 )
 def test_a_flood_waits_outside_while_the_core_computes_and_none_of_it_is_lost(
     owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, size: int
 ) -> None:
-    monkeypatch.setattr(server, limit, value)
+    monkeypatch.setattr(inbox, limit, value)
     raw.greet()
     assert eventually(lambda: owner.core.connected)
     owner.busy = True
     frames = codec.encode(Abort([1]), owner.instance_id, EPOCH)
     for _ in range(1000):
         raw.send_frames([*frames, bytes(size)])
-    inside = owner.server
-    assert eventually(lambda: not inside._has_room)
-    assert inside._put - inside._taken <= 50
+    inside = owner.server._inbox
+    assert eventually(lambda: not inside.has_room)
+    assert inside._queue.qsize() <= 50
     assert inside._put_bytes - inside._taken_bytes <= 500_000 + size + 1000
     owner.busy = False
     assert eventually(lambda: taken(owner) == 1000, 30)
@@ -605,20 +633,20 @@ def test_a_flood_waits_outside_while_the_core_computes_and_none_of_it_is_lost(
 def test_room_made_in_the_instant_in_which_none_was_found_is_used(
     owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, full = CoreServer._has_room.fget, threading.Event()  # type: ignore[attr-defined]
+    room, full = Inbox.has_room.fget, threading.Event()  # type: ignore[attr-defined]
 
-    def has_room(self: CoreServer) -> bool:
+    def has_room(self: Inbox) -> bool:
         found = bool(room(self))
         if not found and not full.is_set() and sys._getframe(1).f_code.co_name == "_serve":
             full.set()
-            owner.events += self.receive(wait=False)  # as the main thread may, right now
+            owner.events += owner.server.receive(wait=False)  # as the main thread may at this moment
         return found
 
-    monkeypatch.setattr(server, "MAX_INBOX", 2)
+    monkeypatch.setattr(inbox, "MAX_MESSAGES", 2)
     raw.greet()
     assert eventually(lambda: owner.core.connected)
     owner.busy = True
-    monkeypatch.setattr(CoreServer, "_has_room", property(has_room))
+    monkeypatch.setattr(Inbox, "has_room", property(has_room))
     for _ in range(5):  # the core may still take one or two before it is busy
         raw.send(Abort([1]))
     assert full.wait(PROMPTLY)
@@ -626,13 +654,13 @@ def test_room_made_in_the_instant_in_which_none_was_found_is_used(
     assert eventually(lambda: taken(owner) == 5)
 
 
-def test_behind_anothers_flood_nobody_waits_long(owner: StandInOwner, client: SyncClient) -> None:
+def test_a_flood_does_not_delay_other_frontends_for_long(owner: StandInOwner, client: SyncClient) -> None:
     flood = Raw(owner)
     flood.greet()
     owner.busy = True
     for _ in range(20_000):
         flood.send(Abort([1]))
-    assert eventually(lambda: not owner.server._has_room)
+    assert eventually(lambda: not owner.server._inbox.has_room)
     call = client._connection.start_call("echo", [1])
     owner.busy = False
     assert eventually(lambda: client.abort([]) or call in client._connection.results)
@@ -647,13 +675,13 @@ def test_each_turn_reads_from_both_addresses(tmp_path: Path, monkeypatch: pytest
 
     def one_turn(self: CoreServer) -> bool:
         if not all(router.getsockopt(zmq.EVENTS) & zmq.POLLIN for router in self._routers):
-            return not turns  # nothing is taken before there is something at both
+            return not turns  # no message is taken before both addresses have one
         turns.append(set())
         return receive(self)
 
-    def take(self: CoreServer, origin: server.Origin, frames: list[zmq.Frame]) -> None:
+    def take(self: CoreServer, origin: server.Origin, frames: list[zmq.Frame], size: int) -> int:
         turns[-1].add(origin[0])
-        handle(self, origin, frames)
+        return handle(self, origin, frames, size)
 
     monkeypatch.setattr(CoreServer, "_receive_some", one_turn)
     monkeypatch.setattr(CoreServer, "_take", take)

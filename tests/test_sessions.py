@@ -1,4 +1,4 @@
-"""A connection is lost, and the next core takes up what was in flight, case by case. Random schedules of the same are
+"""A connection is lost, and the next core continues the requests in flight, one case in each test. Random schedules are
 in test_recovery.py."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mainspring.ipc import codec, connection
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import ConnectError, EngineDeadError
-from mainspring.ipc.messages import AddRequest, Hello, Outputs
+from mainspring.ipc.messages import AddRequest, Bye, Hello, Outputs
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import Endpoints
 from stand_in_core import StandInOwner, open_descriptors, stand_in
 from wire import PROMPTLY, Raw, collect, eventually, request, sees_the_loss, take
 
-LONG = 1_000_000  # tokens, never reached
+LONG = 1_000_000  # tokens; never reached
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def client(owner: StandInOwner) -> Iterator[SyncClient]:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[StandInOwner]:
-    """Somebody else's core: nobody says that it will not come back."""
+    """A core of another owner: no message says that it will not come back."""
     with stand_in(address=f"ipc://{tmp_path}/core.sock") as owner:
         yield owner
 
@@ -63,7 +63,7 @@ def read_on(client: SyncClient) -> None:
 
 
 def take_in(client: SyncClient, handles: set[int]) -> None:
-    """Until all but these have ended; what came waits for `get_outputs`."""
+    """Read messages until all requests but these have ended; outputs wait for `get_outputs`."""
 
     def pump() -> bool:
         client.abort([])
@@ -99,7 +99,7 @@ def test_a_request_that_was_sent_comes_again_with_its_tokens_and_age_and_the_mar
     assert client.get_outputs(PROMPTLY) is not None
     owner.kill()
     age = time.monotonic() - began
-    assert sees_the_loss(client)  # and all that had come
+    assert sees_the_loss(client)  # and all outputs received before
     received = [7, *(t for outputs in client._connection.outputs for t in outputs.token_ids)]
     owner.restart()
     assert eventually(lambda: client.abort([]) or owner.core.added)
@@ -158,7 +158,7 @@ def test_arrays_come_again_with_their_request(client: SyncClient, owner: StandIn
     assert owner.core.tensors == [array.tobytes()]
 
 
-def test_tokens_that_had_come_but_were_not_taken_yet_are_told_once_and_not_asked_for_again(
+def test_tokens_received_but_not_yet_read_are_returned_once_and_not_requested_again(
     client: SyncClient, owner: StandInOwner
 ) -> None:
     for handle in range(5):
@@ -171,7 +171,7 @@ def test_tokens_that_had_come_but_were_not_taken_yet_are_told_once_and_not_asked
     assert owner.core.added == []
 
 
-def test_what_a_core_sent_before_it_said_goodbye_is_not_computed_again(client: SyncClient, owner: StandInOwner) -> None:
+def test_tokens_sent_before_a_bye_are_not_computed_again(client: SyncClient, owner: StandInOwner) -> None:
     for handle in range(5):
         client.add_request(request(handle, max_tokens=200))
     assert eventually(lambda: owner.core.num_ended == 5)
@@ -192,7 +192,7 @@ def test_a_call_in_flight_is_answered_by_the_next_core(client: SyncClient, owner
         assert [answer.result(PROMPTLY) for answer in answers] == [[0], [1], [2]]
 
 
-def test_a_call_that_nobody_waits_for_any_more_is_not_made_again(client: SyncClient, owner: StandInOwner) -> None:
+def test_a_call_that_has_timed_out_is_not_sent_again(client: SyncClient, owner: StandInOwner) -> None:
     owner.kill()
     with pytest.raises(TimeoutError):
         client.call("echo", "late", timeout=0.05)
@@ -212,7 +212,7 @@ def test_with_nothing_in_flight_a_loss_is_not_noticed(client: SyncClient, owner:
 # ---------------------------------------------------------------------- aborts
 
 
-def test_what_is_added_and_aborted_while_the_connection_is_lost_ends_here_and_is_never_sent(
+def test_requests_added_and_aborted_while_the_connection_is_lost_are_never_sent(
     client: SyncClient, owner: StandInOwner
 ) -> None:
     owner.kill()
@@ -246,7 +246,7 @@ def test_an_abort_that_died_with_its_core_still_ends_the_request_once(client: Sy
     assert [sent.handle for sent in owner.core.added] == [1]
 
 
-def test_aborting_what_has_ended_or_never_was_is_nothing(client: SyncClient, owner: StandInOwner) -> None:
+def test_aborting_an_ended_or_unknown_request_does_nothing(client: SyncClient, owner: StandInOwner) -> None:
     client.add_request(request(0))
     collect(client, 1)
     owner.kill()
@@ -326,7 +326,7 @@ def test_a_loop_looks_at_the_new_socket_though_its_descriptors_have_the_numbers_
         owner.kill()
         owner.restart()
         assert await asyncio.wait_for(client.call("echo", 2), PROMPTLY) == [2]
-        for handle in range(20):  # each answer comes while nothing else wakes the loop
+        for handle in range(20):  # no other event wakes the loop when an answer comes
             await client.add_request(request(handle, max_tokens=1))
             assert (await asyncio.wait_for(client.get_outputs(), PROMPTLY)).handles == [handle]
         client.close()
@@ -336,7 +336,7 @@ def test_a_loop_looks_at_the_new_socket_though_its_descriptors_have_the_numbers_
         os.close(number)
 
 
-def test_closing_while_the_connection_is_lost_ends_who_waits(client: SyncClient, owner: StandInOwner) -> None:
+def test_closing_while_the_connection_is_lost_ends_pending_calls(client: SyncClient, owner: StandInOwner) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.get_outputs)
         owner.kill()
@@ -364,10 +364,28 @@ def test_an_async_client_is_closed_while_the_connection_is_lost(owner: StandInOw
     asyncio.run(main())
 
 
+def test_an_abort_while_the_connection_is_lost_wakes_the_task_that_waits_for_outputs(owner: StandInOwner) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        owner.busy = True
+        await client.add_request(request(0))
+        waiting = asyncio.create_task(client.get_outputs())
+        await asyncio.sleep(0)
+        owner.kill()
+        while client._connection._ready is not None:
+            await asyncio.sleep(0.01)
+        await client.abort([0])
+        finished = (await asyncio.wait_for(waiting, PROMPTLY)).finished
+        assert [(end.handle, end.reason) for end in finished] == [(0, "abort")]
+        client.close()
+
+    asyncio.run(main())
+
+
 # ---------------------------------------------------------------------- no further core
 
 
-def test_when_its_owner_gives_up_all_who_wait_hear_why(client: SyncClient, owner: StandInOwner) -> None:
+def test_when_its_owner_gives_up_all_waiting_threads_get_the_reason(client: SyncClient, owner: StandInOwner) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = [
             pool.submit(client.get_outputs),
@@ -385,7 +403,7 @@ def test_when_its_owner_gives_up_all_who_wait_hear_why(client: SyncClient, owner
     assert "died 11 times" in str(client.error)
 
 
-def test_when_its_owner_gives_up_all_who_await_hear_why(owner: StandInOwner) -> None:
+def test_when_its_owner_gives_up_all_waiting_tasks_get_the_reason(owner: StandInOwner) -> None:
     async def main() -> None:
         client = AsyncClient(Connection(owner))
         owner.busy = True
@@ -404,7 +422,7 @@ def test_when_its_owner_gives_up_all_who_await_hear_why(owner: StandInOwner) -> 
     asyncio.run(main())
 
 
-def test_what_had_come_is_told_before_the_end_is(client: SyncClient, owner: StandInOwner) -> None:
+def test_received_tokens_are_returned_before_the_end(client: SyncClient, owner: StandInOwner) -> None:
     client.add_request(request(0))
     take_in(client, set())
     owner.kill()
@@ -417,7 +435,7 @@ def test_what_had_come_is_told_before_the_end_is(client: SyncClient, owner: Stan
 
 
 def test_a_daemon_that_does_not_come_back_within_reconnect_timeout_is_dead(daemon: StandInOwner) -> None:
-    client = SyncClient(Connection.connect(daemon.address, reconnect_timeout=0.3))
+    client = SyncClient(Connection(daemon.address, reconnect_timeout=0.3))
     client.add_request(request(0, max_tokens=LONG))
     daemon.stop("the daemon was stopped")
     with pytest.raises(EngineDeadError, match=r"has not answered for 0 s \(the daemon was stopped\)"):
@@ -426,11 +444,11 @@ def test_a_daemon_that_does_not_come_back_within_reconnect_timeout_is_dead(daemo
 
 
 def test_a_daemon_that_comes_back_within_reconnect_timeout_is_only_a_pause(daemon: StandInOwner) -> None:
-    client = SyncClient(Connection.connect(daemon.address))
+    client = SyncClient(Connection(daemon.address))
     client.add_request(request(0, max_tokens=1500))
     assert client.get_outputs(PROMPTLY) is not None
     daemon.stop("the daemon was stopped")
-    daemon.instance_id = bytes(8)  # of another supervisor
+    daemon.instance_id = bytes(8)  # an instance id of another supervisor
     daemon.epoch = 0
     daemon.restart()
     assert collect(client, 1)[0][-1] == 100 + 1499
@@ -438,11 +456,11 @@ def test_a_daemon_that_comes_back_within_reconnect_timeout_is_only_a_pause(daemo
 
 
 def test_a_core_that_loads_is_waited_for_past_reconnect_timeout(daemon: StandInOwner) -> None:
-    client = SyncClient(Connection.connect(daemon.address))
+    client = SyncClient(Connection(daemon.address))
     daemon.kill()
     daemon.load()
     link = client._connection
-    assert eventually(lambda: client.abort([]) or (link._ready is None and link._reached))
+    assert eventually(lambda: client.abort([]) or (link._ready is None and link._link.reached))
     link._reconnect_timeout = 0.0
     assert client.get_outputs(timeout=0.3) is None
     daemon.announce()
@@ -482,6 +500,9 @@ def test_a_second_connection_of_a_session_ends_the_first(owner: StandInOwner) ->
     assert eventually(lambda: not owner.core.has_work)
     kinds = [(event.frontend, type(event.message).__name__) for event in owner.events]
     assert kinds == [(0, "Hello"), (0, "AddRequest"), (0, "Bye"), (1, "Hello")]
+    while isinstance(farewell := first.receive(), Outputs):
+        pass
+    assert farewell == Bye("this frontend was disconnected: another connection took over its session")
     second.send(request(0, max_tokens=1))
     assert second.receive().token_ids == [100]
     first.close()
@@ -527,7 +548,7 @@ def test_a_client_may_come_while_its_core_loads(daemon: StandInOwner) -> None:
     daemon.kill()
     daemon.load()
     with ThreadPoolExecutor() as pool:
-        coming = pool.submit(Connection.connect, daemon.address, connect_timeout=0.1)
+        coming = pool.submit(Connection, daemon.address, connect_timeout=0.1)
         assert eventually(lambda: daemon.server._early)
         assert not coming.done()
         daemon.announce()
@@ -540,7 +561,7 @@ def test_a_client_that_comes_while_a_core_dies_meets_the_next(daemon: StandInOwn
     daemon.kill()
     daemon.load()
     with ThreadPoolExecutor() as pool:
-        coming = pool.submit(Connection.connect, daemon.address)
+        coming = pool.submit(Connection, daemon.address)
         assert eventually(lambda: daemon.server._early)
         daemon.kill()
         daemon.restart()
@@ -549,22 +570,22 @@ def test_a_client_that_comes_while_a_core_dies_meets_the_next(daemon: StandInOwn
     client.close()
 
 
-def test_where_nobody_listens_connecting_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_connecting_to_an_address_without_a_core_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/nobody.sock"
     before = open_descriptors()
     with pytest.raises(ConnectError, match=f"no daemon answers at {address}: start one with mainspring daemon"):
-        SyncClient(Connection.connect(address, connect_timeout=0.1))
+        SyncClient(Connection(address, connect_timeout=0.1))
     assert eventually(lambda: open_descriptors() <= before)
 
 
-def test_what_is_no_daemon_is_an_error_within_connect_timeout() -> None:
+def test_a_peer_that_is_no_daemon_is_an_error_within_connect_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConnectError, match=f"no daemon answers at {address}"):
-            SyncClient(Connection.connect(address, connect_timeout=0.2))
+            SyncClient(Connection(address, connect_timeout=0.2))
 
 
-def test_who_turns_us_away_is_not_asked_again_at_once(tmp_path: Path) -> None:
+def test_a_client_pauses_before_it_reconnects_to_a_core_that_closes_connections(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         visits = 0
 
@@ -581,7 +602,7 @@ def test_who_turns_us_away_is_not_asked_again_at_once(tmp_path: Path) -> None:
         thread.start()
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConnectError, match="the handshake failed"):
-            SyncClient(Connection.connect(address, connect_timeout=1.0))
+            SyncClient(Connection(address, connect_timeout=1.0))
         other.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert 2 <= visits <= 40
@@ -589,7 +610,7 @@ def test_who_turns_us_away_is_not_asked_again_at_once(tmp_path: Path) -> None:
 
 def test_a_client_that_nobody_closed_can_be_collected(owner: StandInOwner) -> None:
     client: Any = SyncClient(Connection(owner))
-    client._connection.itself = client  # as an error's traceback would hold it
+    client._connection.itself = client  # as the traceback of an error would do
     gone = weakref.ref(client._connection)
     del client
     collecting = threading.Thread(target=gc.collect, daemon=True)
@@ -617,7 +638,7 @@ def test_connections_lost_and_found_leave_no_descriptor(client: SyncClient, owne
 def test_frames_of_the_core_before_are_dropped(
     client: SyncClient, owner: StandInOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of an epoch, and then of an instance, that are not the core's."""
+    """Frames with another epoch, and then with another instance id, than the core's."""
     server, frontend, encode = owner.server, 0, codec.encode
     stale = [(bytes(8), owner.epoch), (server._instance_id, owner.epoch - 1)]
 

@@ -1,4 +1,5 @@
-"""What one worker's start gives to another: parts of a checkpoint that fit together, and what the first found out."""
+"""Data that one worker's start gives to another: matching parts of a checkpoint, and the decisions of the first
+worker."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from mainspring.core.model.learn import fuse
 from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load import sliced_reading
 from mainspring.core.model.load.loader import build_model, load_model, read_config
+from mainspring.core.plan.control import Explain
 from mainspring.core.worker import worker
-from mainspring.core.worker.decisions import Decisions
 from mainspring.core.worker.make_worker import make_worker
+from mainspring.core.worker.worker import Decisions
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import CacheConfig, DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
@@ -47,7 +49,7 @@ def build(path: Path, slices_of: Any = None) -> PreTrainedModel:
 
 
 def halved(whole: PreTrainedModel) -> PreTrainedModel:
-    """A model with half the MLP, whose weights are cut after they were loaded."""
+    """A model with half the MLP, whose weights are cut after loading."""
     config = AutoConfig.for_model(**{**whole.config.to_dict(), "intermediate_size": INNER // 2})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     weights = {}
@@ -91,7 +93,7 @@ def test_a_model_of_parts_is_loaded_fused_and_verified(llama: Path) -> None:
 
 
 def test_parts_are_cut_before_tensors_are_joined(tmp_path: Path) -> None:
-    """A mixture's experts are tensors of their own in the checkpoint, and one parameter in the model."""
+    """The experts of a mixture are separate tensors in the checkpoint and one parameter in the model."""
     path, names = tiny.make("mixtral", tmp_path), []
 
     def slices_of(name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
@@ -131,7 +133,7 @@ def config_of(path: Path, **cache: Any) -> EngineConfig:
     )
 
 
-def test_a_second_worker_repeats_what_the_first_found_out(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_worker_reuses_the_decisions_of_the_first(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_worker(config_of(llama, kv_cache_memory_bytes=1 << 20))
     found = first.decisions
     assert (found.num_blocks, found.max_model_len) == (first.facts.num_blocks, first.facts.max_model_len) != (0, 0)
@@ -140,15 +142,15 @@ def test_a_second_worker_repeats_what_the_first_found_out(llama: Path, monkeypat
     sent = encode_value(found)
     assert bytes(encode_value(decode_value(sent, Decisions))) == bytes(sent)
     monkeypatch.setattr(worker, "count_blocks", None)
-    monkeypatch.setattr(fuse._Fusing, "decide", None)
+    monkeypatch.setattr(fuse.Fusion, "decide", None)
     for given in (found, decode_value(sent, Decisions), decode_value(sent)):
-        # a rank with less memory of its own, which is not asked for
+        # a rank with less memory; the decisions must not depend on it
         second = make_worker(config_of(llama, kv_cache_memory_bytes=1 << 12), given)
         assert bytes(encode_value(second.decisions)) == bytes(sent)
         assert second.facts == first.facts
-        assert second.explain() == first.explain()
+        assert second.control(Explain()) == first.control(Explain())
 
 
-def test_what_is_no_decision_is_refused(llama: Path) -> None:
+def test_invalid_decisions_are_refused(llama: Path) -> None:
     with pytest.raises(msgspec.ValidationError):
         make_worker(config_of(llama), {"fusing": {"model.norm": 3}})

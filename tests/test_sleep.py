@@ -1,4 +1,5 @@
-"""Sleep: nothing is computed and memory is given back, requests wait, and everything goes on as if it had not been."""
+"""Sleep: nothing is computed, memory is freed, requests wait, and after the wake-up all tokens are the same as without
+sleep."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def add(engine: LLMEngine, prefix: str = "") -> None:
 
 
 def start(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """Add all, and step until each has a token."""
+    """Add all requests, and step until each has a token."""
     add(engine)
     seen: dict[str, RequestOutput] = {}
     while len(seen) < len(PROMPTS):
@@ -71,7 +72,7 @@ def nothing_is_computed(engine: LLMEngine) -> bool:
         for _ in range(3):
             engine.step()
     else:
-        late = engine.engine_core.get_outputs(timeout=0.2)  # of steps before the sleep
+        late = engine.engine_core.get_outputs(timeout=0.2)  # tokens of steps before the sleep
         assert not isinstance(late, Outputs) or not engine.engine_core.get_outputs(timeout=0.2)
     return bool(engine.engine_core.call("stats")[10] == before)
 
@@ -93,7 +94,7 @@ def test_kept_requests_go_on_after_sleep_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_what_comes_during_sleep_waits_for_its_end(
+def test_requests_added_during_sleep_wait_for_its_end(
     engine: LLMEngine, undisturbed: dict[str, list[int]], level: int
 ) -> None:
     engine.sleep(level)
@@ -236,7 +237,7 @@ def test_a_core_that_dies_in_its_sleep_is_followed_by_one_that_sleeps(
         engine.sleep(level, mode="keep")
         engine.wake_up(["weights"])
         os.kill(core_of(engine).pid, signal.SIGKILL)
-        assert engine.is_sleeping()  # answered by the next one
+        assert engine.is_sleeping()  # answered by the next core
         assert engine.engine_core._connection.reconnections == 1  # type: ignore[attr-defined]
         assert engine.engine_core.call("stats")[18] == level
         engine.wake_up(["kv_cache"])
@@ -277,7 +278,7 @@ def call(core: Any, method: str, *args: Any, frontend: int = 0) -> Any:
     return core.call(method, encode_value(list(args)), frontend)
 
 
-def test_who_waits_for_a_sleep_that_is_broken_off_is_told() -> None:
+def test_a_call_that_waits_for_a_cancelled_sleep_gets_an_error() -> None:
     core = make_core()
     core.connect(0)
     core.add_request(0, message(0, max_tokens=4))
@@ -306,7 +307,7 @@ def test_a_caller_that_leaves_gets_no_answer_and_the_core_sleeps_all_the_same() 
     assert core.phase == "asleep"
 
 
-def test_a_sleep_waits_for_nobody_who_has_left() -> None:
+def test_a_sleep_does_not_wait_for_requests_of_a_removed_frontend() -> None:
     core = make_core()
     core.connect(0)
     core.connect(1)
@@ -317,7 +318,7 @@ def test_a_sleep_waits_for_nobody_who_has_left() -> None:
     assert waiting.done()
 
 
-def test_users_state_is_told_and_restored() -> None:
+def test_state_set_by_users_is_reported_and_restored() -> None:
     told: list[DesiredState] = []
     core = make_core()
     core.on_state = told.append

@@ -1,4 +1,4 @@
-"""Speculation: the same tokens with guesses as without, whatever else is asked for, and fewer steps."""
+"""Speculation: the same tokens as without, with any other parameters, in fewer steps."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows nothing of the first one."""
+    """A draft model unrelated to the first model."""
     return tiny.make("qwen2", tmp_path_factory.mktemp("other"), seed=5, num_hidden_layers=1)
 
 
 def jobs() -> dict[str, tuple[list[int], SamplingParams]]:
-    """Requests of all kinds. Their prompts have much in common, and repeat themselves."""
+    """Requests of all kinds, with long common prefixes and repetitive prompts."""
     numbers = random.Random(2)
     prefix = [numbers.randrange(2, VOCAB) for _ in range(40)]
     asked: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def stats_of(engine: LLMEngine) -> Stats:
 
 
 def run(engine: LLMEngine, twice: bool = False) -> dict[str, tuple[Any, ...]]:
-    """All jobs, as they come out in the end. `twice`: and again, with their prefixes cached."""
+    """The final outputs of all jobs. `twice`: run them again, with their prefixes cached."""
     for _ in range(1 + twice):
         for name, (prompt, params) in jobs().items():
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -113,15 +113,15 @@ def expected(model: Path) -> dict[str, tuple[Any, ...]]:
         ([1, 2, 3, 9, 1, 2, 3], 2, 4, 2, [9, 1]),
         ([1, 2, 3, 9, 1, 2, 3], 1, 4, 3, [9]),
         ([1, 2, 3, 9, 1, 2, 3], 2, 4, 4, []),
-        ([2, 3, 8, 2, 3, 9, 2, 3], 3, 2, 2, [9, 2, 3]),  # the latest place
-        ([1, 2, 3, 8, 4, 2, 3, 9, 1, 2, 3], 1, 3, 1, [8]),  # more tokens alike count for more than a later place
-        ([7, 5, 5], 4, 3, 1, [5, 5, 5, 5]),  # it runs into what it guesses
+        ([2, 3, 8, 2, 3, 9, 2, 3], 3, 2, 2, [9, 2, 3]),  # the latest occurrence
+        ([1, 2, 3, 8, 4, 2, 3, 9, 1, 2, 3], 1, 3, 1, [8]),  # a longer match wins over a later one
+        ([7, 5, 5], 4, 3, 1, [5, 5, 5, 5]),  # the match overlaps the draft tokens
         ([7, 1, 2, 1, 2], 5, 2, 2, [1, 2, 1, 2, 1]),
         ([7, 1, 2], 5, 2, 1, []),
         ([7], 5, 2, 1, []),
     ],
 )
-def test_what_followed_the_last_tokens_before_is_guessed(
+def test_ngram_lookup_proposes_the_tokens_after_an_earlier_match(
     tokens: list[int], count: int, longest: int, shortest: int, expected: list[int]
 ) -> None:
     assert look_up(np.array(tokens, np.int32), count, longest, shortest).tolist() == expected
@@ -202,9 +202,9 @@ def test_requests_die_with_the_core_and_go_on(model: Path, expected: dict[str, t
             assert time.monotonic() < deadline
             found.update({output.request_id: output for output in engine.step()})
             first = found.get("greedy")
-            if not supervisor.restarts and first is not None and len(first.outputs[0].token_ids) > 5:
+            if not supervisor.launch.restarts and first is not None and len(first.outputs[0].token_ids) > 5:
                 os.kill(supervisor.core_pid, signal.SIGKILL)
-                while not supervisor.restarts:
+                while not supervisor.launch.restarts:
                     time.sleep(0.01)
                     assert time.monotonic() < deadline
     assert {name: outcome(one)[:4] for name, one in found.items()} == {name: expected[name][:4] for name in names}
@@ -232,7 +232,7 @@ def test_a_daemon_speculates_for_all() -> None:
 
 
 def count_steps(engine: LLMEngine, prompt: list[int], **fields: Any) -> tuple[int, int, int]:
-    """Steps, guesses, and right ones, of one request of 48 tokens."""
+    """Numbers of steps, draft tokens and accepted tokens of one request of 48 tokens."""
     before = stats_of(engine)
     params = SamplingParams(**{"max_tokens": 48, "ignore_eos": True, "seed": 1, **fields})
     engine.add_request("r", {"prompt_token_ids": prompt}, params)
@@ -345,7 +345,7 @@ def test_steps_with_guesses_are_replayed_as_graphs(
     with make_engine(model, speculative_config=how) as engine:
         found = run(engine)
         assert {name: one[:4] for name, one in found.items()} == {name: one[:4] for name, one in expected.items()}
-        mine = devices[-1 if drafts == "ngram" else -2]  # before the draft's
+        mine = devices[-1 if drafts == "ngram" else -2]  # called before the draft model's
         replays = mine.num_replays
         steps, _, right = count_steps(engine, [7, 8] * 20, temperature=0.0, allowed_token_ids=[7])
         assert right > 30

@@ -1,4 +1,5 @@
-"""The decoder stack: which models it takes, that it computes what they compute, and that it leaves others alone."""
+"""The decoder stack: the models it recognises, the equality of its results with theirs, and the models it must not
+change."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tiny
-from mainspring.core.model.learn.fuse import STACK, FuseReport, fuse_model
+from mainspring.core.model.learn.fuse import STACK, Fusion, fuse_model
 from mainspring.core.model.learn.fuse_observe import stand_in
 from mainspring.core.model.run.stack import StackedDecoder, StackOptions
 from mainspring.kernels.decoder_contract import DecoderLayer, GatedMLP
@@ -88,8 +89,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrai
     return built
 
 
-def fuse(model: PreTrainedModel) -> tuple[FuseReport, list[DecoderLayer]]:
-    """The report, and the layers of the stack if there is one."""
+def fuse(model: PreTrainedModel) -> tuple[Fusion, list[DecoderLayer]]:
+    """→ the report, and the layers of the stack if there is one."""
     report = fuse_model(model, BACKEND)
     stacked = getattr(vars(model.base_model).get("forward"), "__self__", None)
     assert isinstance(stacked, StackedDecoder) == report.decisions[STACK].fused
@@ -98,7 +99,7 @@ def fuse(model: PreTrainedModel) -> tuple[FuseReport, list[DecoderLayer]]:
 
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
-    """Of 24 tokens at positions up to the model's limit, attention aside: a token sees itself."""
+    """Logits of 24 tokens at positions up to the model's limit; each token attends only to itself."""
     inputs = inputs or {"input_ids": torch.arange(24)[None]}
     positions = torch.linspace(0, SIZES["max_position_embeddings"] - 1, 24).long()[None]
     with stand_in(model):
@@ -151,7 +152,7 @@ def test_layers_hold_the_parameters_themselves() -> None:
     ("name", "rotary", "interleaved"),
     [
         ("llama", [0, 0, 0, 0], False),
-        ("gemma3", [0, 1, 0, 1], False),  # another base frequency for layers with a window
+        ("gemma3", [0, 1, 0, 1], False),  # layers with a window have another base frequency
         ("smollm3", [0, 0, 0, None], False),
         ("glm", [0, 0, 0, 0], True),
     ],

@@ -1,4 +1,4 @@
-"""What a core's start leaves out or finds kept, and that nothing is missing for it."""
+"""The steps that a core's start skips or finds cached, with no effect on the result."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_next_start_follows_what_was_decided_and_verifies_the_whole(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load(llama, KeptDecisions(tmp_path))
-    monkeypatch.setattr(fuse._Fusing, "decide", None)
+    monkeypatch.setattr(fuse.Fusion, "decide", None)
     again = load(llama, KeptDecisions(tmp_path))
     assert again.explain() == first.explain()
     assert any(line.startswith("verified") for line in again.explain())

@@ -1,4 +1,4 @@
-"""How a core is shown: as lines, as JSON, as a frame of `top`."""
+"""The status of a core as lines, as JSON, and as a frame of `top`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_json_is_one_flat_object_of_all_that_is_known() -> None:
     assert found["frontends"][1]["num_waiting"] == 7
 
 
-def test_a_person_is_told_the_same_without_what_a_terminal_obeys() -> None:
+def test_the_text_for_people_has_no_terminal_control_characters() -> None:
     text = drawn(CORE)
     assert text.startswith("serving")
     for words in ("/models/one", "5 running", "1,234 tokens/s", "12.5 ms", "2.00 s", "25% of 2,000", "40%", "SIGSEGV"):
@@ -120,7 +120,7 @@ def test_an_address_that_a_daemon_holds_without_a_core_is_starting(tmp_path: Pat
 @pytest.mark.parametrize(
     "address", fast_only(["nonsense"], ["ipc:///no/such/folder/core.sock", "tcp://127.0.0.1:9", "nonsense"])
 )
-def test_nobody_there_is_exit_code_2_and_a_phase(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_daemon_gives_exit_code_2_and_a_phase(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", address]) == 2
     said = capsys.readouterr().out
     assert said.startswith("unreachable: ")

@@ -1,5 +1,5 @@
-"""What a step brings beside its tokens: positions of several axes, offsets of its sequences, and rows that see later
-tokens. No backend but the reference takes such rows, so their step runs on its kernels over the same cache."""
+"""Inputs of a step beside its tokens: positions of several axes, offsets of its sequences, and rows that see later
+tokens. Only the reference backend supports such rows, so their step runs on its kernels over the same cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flashinfer_double import NUM_MULTIPROCESSORS, FlashInferDouble
+from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import page
 from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.paged_model import PagedModel
-from mainspring.core.model.run.whole_model import make_whole
 from mainspring.core.worker.device import device_for
 from mainspring.core.worker.kv_layout import plan_layout
 from mainspring.core.worker.runner import ModelRunner
@@ -32,8 +32,8 @@ from test_whole import build_one
 CPU = torch.device("cpu")
 BLOCK_SIZE, COLUMNS = 16, 4
 LENGTHS = (45, 30)
-SPANS = ([(5, 27)], [(0, 9), (12, 19)])  # of each sequence: tokens that see each other both ways
-PREFILL = (33, 20)  # tokens of each that the first step computes, all spans among them
+SPANS = ([(5, 27)], [(0, 9), (12, 19)])  # for each sequence: spans of tokens that see each other in both directions
+PREFILL = (33, 20)  # tokens of each sequence in the first step, including all spans
 SEQUENCES = [
     torch.randint(2, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
     for length in LENGTHS
@@ -62,7 +62,7 @@ def additive(seen: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def dense_logits(name: str) -> torch.Tensor:
-    """By the model's own code, with a mask for each kind of layer that shows the spans."""
+    """Logits from the model's own code, with a mask for each kind of layer that includes the spans."""
     model = build_one(name)
     found = []
     for ids, spans in zip(SEQUENCES, SPANS, strict=True):
@@ -82,7 +82,7 @@ def dense_logits(name: str) -> torch.Tensor:
 
 
 class Steps:
-    """A model and a cache that two sequences share."""
+    """A model and a cache shared by two sequences."""
 
     def __init__(self, model: PagedModel, backend: Backend) -> None:
         layout = model.lay_out(backend, BLOCK_SIZE, model.dtype)
@@ -107,7 +107,7 @@ class Steps:
         return list(logits.float().clone().split(counts.tolist()))
 
     def logits(self) -> torch.Tensor:
-        """Of all tokens: spans in the first step, then the rest in two ordinary ones."""
+        """Logits of all tokens: spans in the first step, then the rest in two ordinary steps."""
         middle = (PREFILL[0] + 1, PREFILL[1] + 4)
         steps = [self.compute((0, 0), PREFILL, reach=True), self.compute(PREFILL, middle)]
         steps.append(self.compute(middle, LENGTHS))
@@ -153,7 +153,7 @@ def test_a_step_with_a_reach_runs_on_the_reference_and_the_next_ones_natively(
     assert_near(got, want, 1e-4)
     assert torch.equal(got.argmax(1), want.argmax(1))
     without = torch.cat(steps.compute((0, 0), LENGTHS))
-    assert (without - want).abs().max() > 0.05 * want.std()  # the spans make a difference
+    assert (without - want).abs().max() > 0.05 * want.std()  # the spans change the result
 
 
 @needs_native
@@ -170,7 +170,7 @@ def test_quantized_weights_serve_a_step_that_is_not_taken(bits: int, monkeypatch
 
 
 def test_the_reference_reads_and_keeps_the_cache_of_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 16 elements lie in places of 64 there, the rest zeros."""
+    """There, heads of 16 elements are padded to 64 with zeros."""
     monkeypatch.setattr(flashinfer, "HALF", (*flashinfer.HALF, torch.float32))
     monkeypatch.setattr("flashinfer_double.HALF", (torch.float16, torch.bfloat16, torch.float32))
     backend = FlashInferBackend(CPU, library=FlashInferDouble(), gpu=Gpu((9, 0), NUM_MULTIPROCESSORS))
@@ -195,7 +195,7 @@ def test_positions_of_one_and_of_several_axes_reach_the_model() -> None:
 
     with torch.inference_mode(), attention_set(model.model, "eager"):
         moved = torch.from_numpy(index * 3 + 7)[None]
-        mask = additive(torch.ones(len(ids), len(ids)).tril().bool())  # else gaps look like ends of sequences
+        mask = additive(torch.ones(len(ids), len(ids)).tril().bool())  # otherwise gaps look like ends of sequences
         own = model.model(input_ids=SEQUENCES[0][None], position_ids=moved, attention_mask=mask).logits[0]
     assert_near(logits(moved.numpy()), own, 1e-4)
     assert (logits(None) - own).abs().max() > 0.01 * own.std()
@@ -215,7 +215,7 @@ def test_positions_of_one_and_of_several_axes_reach_the_model() -> None:
     for positions in (axes, None):
         steps.runner.forward(slots, starts, counts, np.arange(4), np.arange(4), positions)
     assert [x.shape for x in given] == [(3, 1, 8)] * 2
-    # the request of a single row comes first, and rows of padding stand at the last position
+    # the request of a single row comes first, and padding rows have the last position
     assert given[0][:, 0, :4].tolist() == axes[:, [3, 0, 1, 2]].tolist()
     assert given[1][:, 0, :4].tolist() == [[9, 4, 5, 6]] * 3
     assert (given[0][..., 4:] == BLOCK_SIZE * COLUMNS - 1).all()

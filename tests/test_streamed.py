@@ -1,5 +1,5 @@
-"""Layers whose weights are in host memory. On a stand-in for a GPU, whose copies beside are done at once or as late as
-can be."""
+"""Layers whose weights are in host memory, tested on a stand-in for a GPU, whose parallel copies are done at once or as
+late as possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokeniz
 
 @pytest.fixture(params=fast_only([False], [True, False]), ids=["at once", "late"])
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
-    """The devices that weights are streamed to; a CPU passes for a GPU."""
+    """The devices that weights are streamed to; a CPU counts as a GPU."""
     devices: list[LateDevice] = []
 
     def make(device: torch.device) -> LateDevice:
@@ -121,7 +121,7 @@ def test_new_weights_and_a_look_at_the_model_reach_them(tmp_path: Path, streams:
             return sum(float((state[name] - values).abs().max()) for name, values in weights.items())
 
         assert engine.apply_model(differences) == [0.0]
-        # what it changes stays
+        # its changes are kept
         engine.apply_model(lambda module: [p.data.zero_() for p in module.model.layers[3].parameters()] and None)
         engine.reset_prefix_cache()
         changed = tokens(engine)
@@ -172,13 +172,13 @@ def test_a_forward_that_fails_half_way_spoils_none_after_it(tmp_path: Path, stre
                 model(ids)
         handle.remove()
         assert torch.equal(model(ids).logits, wanted)
-        layer = model.model.layers[1]  # alone, and then all
+        layer = model.model.layers[1]  # alone, and then all together
         layer(model.model.embed_tokens(ids), position_embeddings=model.model.rotary_emb(wanted, torch.arange(20)[None]))
         assert torch.equal(model(ids).logits, wanted)
 
 
 class Aside(torch.nn.Module):
-    """Runs a layer's parts itself."""
+    """A module that calls a layer's parts itself."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Structured outputs: whatever is sampled, the answer has the form asked for, and no grammar harms the core."""
+"""Structured outputs: with any sampling the answer has the requested form, and no grammar harms the core."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -38,11 +39,11 @@ from tiers import examples
 SOURCE = (MODEL_PATH / "tokenizer.json").read_text(encoding="utf-8")
 TOKENIZER = Tokenizer.from_str(SOURCE)
 KNOWN = TOKENIZER.get_vocab_size()
-VOCAB_SIZE = KNOWN + 37  # a model's padding; no multiple of 32
+VOCAB_SIZE = KNOWN + 37  # vocabulary padded by the model; not a multiple of 32
 EOS = 2
 SPECIAL = frozenset(token for token, added in TOKENIZER.get_added_tokens_decoder().items() if added.special)
 CLOSING = [TOKENIZER.token_to_id(text) for text in ('"', "}", "]")]
-PATIENCE_S = 60  # what anything hostile may take on a busy machine; it takes a second or two
+PATIENCE_S = 60  # seconds; limit for hostile input on a busy machine (a second or two on an idle one)
 ANSWER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -64,7 +65,7 @@ def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Whether `text` is a document, token by token as the tokenizer has it, each one allowed by the mask before it."""
+    """Whether `text` is accepted: the mask allows each of its tokens, and the document is complete."""
     matcher = grammar.matcher()
     for token in encode(text):
         inside = token in allowed(matcher)
@@ -77,7 +78,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
 
 
 def walk(matcher: Matcher, rng: random.Random, patience: int = 40, longest: int = 3000) -> str:
-    """A document of random tokens; after `patience` tokens those that close something are taken where they may be."""
+    """A document of random tokens; after `patience` tokens, closing tokens are preferred if they are allowed."""
     tokens: list[int] = []
     while len(tokens) < longest:
         choices = allowed(matcher)
@@ -276,12 +277,12 @@ def test_special_tokens_are_never_text(compiler: GrammarCompiler) -> None:
 def test_any_vocabulary_of_the_model_fits_the_tokenizer(size: int) -> None:
     matcher = GrammarCompiler(TOKENIZER, size, [EOS]).compile("regex", "(.|\n)*").matcher()
     text = set(range(min(KNOWN, size))) - SPECIAL
-    whole = {token for token in text if "\ufffd" not in TOKENIZER.decode([token])}  # others may not come first
+    whole = {token for token in text if "\ufffd" not in TOKENIZER.decode([token])}  # other tokens are not allowed first
     assert whole | {EOS} <= allowed(matcher, size) <= text | {EOS}
 
 
 def test_special_tokens_beyond_the_vocabulary_of_text_may_end_a_document() -> None:
-    """As most checkpoints have them: added after all others."""
+    """Most checkpoints add them after all other tokens."""
     tokenizer = Tokenizer.from_str(SOURCE)
     tokenizer.add_special_tokens(["<|more|>", "<|stop|>"])
     stop = tokenizer.token_to_id("<|stop|>")
@@ -394,7 +395,7 @@ for name, read in FORMATS.items():
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema of what is supported, by chance."""
+    """A random schema of supported keywords."""
     kinds = ["string", "pattern", "format", "enum", "integer", "number", "boolean", "null"]
     if depth:
         kinds += ["array", "tuple", "object", "object", "map", "any", "ref"]
@@ -520,7 +521,7 @@ def test_random_tokens_make_one_of_the_choices(compiler: GrammarCompiler, number
         ("json", "{", "json can't be used: it is no JSON"),
         ("json", "true", "must be a JSON object"),
         ("json", '{"type": "strin"}', "Invalid type: strin"),
-        ("json", '{"not": {}}', 'Unimplemented keys: ["not"]'),
+        ("json", '{"not": {}}', "keys that are not supported: not"),
         ("json", '{"type": "string", "format": "zip"}', "Unknown format: zip"),
         ("json", '{"type": "string", "pattern": "a(?!b)"}', "look-ahead"),
         ("json", '{"$ref": "#/nowhere"}', "nowhere"),
@@ -553,6 +554,86 @@ def test_what_cannot_be_used_is_an_error_that_says_why(
 
 
 # ---------------------------------------------------------------------- what is hostile
+
+
+_STRING, _NUMBER = {"type": "string"}, {"type": "number"}
+# Keywords of JSON Schema, drafts 4 to 2020-12: key → a schema with it, and a document that it rules out.
+FOLLOWED: dict[str, tuple[dict[str, Any], str]] = {
+    "$ref": ({"$defs": {"a": _STRING}, "$ref": "#/$defs/a"}, "1"),
+    "allOf": ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "2"),
+    "anyOf": ({"anyOf": [_STRING, {"type": "null"}]}, "1"),
+    "oneOf": ({"oneOf": [_STRING, {"type": "null"}]}, "1"),
+    "prefixItems": ({"type": "array", "prefixItems": [_STRING]}, "[1]"),
+    "items": ({"type": "array", "items": _STRING}, "[1]"),
+    "additionalItems": ({"type": "array", "items": [_STRING], "additionalItems": False}, '["a",1]'),
+    "properties": ({"type": "object", "properties": {"a": _STRING}}, '{"a":1}'),
+    "patternProperties": ({"type": "object", "patternProperties": {"^a$": _STRING}}, '{"a":1}'),
+    "additionalProperties": ({"type": "object", "additionalProperties": False}, '{"a":1}'),
+    "type": ({"type": "string"}, "1"),
+    "enum": ({"enum": ["a", "b"]}, '"c"'),
+    "const": ({"const": "a"}, '"c"'),
+    "multipleOf": ({"type": "integer", "multipleOf": 2}, "3"),
+    "maximum": ({**_NUMBER, "maximum": 2}, "3"),
+    "minimum": ({**_NUMBER, "minimum": 2}, "1"),
+    "exclusiveMaximum": ({**_NUMBER, "exclusiveMaximum": 2}, "2"),
+    "exclusiveMinimum": ({**_NUMBER, "exclusiveMinimum": 2}, "2"),
+    "exclusiveMinimum of draft 4": ({**_NUMBER, "minimum": 2, "exclusiveMinimum": True}, "2"),
+    "maxLength": ({**_STRING, "maxLength": 1}, '"ab"'),
+    "minLength": ({**_STRING, "minLength": 1}, '""'),
+    "pattern": ({**_STRING, "pattern": "^a$"}, '"b"'),
+    "format": ({**_STRING, "format": "date"}, '"b"'),
+    "maxItems": ({"type": "array", "maxItems": 1}, "[1,2]"),
+    "minItems": ({"type": "array", "minItems": 1}, "[]"),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, '{"a":1,"b":2}'),
+    "minProperties": ({"type": "object", "minProperties": 1}, "{}"),
+    "required": ({"type": "object", "required": ["a"]}, "{}"),
+}  # fmt: skip
+REFUSED: dict[str, Any] = {  # key → a value of it
+    "not": _STRING, "if": _STRING, "then": _STRING, "else": _STRING, "dependentSchemas": {"a": {}},
+    "dependentRequired": {"a": ["b"]}, "dependencies": {"a": ["b"]}, "contains": _STRING, "minContains": 1,
+    "maxContains": 1, "uniqueItems": True, "propertyNames": {"pattern": "^a"}, "unevaluatedItems": False,
+    "unevaluatedProperties": False, "$dynamicRef": "#a", "$dynamicAnchor": "a", "$recursiveRef": "#",
+    "$recursiveAnchor": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FOLLOWED)
+def test_a_key_of_a_schema_is_followed(compiler: GrammarCompiler, key: str) -> None:
+    schema, wrong = FOLLOWED[key]
+    assert key.split()[0] in schema
+    assert not accepts(compiler.compile("json", json.dumps(schema)), wrong)
+    loose = {other: value for other, value in schema.items() if other != key.split()[0]}
+    assert accepts(compiler.compile("json", json.dumps(loose)), wrong), "without the key it is allowed"
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_is_refused_is_named_wherever_it_stands(compiler: GrammarCompiler, key: str) -> None:
+    inner = {key: REFUSED[key], "title": "t"}
+    for schema in (
+        inner,
+        {"type": "array", "items": inner},
+        {"properties": {"a": {"anyOf": [inner]}}, "type": "object"},
+    ):
+        with pytest.raises(
+            InvalidRequestError, match=re.escape(f"keys that are not supported: {key} (docs/migrating.md")
+        ):
+            compiler.compile("json", json.dumps(schema))
+
+
+def test_the_page_lists_what_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequestError, match="not supported: contains, uniqueItems"):
+        compiler.compile("json", '{"type": "array", "uniqueItems": true, "contains": {}}')
+    page = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text()
+    section = page.split("## JSON schemas")[1].split("\n## ")[0]
+    keys, formats = (re.findall(r"`([^`]+)`", part) for part in re.findall(r"(?<=: )`[^.]+(?=\.)", section)[:2])
+    assert sorted(keys) == sorted(REFUSED)
+    for name in ("binary", "regex", "uri-reference", "iri", "json-pointer", "password", *formats):
+        schema = json.dumps({"type": "string", "format": name})
+        if name in formats:
+            compiler.compile("json", schema)
+        else:
+            with pytest.raises(InvalidRequestError, match=f"Unknown format: {name}"):
+                compiler.compile("json", schema)
 
 
 def nested(levels: int, start: str, end: str, inside: str = "") -> str:
@@ -652,7 +733,7 @@ def test_a_hostile_grammar_ends_in_an_error_or_is_followed(compiler: GrammarComp
 
 @pytest.mark.slow
 def test_what_nests_as_deeply_as_is_allowed_does_not_overflow_a_stack() -> None:
-    """In a process of its own, as this would end it."""
+    """In a separate process, because a stack overflow would kill it."""
     code = (
         "import test_structured as t\n"
         "compiler = t.GrammarCompiler(t.SOURCE, t.VOCAB_SIZE, [t.EOS])\n"
@@ -683,7 +764,7 @@ def test_as_many_properties_as_are_allowed_can_be_followed(compiler: GrammarComp
 # ---------------------------------------------------------------------- the compiler
 
 
-def test_who_asks_does_not_wait_and_shares_what_another_waits_for() -> None:
+def test_a_request_for_a_grammar_does_not_block_and_shares_a_pending_compilation() -> None:
     compiler = GrammarCompiler(SOURCE, VOCAB_SIZE, [EOS])
     slow = HOSTILE["objects as alternatives"]
     first, second = compiler.submit(*slow), compiler.submit(*slow)
@@ -703,7 +784,7 @@ def test_grammars_are_kept_and_the_oldest_are_forgotten(monkeypatch: pytest.Monk
     assert compiler.compile("regex", "b") is not grammars["b"]
 
 
-def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_grammars_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "MAX_CACHED_BYTES", 1 << 20)
     compiler = GrammarCompiler(SOURCE, VOCAB_SIZE, [EOS])
     first = compiler.compile("regex", "a" * 4000)
@@ -713,7 +794,7 @@ def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_however_many_wait_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash all requests come again at once."""
+    """After a crash all requests are sent again at once."""
     begin = threading.Event()
     real = structured._compile
     monkeypatch.setattr(structured, "_compile", lambda *args: begin.wait(PATIENCE_S) and real(*args))

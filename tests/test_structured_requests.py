@@ -1,4 +1,4 @@
-"""Structured outputs from prompt to text: in any batch, over preemption and crashes, and beside hostile grammars."""
+"""Structured outputs from prompt to text: in any batch, across preemption and crashes, and beside hostile grammars."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_while_a_hostile_grammar_compiles_others_go_on_and_it_can_be_aborted() -
         assert len(found["plain"].outputs[0].token_ids) == 30
         core = engine.engine_core.core
         deadline = time.monotonic() + GUARD
-        while core.has_work:  # the compiler is not interrupted, but its grammar has no use any more
+        while core.has_work:  # the compiler is not interrupted, but its grammar is no longer needed
             assert time.monotonic() < deadline
             core.step()
         assert run(engine, again=params({"choice": ["a", "b"]}))["again"] in ("a", "b")
@@ -191,7 +191,7 @@ def test_an_answer_that_may_not_end_by_a_token_ends_without_one(engine: LLMEngin
 @pytest.mark.parametrize(
     "grammar", [["regex"], ["nonsense", "a"], ["json", "{"], ["regex", "("], ["", ""], ["x" * 10**6, ""]]
 )
-def test_what_no_frontend_of_ours_sends_is_refused(engine: LLMEngine, grammar: list[str]) -> None:
+def test_requests_that_our_frontends_never_send_are_refused(engine: LLMEngine, grammar: list[str]) -> None:
     core: EngineCore = engine.engine_core.core
     core.add_request(0, AddRequest(10**6, "", [5, 6], Sampling(5, grammar=grammar)))
     deadline = time.monotonic() + GUARD
@@ -234,7 +234,7 @@ def test_a_document_goes_on_in_the_right_state_under_the_next_core() -> None:
             if kills and len(found.get("long", "")) >= 50:
                 kills = 0
                 os.kill(supervisor.core_pid, signal.SIGKILL)
-        assert supervisor.restarts == 1
+        assert supervisor.launch.restarts == 1
     assert found == undisturbed
 
 

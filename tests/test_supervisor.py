@@ -1,6 +1,6 @@
-"""Real core processes that die in every way, under the real supervisor: streams go on, whoever is to blame is found,
-and what can't go on ends with a reason. The cores are those of stand_in_process.py, which start fast;
-test_engine_recovery.py has real ones."""
+"""Core processes that die in every way, under the real supervisor: streams continue, the request to blame is found, and
+requests that can't continue end with a reason. The processes are those of stand_in_process.py, which start fast;
+test_engine_recovery.py has real models."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LONG = 1_000_000
 
 @pytest.fixture(autouse=True)
 def fast_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor starts `sys.executable`: here a stand-in for Python that runs a stand-in for the core."""
+    """Replace `sys.executable`, which the supervisor starts, by a script that runs stand_in_process.py."""
     script = tmp_path / "python"
     here = Path(stand_in_process.__file__)
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{here.parent}" exec "{sys.executable}" -P "{here}"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr("mainspring.ipc.supervisor.sys.executable", str(script))
-    monkeypatch.setattr("mainspring.ipc.supervisor.SETTLED_SECONDS", 0.0)  # no waits between restarts
+    monkeypatch.setattr("mainspring.ipc.supervisor.SETTLED_SECONDS", 0.0)  # no delays between restarts
 
 
 def config(model: str | None = None, **service: Any) -> EngineConfig:
@@ -59,18 +59,18 @@ class Supervised:
         self.client = SyncClient(Connection(self.core))
 
     def order(self, method: str, *args: Any) -> None:
-        """A call that is not waited for."""
+        """Send a call without waiting for its answer."""
         self.client._with_socket(lambda: self.client._connection.start_call(method, args))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """The core, once it is there; and wait until it has been accounted for."""
+        """Kill the core once it runs, and wait until the supervisor has recorded its death."""
         assert eventually(lambda: self.supervisor.ready, GUARD)
-        restarts = self.supervisor.restarts
+        restarts = self.supervisor.launch.restarts
         os.kill(self.supervisor.core_pid or 0, number)
-        assert eventually(lambda: self.supervisor.restarts > restarts or self.supervisor.dead_error, GUARD)
+        assert eventually(lambda: self.supervisor.launch.restarts > restarts or self.supervisor.dead_error, GUARD)
 
     def clear_suspects(self) -> None:
-        """Wait until none is left: a request that saw two deaths alone would have failed."""
+        """Wait until no suspect is left: a request with two deaths alone would have failed."""
         assert eventually(lambda: self.client.call("suspects", timeout=GUARD) == 0, GUARD)
 
 
@@ -96,7 +96,7 @@ def harmless(handle: int, max_tokens: int = 200) -> AddRequest:
 
 
 def finish(client: SyncClient, count: int) -> tuple[dict[int, list[int]], dict[int, Finished]]:
-    """Tokens and ends of all requests, each of which ends once."""
+    """Tokens and ends of all requests; checks that each ends once."""
     tokens: dict[int, list[int]] = {handle: [] for handle in range(count)}
     ended: dict[int, Finished] = {}
     while len(ended) < count:
@@ -126,26 +126,26 @@ def test_streams_go_on_however_their_core_dies_and_the_log_says_how(
         assert eventually(lambda: one.client._has_reader)
         first = one.supervisor.core_pid
         one.kill(signal.SIGKILL)
-        assert one.supervisor.last_crash.endswith(" by signal SIGKILL")
+        assert one.supervisor.launch.last_crash.endswith(" by signal SIGKILL")
         assert f"the core (pid {first}) ended by signal SIGKILL" in caplog.text
         one.clear_suspects()
         one.kill(signal.SIGSEGV)
-        assert one.supervisor.last_crash.endswith(" by signal SIGSEGV")
+        assert one.supervisor.launch.last_crash.endswith(" by signal SIGSEGV")
         assert "Fatal Python error: Segmentation fault" in caplog.text
         assert "(most recent call first)" in caplog.text, "the stack"
         one.clear_suspects()
         one.order("die_in_step", RAISE)
         tokens, ended = reading.result(GUARD)
-    assert one.supervisor.last_crash.endswith(" with exit code 1")
+    assert one.supervisor.launch.last_crash.endswith(" with exit code 1")
     assert "RuntimeError: this step fails" in caplog.text
     assert tokens == {handle: whole(handle, 3000) for handle in range(8)}
     assert {f.reason for f in ended.values()} == {"length"}
-    assert (one.supervisor.restarts, one.supervisor.epoch) == (3, 4)
+    assert (one.supervisor.launch.restarts, one.supervisor.launch.epoch) == (3, 4)
     assert one.client._connection.reconnections >= 1
 
 
 @pytest.mark.slow
-def test_a_death_outside_a_step_accuses_nobody(start: Callable[..., Supervised]) -> None:
+def test_a_death_outside_a_step_blames_no_request(start: Callable[..., Supervised]) -> None:
     one = start()
     for _ in range(2):
         one.kill()
@@ -165,7 +165,7 @@ def test_the_next_core_repeats_what_the_first_found_out(start: Callable[..., Sup
 
 
 @pytest.mark.slow
-def test_what_users_have_set_outlives_the_core(start: Callable[..., Supervised]) -> None:
+def test_state_set_by_users_outlives_the_core(start: Callable[..., Supervised]) -> None:
     one = start()
     one.client.call("pause_generation", "keep", False)
     one.kill()
@@ -223,7 +223,7 @@ def test_a_request_that_kills_its_core_fails_alone_and_soon_and_all_others_finis
         f"the last time {cause}"
     )
     assert tokens == {0: [], **{handle: whole(handle) for handle in range(1, 6)}}
-    assert one.supervisor.restarts == crashes
+    assert one.supervisor.launch.restarts == crashes
 
 
 @pytest.mark.slow
@@ -246,19 +246,19 @@ def test_two_that_kill_are_both_found(start: Callable[..., Supervised]) -> None:
     tokens, ended = finish(one.client, 4)
     assert {handle: f.reason for handle, f in ended.items()} == {0: "error", 1: "length", 2: "error", 3: "length"}
     assert tokens[1] == whole(1, 20)
-    assert one.supervisor.restarts <= 3 + 3
+    assert one.supervisor.launch.restarts <= 3 + 3
 
 
 @pytest.mark.slow
 def test_a_frontend_that_comes_back_hears_of_its_quarantined_request_only(start: Callable[..., Supervised]) -> None:
-    """A request of the same handle in another session is another request."""
+    """A request with the same handle in another session is a different request."""
     one = start()
     other = SyncClient(Connection(one.core))
     one.client.add_request(poisoned(0, SEGV))
     other.add_request(harmless(0))
     assert finish(other, 1)[0] == {0: whole(0)}
     assert finish(one.client, 1)[1][0].reason == "error"
-    other._connection._core = type("Shared", (), {"close": lambda self: None})()  # the core is the first one's to end
+    other._connection._core = type("Shared", (), {"close": lambda self: None})()  # only the first may end the core
     other.close()
 
 
@@ -273,7 +273,7 @@ def test_a_core_that_hangs_is_killed_and_the_log_says_where_it_hung(
     one.client.add_request(harmless(0))
     one.order("die_in_step", HANG)
     assert collect(one.client, 1, GUARD) == {0: whole(0)}
-    assert one.supervisor.last_crash.endswith(" by hanging")
+    assert one.supervisor.launch.last_crash.endswith(" by hanging")
     assert "has made no progress for" in caplog.text
     assert "in die\n" in caplog.text
 
@@ -285,7 +285,7 @@ def test_a_core_that_is_stopped_is_killed_too(
     monkeypatch.setattr("mainspring.ipc.supervisor.ABORT_SECONDS", 0.1)
     one = start(watchdog_timeout=2.0)
     one.kill(signal.SIGSTOP)
-    assert one.supervisor.last_crash.endswith(" by hanging")
+    assert one.supervisor.launch.last_crash.endswith(" by hanging")
     assert one.client.call("echo", 1, timeout=GUARD) == [1]
 
 
@@ -299,14 +299,14 @@ def test_a_call_may_take_what_it_takes_and_loading_as_well(
     one.supervisor._journal.set_phase(Phase.LOADING)
     one.supervisor._journal._beats[:] = 0.0
     assert not one.supervisor._is_silent()
-    assert one.supervisor.restarts == 0
+    assert one.supervisor.launch.restarts == 0
 
 
 @pytest.mark.slow
 def test_an_idle_core_is_not_taken_for_hanging(start: Callable[..., Supervised]) -> None:
-    one = start(watchdog_timeout=3.0)  # its loop turns once a second
-    time.sleep(4.0)  # the point is that nothing happens
-    assert one.supervisor.restarts == 0
+    one = start(watchdog_timeout=3.0)  # its loop runs once a second
+    time.sleep(4.0)  # nothing must happen in this time
+    assert one.supervisor.launch.restarts == 0
     assert one.client.call("echo", 1) == [1]
 
 
@@ -334,7 +334,7 @@ def test_deaths_that_end_in_a_quarantine_do_not_count(start: Callable[..., Super
     tokens, ended = finish(one.client, 3)
     assert [ended[handle].reason for handle in range(3)] == ["error", "error", "length"]
     assert tokens[2] == whole(2)
-    assert one.supervisor.restarts > 4
+    assert one.supervisor.launch.restarts > 4
 
 
 @pytest.mark.slow
@@ -354,8 +354,8 @@ def test_a_core_that_does_not_start_again_is_tried_again_and_named_with_its_own_
     one = start(model=str(script), max_restarts=3)
     script.write_text("the disk is full")
     one.kill()
-    assert eventually(lambda: one.supervisor.restarts >= 2, GUARD)
-    assert one.supervisor.last_crash.endswith(" with exit code 1 while it started: the disk is full")
+    assert eventually(lambda: one.supervisor.launch.restarts >= 2, GUARD)
+    assert one.supervisor.launch.last_crash.endswith(" with exit code 1 while it started: the disk is full")
     script.write_text("")
     assert one.client.call("echo", 1, timeout=GUARD) == [1]
     script.write_text("the disk is full again")
@@ -381,7 +381,7 @@ def no_children() -> bool:
 
 
 class Alone:
-    """A supervisor as a daemon has it, and a thread that runs it."""
+    """A supervisor as in a daemon, and a thread that runs it."""
 
     def __init__(self, config: EngineConfig, drain_timeout: float = 0.0) -> None:
         self.folder = make_runtime_dir()
@@ -421,7 +421,7 @@ def test_a_core_that_loads_again_can_be_stopped(tmp_path: Path) -> None:
         one.thread.start()
         script.write_text("wait")
         os.kill(one.supervisor.core_pid or 0, signal.SIGKILL)
-        assert eventually(lambda: one.supervisor.epoch == 2 and one.supervisor.phase is Phase.LOADING, GUARD)
+        assert eventually(lambda: one.supervisor.launch.epoch == 2 and one.supervisor.phase is Phase.LOADING, GUARD)
         one.supervisor.stop()
         one.thread.join(GUARD)
         assert not one.thread.is_alive()
@@ -442,7 +442,7 @@ def test_a_supervisor_that_waits_before_the_next_start_can_be_stopped(
         one.supervisor.start()
         one.thread.start()
         os.kill(one.supervisor.core_pid or 0, signal.SIGKILL)
-        assert eventually(lambda: one.supervisor.ready and one.supervisor.epoch == 2, GUARD)
+        assert eventually(lambda: one.supervisor.ready and one.supervisor.launch.epoch == 2, GUARD)
         os.kill(one.supervisor.core_pid or 0, signal.SIGKILL)
         assert eventually(lambda: len(waits) == 2, GUARD)
         assert waits[0] == 0.0 < waits[1], "the first at once, one that follows soon a little later"
@@ -455,7 +455,7 @@ def test_stopping_lets_the_core_finish_what_it_has_accepted_and_leaves_the_rest_
     with Alone(config(), drain_timeout=GUARD) as one:
         one.supervisor.start()
         one.thread.start()
-        client = SyncClient(Connection.connect(one.address))
+        client = SyncClient(Connection(one.address))
         client.add_request(harmless(0, 500))
         assert client.get_outputs(GUARD) is not None
         one.supervisor.stop()
@@ -477,7 +477,7 @@ def test_draining_ends_by_a_second_stop_or_the_limit(stops: int, drain_timeout: 
     with Alone(config(), drain_timeout=drain_timeout) as one:
         one.supervisor.start()
         one.thread.start()
-        client = SyncClient(Connection.connect(one.address))
+        client = SyncClient(Connection(one.address))
         client.add_request(harmless(0, LONG))
         assert client.get_outputs(GUARD) is not None
         one.supervisor.stop()

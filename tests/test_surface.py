@@ -1,5 +1,5 @@
-"""The checker of the public surface (`make surface-check` runs it whole): nothing is without a test, the page lists
-every row, and a test that can't fail is found out.
+"""The checker of the public surface (`make surface-check` runs it whole): every row has a test, the page lists every
+row, and a test that can't fail is detected.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def test_a_test_that_only_calls_is_found_out(
     assert "still passes" in check(Row(f"Toy.{member}", test), place).wrong
 
 
-def test_a_test_that_looks_passes_and_one_that_fails_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_checks_its_member_passes_and_one_that_fails_is_reported(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(harness.ENGINES, "Toy", Toy)
 
     def looks(at: Place) -> None:

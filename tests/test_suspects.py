@@ -1,4 +1,4 @@
-"""Requests that may have killed a core run alone until they have brought a token; others go on beside them."""
+"""Requests that may have killed a core run alone until they have a new token; other requests run in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_suspect_runs_alone_until_its_first_token_and_then_with_the_others(dep
 
 
 def test_a_suspect_runs_alone_until_it_is_past_the_token_it_was_accused_at() -> None:
-    engine = Engine(suspects=1, accused_at=2)  # two tokens had come, and the core died over the third
+    engine = Engine(suspects=1, accused_at=2)  # two tokens had come; the core died while computing the third
     other = engine.add(tokens(5), 10)
     suspect = engine.add(tokens(6, 5), 6, suspect=True)
     engine.run()
@@ -144,7 +144,7 @@ def test_a_suspect_without_credit_gives_its_turn_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_aborted_suspect_in_flight_holds_up_nobody(depth: int) -> None:
+def test_an_aborted_suspect_in_flight_blocks_no_other_request(depth: int) -> None:
     engine = Engine(suspects=1, depth=depth)
     other = engine.add(tokens(5), 5)
     suspect = engine.add(tokens(6, 1), 4, suspect=True)

@@ -12,13 +12,13 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.tokenizer import SlowTokenizer, Tokenizer, load_tokenizer
-from mainspring.ipc.errors import InvalidRequestError, ModelNotFoundError
+from mainspring.ipc.errors import InvalidRequestError, ModelNotFoundError, NotSupportedError
 
 TEXTS = ["hello", "Hello, world!  two  spaces", "naïve café 東京 🙂", "a<|end|>b", "\n\ttabs\n", "<extra>x</s>"]
 
 
 def write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
-    """A byte-level tokenizer whose post-processor adds nothing, and what tokenizer_config.json says besides."""
+    """Write a byte-level tokenizer whose post-processor adds nothing, and a tokenizer_config.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     rust = RustTokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet)}, merges=[]))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +52,7 @@ def test_ids_and_text_are_those_of_transformers(config: dict[str, Any], tmp_path
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path, config)
-    # what the file says of truncation and padding is for training
+    # truncation and padding in the file are for training
     hf = AutoTokenizer.from_pretrained(tmp_path)
     ours = load_tokenizer(tmp_path)
     for text in TEXTS:
@@ -61,7 +61,8 @@ def test_ids_and_text_are_those_of_transformers(config: dict[str, Any], tmp_path
             assert ours.encode(text, add_special_tokens=special) == theirs, text
             assert ours.decode(theirs, skip_special_tokens=special) == hf.decode(theirs, skip_special_tokens=special)
     assert (ours.bos_token_id, ours.eos_token_id) == (hf.bos_token_id, hf.eos_token_id)
-    assert ours.all_special_ids >= set(hf.all_special_ids)
+    assert ours.all_special_ids == hf.all_special_ids
+    assert ours.skipped_ids >= set(hf.all_special_ids)
     assert len(ours) == len(hf)
 
 
@@ -133,7 +134,7 @@ CHAT_TEMPLATES = {
     "{{ t | tojson }}\n{{ t | tojson(indent=2) }}{% endfor %}{% endif %}{{ messages | map(attribute='content') | "
     "join('<&>') }}{{ extra | default('none') }}{{ dict(a=1) | tojson }}",
     "parts": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}|{{ m.tool_calls is defined }}{% endfor %}",
+    "{{ p.text if p.type == 'text' else '<note>' }}{% endfor %}{% endif %}|{{ m.tool_calls is defined }}{% endfor %}",
 }
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi <b> & 'quotes' é"}],
@@ -145,7 +146,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "a", "tool_calls": None}, {"role": "assistant", "content": "the end"}],
 ]
 PARTS = [
-    {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image"}, {"type": "text", "text": "?"}]}
+    {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "note"}, {"type": "text", "text": "?"}]}
 ]
 TOOLS = [{"type": "function", "function": {"name": "f<>", "description": "naïve & co", "parameters": {}}}]
 
@@ -202,6 +203,59 @@ def test_a_template_can_not_leave_the_sandbox(attack: str, tmp_path: Path) -> No
     except InvalidRequestError:
         return
     assert text == "", "the sandbox may also make it an undefined value, which prints as nothing"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ({"content": [{"type": "text", "text": "what is it?"}, IMAGE]}, "image_url"),
+        ({"content": [{"type": "image"}]}, "image"),
+        ({"content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}, "input_audio"),
+        ({"content": [{"type": "video_url", "video_url": {}}]}, "video_url"),
+        ({"content": [{"type": "file", "file": {}}]}, "file"),
+        ({"content": [{"type": "scent"}]}, "scent"),
+        ({"content": [{"image": object()}]}, "image"),
+        ({"content": {"audio_url": "x"}}, "audio_url"),
+        ({"content": "what is it?", "images": ["AAAA"]}, "images"),
+        ({"role": "tool", "content": [IMAGE]}, "image_url"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused(name: str, message: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {"chat_template": CHAT_TEMPLATES[name]})
+    conversation = [{"role": "user", "content": "hello"}, {"role": "user", **message}]
+    with pytest.raises(NotSupportedError, match=f"message 1 has a part of type '{kind}'.* this model are: text"):
+        load_tokenizer(tmp_path).apply_chat_template(conversation)
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_parts_that_are_text_are_answered_as_text(name: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {"chat_template": CHAT_TEMPLATES[name]})
+    tokenizer, between = load_tokenizer(tmp_path), "" if name == "parts" else "\n"
+    for parts in (
+        [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+        ["one", {"text": "two", "image": None}],
+        [{"type": "input_text", "text": "one"}, {"type": "refusal", "refusal": "two"}],
+    ):
+        found = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        plain = [{"role": "user", "content": f"one{between}two"}]
+        assert found == tokenizer.apply_chat_template(plain, tokenize=False)
+    answers = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "so be"}]}]
+    found = tokenizer.apply_chat_template(answers, continue_final_message=True, tokenize=False)
+    assert str(found).endswith("so be")
+    if name != "parts":
+        with pytest.raises(InvalidRequestError, match="message 0 has a part that is no text"):
+            tokenizer.apply_chat_template([{"role": "user", "content": [{"x": 1}]}])
+
+
+def test_a_tools_answer_may_be_data(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {"chat_template": "{{ messages[0].content | tojson }}"})
+    for data in ({"image_url": "x"}, [{"type": "weather", "degrees": 3}], [1, 2]):
+        text = load_tokenizer(tmp_path).apply_chat_template([{"role": "tool", "content": data}], tokenize=False)
+        assert json.loads(str(text)) == data
 
 
 def test_messages_are_never_changed_and_other_objects_become_their_type_name(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""The small files of a checkpoint, from a core to a frontend that does not have them."""
+"""The small files of a checkpoint, sent by a core to a frontend that does not have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import mainspring
-from mainspring.ipc.config import ModelConfig
+from mainspring.core.loop import EngineCore
+from mainspring.ipc.config import EngineConfig, ModelConfig
 from mainspring.ipc.errors import ModelNotFoundError, ProtocolError
 from mainspring.ipc.tokenizer_files import cached_folder, digest_of, read_files
 
@@ -40,6 +43,25 @@ def test_another_tokenizers_files_stand_in_for_the_models_own(tmp_path: Path) ->
     files = read_files(ModelConfig(model=str(DEMO), tokenizer=str(tmp_path)), None)
     assert files["tokenizer.json"] == b"other"
     assert files["config.json"] == (DEMO / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"null", "half"])
+def test_a_core_does_not_start_with_a_broken_tokenizer(content: bytes | str, tmp_path: Path) -> None:
+    whole = (DEMO / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
+    model = ModelConfig(model=str(DEMO), tokenizer=str(tmp_path))
+
+    def load(_: EngineConfig) -> Any:
+        raise AssertionError("the model is loaded")
+
+    with pytest.raises(
+        ModelNotFoundError, match=r"tokenizer.json can't be read.*: get the file again, or set"
+    ) as error:
+        EngineCore(EngineConfig(model_config=model), load)
+    assert "\n" not in str(error.value)
+    for config in (msgspec.structs.replace(model, skip_tokenizer_init=True), ModelConfig(model=str(DEMO))):
+        with pytest.raises(AssertionError, match="the model is loaded"):
+            EngineCore(EngineConfig(model_config=config), load)
 
 
 def test_the_digest_tells_names_and_contents_apart_in_any_order() -> None:

@@ -1,4 +1,4 @@
-"""Traces: one span for each request, with its phases, as a collector gets them; in all three modes."""
+"""Traces: one span for each request, with its phases, as received by a collector, in all three modes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Collector:
-    """Takes OTLP over HTTP on loopback, as a real one does, and keeps the spans."""
+    """Receives OTLP over HTTP on loopback, as a real collector does, and keeps the spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -78,7 +78,7 @@ class Collector:
         self._server.server_close()
 
     def roots(self) -> dict[str, Span]:
-        """By request id; each is there once."""
+        """The root spans by request id; checks that each exists once."""
         found = [span for span in self.spans if span.name == "llm_request"]
         by_id = {span.attributes["gen_ai.request.id"]: span for span in found}
         assert len(by_id) == len(found), "a request has two spans"
@@ -114,7 +114,7 @@ def drive(engine: LLMEngine, each: Callable[[RequestOutput], None] = lambda outp
 
 
 def check_whole(collector: Collector, root: Span, began: float, ended: float) -> None:
-    """Times lie where they were, and the phases fill the span without a gap."""
+    """Check that the times are right and that the phases fill the span without a gap."""
     assert began <= root.begin <= root.end <= ended
     phases = collector.phases(root)
     assert set(phases) == {"queue", "prefill", "decode"}
@@ -331,7 +331,7 @@ def test_a_collector_that_cannot_be_reached_is_a_log_line_and_holds_nothing_up(
     assert lines[0].levelno >= logging.WARNING
 
 
-def test_what_goes_wrong_in_a_trace_is_no_requests_trouble(
+def test_an_error_in_tracing_affects_no_request(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing.Tracer, "_attributes", lambda *_: 1 / 0)

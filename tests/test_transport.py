@@ -1,4 +1,4 @@
-"""Addresses, whose they are, and the folders they lie in."""
+"""Addresses, their owners, and their folders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from mainspring.ipc.transport import (
     lock_holder,
     make_runtime_dir,
     remove_runtime_dir,
+    wait_for_parent,
 )
+from wire import PROMPTLY
 
 HOLDER = """
 import sys, time
@@ -50,7 +53,7 @@ def test_an_ipc_address_has_a_path_and_a_tcp_address_has_none() -> None:
     "address",
     ["", "core.sock", "/run/core.sock", "ipc://", "tcp://", "tcp://host", "tcp://:5", "tcp://host:x", "http://h"],
 )
-def test_what_is_no_address_is_refused_with_the_forms_there_are(address: str) -> None:
+def test_an_invalid_address_is_refused_with_the_valid_forms(address: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is no address; it must be ipc://PATH or tcp://HOST:PORT"):
         ipc_path(address)
 
@@ -222,3 +225,28 @@ def test_a_runtime_folder_is_its_owners_alone_and_removed_with_all_in_it(base: P
     remove_runtime_dir(str(folder))
     remove_runtime_dir("")
     assert list(base.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- the parent process
+
+
+def test_the_parents_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PARENT_POLL_SECONDS", 60.0)  # so that only the descriptor can tell
+    check_parent_watch(monkeypatch)
+
+
+def test_the_parents_end_is_noticed_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    check_parent_watch(monkeypatch)
+
+
+def check_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as parent:
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid if parent.poll() is None else 1)
+        waiting = threading.Thread(target=wait_for_parent, args=(parent.pid,), daemon=True)
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        parent.kill()
+        waiting.join(PROMPTLY)
+        assert not waiting.is_alive()

@@ -1,6 +1,7 @@
 """Every Triton kernel compiles for an H100 or H200 (sm_90), on a machine without one: no spills, one MMA shape.
 
-Run as a script, this file prints what it found; the test runs it in a process whose Triton does not interpret.
+Run as a script, this file prints its results; the test runs it in a process whose Triton compiles instead of
+interpreting.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-SHARED_MEMORY = 232448  # bytes that one program may take on sm_90
+SHARED_MEMORY = 232448  # bytes; shared memory limit of one program on sm_90
 
 
 def compile_kernels() -> dict[str, dict[str, Any]]:
@@ -35,7 +36,7 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
 
     launches = [("bf16", tile, bias) for tile in (*kernels._TILES, kernels._LONE_TILE) for bias in (False, True)]
     launches += [("fp16", kernels._TILES[-1], False), ("fp32", kernels._FP32_TILE, True)]
-    for dtype, tile, bias in launches:  # with a bias also the ragged kind, whose K is no multiple of the depth
+    for dtype, tile, bias in launches:  # with a bias also the ragged variant, whose K is not a multiple of the depth
         constants = {"WHOLE": not bias, "PRECISION": "ieee", "GROUP": kernels._GROUP}
         constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth} | (
             {} if bias else {"bias": None}
@@ -51,7 +52,8 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
 def compile_one(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """With pointers to `types` and 32-bit sizes, multiples of 16 all but two: what Triton makes of a real model's."""
+    """Compile with pointers to `types` and 32-bit sizes, all but two multiples of 16, as Triton specialises for a real
+    model."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -1,6 +1,7 @@
-"""The Triton kernels: the choice is that of gumbel.py, and a row of a product has the same bits in any company.
+"""The Triton kernels: the sampled token equals that of gumbel.py, and a row of a product has the same bits in any
+batch.
 
-On a machine with CUDA they run as they are compiled for it, elsewhere in Triton's interpreter, and then on fewer rows.
+On a machine with CUDA the kernels are compiled, elsewhere they run in Triton's interpreter, on fewer rows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ multiplies_in_interpreter = pytest.mark.skipif(
     not CUDA and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
     reason="before Triton 3.7 its interpreter's loops fail with numpy 2.4 and later",
 )
-HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter multiplies no bf16
+HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter can't multiply bf16
 SHAPES = [(1, 64, 128), (3, 130, 64), (70, 17, 100), (129, 200, 72), (64, 128, 8), (5, 1, 1)]
 if CUDA:
     SHAPES += [(1, 4096, 14336), (300, 28672, 4096), (7, 50257, 4100)]
@@ -68,7 +69,7 @@ def random() -> torch.Generator:
 
 
 def keys(rows: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seeds and positions, of any bits."""
+    """Random seeds and positions."""
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=random)
     return seeds, torch.randint(0, 2**32, (rows,), generator=random)
 
@@ -87,7 +88,8 @@ def greedy(scores: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_draws(got: torch.Tensor, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> None:
-    """What is chosen is gumbel.py's choice, or one whose sum equals the largest but for the rounding of two logs."""
+    """Check that the chosen token is gumbel.py's choice, or that its score equals the largest within the rounding of
+    two logs."""
     want = gumbel.keyed_choice(scores.float(), seeds, positions)
     sums = scores.float() + gumbel.gumbel_noise(seeds, positions, torch.arange(scores.shape[1]))
     behind = sums.gather(1, want.unsqueeze(1)) - sums.gather(1, got.unsqueeze(1))
@@ -95,7 +97,7 @@ def assert_same_draws(got: torch.Tensor, scores: torch.Tensor, seeds: torch.Tens
     assert (got != want).float().mean() <= 0.001
 
 
-# The choice.
+# Sampling.
 
 
 def test_the_hash_is_that_of_gumbel_bit_for_bit(random: torch.Generator) -> None:
@@ -131,7 +133,7 @@ def test_draws_are_those_of_gumbel_and_other_rows_greedy(
     rows = 512 if CUDA else 3
     seeds, positions = keys(rows, random)
     wide = (4 * torch.randn(rows, vocab + 3, generator=random)).to(dtype)
-    scores = wide[:, 1 : vocab + 1]  # rows start anywhere
+    scores = wide[:, 1 : vocab + 1]  # rows with an unaligned start
     sampled = torch.rand(rows, generator=random) < 0.5
     sampled[:2] = torch.tensor([True, False])
     got = kernels.choose_by_key(wide.to(DEVICE)[:, 1 : vocab + 1], *on_device(seeds, positions, sampled)).cpu()
@@ -219,7 +221,8 @@ def test_a_product_is_exact_but_for_rounding(
 
 @pytest.fixture
 def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a tile's product is numpy's, whose bits depend on where a row lies: here they do not."""
+    """In the interpreter a tile's product is numpy's, whose bits depend on the position of a row; this replacement's do
+    not."""
 
     def in_order(left: np.ndarray, right: np.ndarray, dtype: type) -> np.ndarray:
         total = np.zeros((len(left), right.shape[1]), dtype)

@@ -1,4 +1,4 @@
-"""New weights for a core that runs: it then is the model it was sent, and never serves half of it or the old one."""
+"""New weights for a running core: it then serves the new model, and never a mixture or the old one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def expected(checkpoints: list[Path]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "multiprocess", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in-process", "multi-process"]
 )
-def test_it_is_the_model_it_was_sent(
+def test_after_an_update_the_engine_serves_the_new_model(
     checkpoints: list[Path],
     expected: list[list[int]],
     backend: Any,
@@ -128,9 +128,7 @@ def engine(checkpoints: list[Path]) -> Iterator[LLMEngine]:
         (["ab"], "pairs of a name and an array"),
     ],
 )
-def test_what_are_no_weights_of_the_model_is_refused(
-    engine: LLMEngine, expected: list[list[int]], given: Any, error: str
-) -> None:
+def test_unknown_weights_are_refused(engine: LLMEngine, expected: list[list[int]], given: Any, error: str) -> None:
     with pytest.raises(InvalidArgumentError, match=error):
         engine.update_weights(given, "v")
     assert tokens(engine) == expected[0], "nothing was replaced"
@@ -204,7 +202,7 @@ def test_quantized_weights_are_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_daemon_a_sender_that_leaves_half_way_is_everybodys_error_until_somebody_sends_all(
+def test_after_an_incomplete_update_on_a_daemon_all_requests_fail_until_an_update_is_complete(
     checkpoints: list[Path], expected: list[list[int]]
 ) -> None:
     with daemons.short_folder() as folder:

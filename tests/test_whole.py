@@ -1,4 +1,5 @@
-"""Models that run as a whole: which they are, that they compute what their own code does, in any step, bit for bit."""
+"""Models that run as one native call: which they are, and that they compute the same as their own code, in any step,
+with the same bits."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from transformers import PreTrainedModel
 
 import tiny
 from mainspring.core.model.learn.verify import Chunk, paged_logits, schedule
+from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import page
 from mainspring.core.model.run import whole_model as whole
 from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.paged_model import PagedModel
-from mainspring.core.model.run.whole_model import make_whole
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, Backend, SlopeBias
 from mainspring.kernels.native.decoder import PHASES, NativeDecoder
@@ -39,9 +40,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled": ("granite", {"logits_scaling": 3.0, "tie_word_embeddings": True}),
     "hardly_scaled": ("granite", {"logits_scaling": 1.05}),
     "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
-    "scaled_rows": ("gemma3", {"hidden_size": 80}),  # by a number that half precision rounds
+    "scaled_rows": ("gemma3", {"hidden_size": 80}),  # scaled by a number that half precision rounds
 }
-FAST_MODELS = ("llama", "gemma2", "granite", "ungated")  # those of the fast tier
+FAST_MODELS = ("llama", "gemma2", "granite", "ungated")  # models of the fast tier
 LENGTHS = (37, 26)  # both longer than the windows
 SEQUENCES = [
     torch.randint(2, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
@@ -71,7 +72,7 @@ def build_one(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Pre
 def made(
     backend: Backend, name: str, dtype: torch.dtype = torch.float32, bits: int | None = None, **more: Any
 ) -> PagedModel:
-    """A model that runs as a whole."""
+    """A model that runs as one native call."""
     model = page(build_one(name, dtype, **more), backend=backend)
     make_whole(model, backend, bits)
     assert model.whole is not None, model.notes[-1]
@@ -84,13 +85,13 @@ def logits_of(model: PagedModel, backend: Backend, dtype: torch.dtype | None = N
 
 @torch.inference_mode()
 def own_logits(model: PreTrainedModel) -> torch.Tensor:
-    """By the model's own code."""
+    """Logits from the model's own code."""
     with attention_set(model, "eager"):
         return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in SEQUENCES]).float()
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """In standard deviations."""
+    """Error in standard deviations."""
     return float((got - want).square().mean().sqrt() / want.std())
 
 
@@ -145,14 +146,14 @@ def test_rounding_does_not_hide_what_is_done_to_logits(
 ) -> None:
     model = made(native, name, torch.bfloat16)
     assert model.whole is not None
-    head = model.whole._head
+    head = model.whole.head
     assert head.scale == pytest.approx(scale, rel=1e-3)
     assert head.cap == cap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sinks(native: NativeBackend, dtype: torch.dtype) -> None:
-    """Of known models only mixtures have them."""
+    """Among known models only mixtures of experts have sinks."""
     model = page(build_one("llama", dtype), backend=native)
     assert model.stack is not None
     without = logits_of(model, native)
@@ -214,8 +215,7 @@ def test_a_row_has_the_same_bits_in_any_step(
 
 
 def first_call(model: PagedModel, backend: Backend) -> tuple[Any, Any, Any, Any, Any]:
-    """What a forward of all of `SEQUENCES` is given, to be given again: ids, positions, attention, sequences, wanted
-    rows."""
+    """Inputs of a forward of all of `SEQUENCES`, for reuse: ids, positions, attention, sequences, wanted rows."""
     calls = []
     forward = model.forward
 
@@ -242,7 +242,7 @@ def test_rows_are_not_padded(native: NativeBackend) -> None:
 @pytest.mark.parametrize(("threads", "bits"), [(1, None), (2, 8), (2, 4)])
 @pytest.mark.parametrize("name", fast_only(FAST_MODELS, sorted(MODELS)))
 def test_any_rows_have_logits_in_any_order(native: NativeBackend, name: str, threads: int, bits: int | None) -> None:
-    """Where few rows have any, the last layer leaves the others out."""
+    """If only few rows need logits, the last layer skips the others."""
     torch.set_num_threads(threads)
     model = made(native, name, bits=bits)
     *inputs, every_row = first_call(model, native)
@@ -307,7 +307,7 @@ def test_parameters_are_read_and_written_by_their_names(native: NativeBackend, n
         model.parameters.set(key, value)
         assert torch.equal(model.parameters.get(key), value), key
         before, logits = logits, logits_of(model, native)
-        # a tied weight has two names, and the second changes nothing more
+        # a tied weight has two names, and the second changes nothing
         assert not torch.equal(logits, before) or (name, key) == ("scaled", "lm_head.weight"), key
     assert torch.equal(logits, logits_of(other, native))
 

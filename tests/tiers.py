@@ -1,4 +1,5 @@
-"""What the fast tier (`make test`) takes of a large test: some of its parameters, some of its random examples."""
+"""The part of a large test that runs in the fast tier (`make test`): some of its parameters, some of its random
+examples."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import tiny
 
 
 def examples(number: int) -> int:
-    """How many examples a random test draws: `number`, a tenth of it in `make test`, ten times in `make test-random`.
+    """Number of examples of a random test: `number`, a tenth of it in `make test`, ten times in `make test-random`.
 
     The factor comes from hypothesis's profile (conftest.py registers the three).
     """
@@ -20,7 +21,7 @@ def examples(number: int) -> int:
 
 
 def fast_only(fast: Container[Any], values: Iterable[Any]) -> list[Any]:
-    """Parameters for a test that runs in the fast tier only with those in `fast`."""
+    """Parameters of a test; only those in `fast` run in the fast tier."""
     return [pytest.param(value, marks=() if value in fast else pytest.mark.slow) for value in values]
 
 

@@ -1,7 +1,7 @@
-"""Tiny random fp32 checkpoints of 15 architectures, made on the spot.
+"""Tiny random fp32 checkpoints of 15 architectures, generated at run time.
 
-Weights are drawn wider than a model's own initialisation would, so that greedy outputs are diverse: with small ones the
-logits hardly depend on the context and a wrong cache would go unseen.
+Weights have a larger variance than the model's own initialisation, so that greedy outputs are diverse: with small
+weights the logits hardly depend on the context, and an error in the cache would not be detected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SIZES: dict[str, Any] = {
 _ALTERNATING = {"num_hidden_layers": 4, "sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
-# name → model type of transformers, and what it sets besides the sizes above
+# name → model type of transformers, and config fields besides the sizes above
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": 24, "head_dim": 16}),
@@ -88,12 +88,13 @@ def make(
 
 
 def widen(model: PreTrainedModel, gain: float = 1.5) -> None:
-    """Draw every matrix anew, so wide that a layer's output depends clearly on its input, and shake the vectors."""
+    """Redraw every matrix with a variance so large that a layer's output clearly depends on its input, and add noise to
+    the vectors."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                # a strong embedding, tied to the output layer, would only repeat the last token
+                # with large embeddings, tied to the output layer, the model would only repeat the last token
                 strength = 0.3 if parameter in embeddings else gain
                 parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
             else:

@@ -1,8 +1,9 @@
-"""What tests of the wire share: small requests, what came of them, and a frontend that sends what it likes."""
+"""Helpers for tests of the protocol: small requests, their results, and a frontend that can send any frames."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ def request(handle: int, max_tokens: int = 3, first: int = 100) -> AddRequest:
 
 
 def collect(client: SyncClient, count: int, timeout: float = 30.0) -> dict[int, list[int]]:
-    """Tokens by handle, until `count` requests have ended."""
+    """Collect tokens by handle until `count` requests have ended."""
     tokens: dict[int, list[int]] = defaultdict(list)
     ended = 0
     deadline = time.monotonic() + timeout
@@ -48,12 +49,12 @@ def eventually(holds: Callable[[], Any], timeout: float = PROMPTLY) -> bool:
 
 
 def sees_the_loss(client: SyncClient) -> bool:
-    """Of the core, which is gone."""
+    """Wait until the client notices that its core has gone."""
     return eventually(lambda: client.abort([]) or client._connection.poll_seconds is not None)
 
 
 class Raw:
-    """A frontend that sends what it likes, and reads when it likes."""
+    """A frontend that sends any frames and reads only when told to."""
 
     def __init__(
         self, owner: StandInOwner, address: str | None = None, keys: tuple[str, str, str] | None = None
@@ -62,6 +63,7 @@ class Raw:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = make_dealer(self.context, keys)
         self.socket.connect(address or owner.address)
+        self.close = weakref.finalize(self, _close, self.socket, self.context)
 
     def send(self, message: Any, instance: bytes | None = None, epoch: int | None = None) -> None:
         instance = self.owner.instance_id if instance is None else instance
@@ -87,13 +89,15 @@ class Raw:
             if not isinstance(message, Probe):
                 return message
 
-    def close(self) -> None:
-        self.socket.close(linger=0)
-        self.context.term()
+
+def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Also after a test that failed: a context that is collected while a socket is open waits for ever."""
+    socket.close(linger=0)
+    context.term()
 
 
 class Deaf(Raw):
-    """Reads nothing until it is told to, and its socket holds next to nothing for it."""
+    """Reads nothing until told to, and its socket has very small buffers."""
 
     def __init__(self, owner: StandInOwner) -> None:
         self.owner = owner
@@ -103,3 +107,4 @@ class Deaf(Raw):
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.RCVBUF, 4096)
         self.socket.connect(owner.address)
+        self.close = weakref.finalize(self, _close, self.socket, self.context)

@@ -41,7 +41,7 @@ ArgTest = Callable[[Place, LLMEngine], None]
 def arg(
     name: str, value: Any, bundle: str = "", modes: tuple[str, ...] = (), why: str = "", **more: Any
 ) -> Callable[[ArgTest], ArgTest]:
-    """A test of an engine with this argument; `more` go with it. A callable value is asked for the value."""
+    """A test of an engine with this argument and those in `more`. A callable value is called for the value."""
 
     def register(test: ArgTest) -> ArgTest:
         if bundle:
@@ -60,7 +60,7 @@ def arg(
 
 
 def together(at: Place, engine: LLMEngine, *prompts: Any, priorities: tuple[int, ...] = (), **sampling: Any) -> Any:
-    """Add these at one moment; in which step each had its first token, and which it ended in."""
+    """Add these requests together; → the steps of each one's first token and of its end."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, **sampling})
     engine.engine_core.call("pause_generation", "keep", False)
     names = [
@@ -81,7 +81,7 @@ def together(at: Place, engine: LLMEngine, *prompts: Any, priorities: tuple[int,
 
 
 def tokens(count: int) -> list[int]:
-    """A prompt that nothing before had."""
+    """A prompt that no earlier request had."""
     start = time.monotonic_ns()
     return [300 + (start // 7**at) % 700 for at in range(count)]
 
@@ -106,7 +106,7 @@ def tokenizer(at: Place, engine: LLMEngine) -> None:
 
 
 def _on_connection(at: Place, **options: Any) -> LLMEngine:
-    """In a connected engine these are options of the connection."""
+    """For a connected engine these are options of the connection."""
     if at.mode != CONNECTED:
         return at.fresh(**options)
     engine = LLMEngine.connect(at.address(), **{k: v for k, v in options.items() if k != at.default})
@@ -135,7 +135,7 @@ def skip_tokenizer_init(at: Place) -> None:
 @row("EngineArgs.trust_remote_code")
 def trust_remote_code(at: Place) -> None:
     args = {"model": checkpoints.own_code(at), "trust_remote_code": True, "skip_tokenizer_init": True}
-    if at.mode == CONNECTED:  # a connection says for itself that it wants none
+    if at.mode == CONNECTED:  # a connection disables them for itself
         engine = LLMEngine.connect(at.address(**args), skip_tokenizer_init=True)
         at._fresh.append(engine)
     else:
@@ -352,7 +352,7 @@ CRASHES = "a core in this process ends with it"
 
 @row("EngineArgs.max_restarts", modes=(OWN, CONNECTED), why=CRASHES)
 def max_restarts(at: Place) -> None:
-    engine = at.fresh(max_restarts=0, max_model_len=1000)  # the length: so that nobody else's core is killed
+    engine = at.fresh(max_restarts=0, max_model_len=1000)  # the length, so that no other test's core is killed
     engine.add_request(at.id(), STORY, SamplingParams(max_tokens=900, ignore_eos=True))
     engine.step()
     client: Any = engine.engine_core
@@ -407,7 +407,7 @@ def metrics_port(at: Place) -> None:
     if at.mode == CONNECTED:
         (port,) = re.findall(r"metrics at http://127\.0\.0\.1:(\d+)/", at.daemon(metrics_port=0).log)
     deadline = time.monotonic() + 30
-    while at.scrape(port)["generation_tokens_total"] < 8:  # a core tells its daemon now and then
+    while at.scrape(port)["generation_tokens_total"] < 8:  # a core reports to its daemon at intervals
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""Small checkpoints that rows need."""
+"""Small checkpoints for rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def embedded(at: Place, name: str, **generation: Any) -> str:
 
 
 def random_llama(at: Place) -> str:
-    """A tiny model with a tokenizer of its own."""
+    """A tiny model with its own tokenizer."""
     return at.once("llama", lambda folder: str(tiny.make("llama", folder, tokenizer=True)))
 
 
@@ -67,7 +67,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 def own_code(at: Place) -> str:
-    """A tiny model that comes with its code."""
+    """A tiny model that contains its code."""
 
     def make(folder: Path) -> str:
         tiny.make("llama", folder)
@@ -83,7 +83,7 @@ def own_code(at: Place) -> str:
 
 
 def adapter(at: Place, number: int) -> str:
-    """A LoRA adapter of rank 4 for the embedded model, strong enough to be seen."""
+    """A LoRA adapter of rank 4 for the embedded model, large enough to change the output."""
 
     def make(folder: Path) -> str:
         import peft
@@ -100,19 +100,18 @@ def adapter(at: Place, number: int) -> str:
     return at.once(f"adapter-{number}", make)
 
 
-def classifier(at: Place) -> str:
-    """A tiny model that tells three classes apart."""
+def classifier(at: Place, of: str = "Sequence") -> str:
+    """A tiny model with three classes of texts, or of tokens."""
 
     def make(folder: Path) -> str:
-        from transformers import AutoConfig, LlamaForSequenceClassification
+        import transformers
 
-        LlamaForSequenceClassification(
-            AutoConfig.from_pretrained(random_llama(at), num_labels=3, pad_token_id=2)
-        ).save_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(random_llama(at), num_labels=3, pad_token_id=2)
+        getattr(transformers, f"LlamaFor{of}Classification")(config).save_pretrained(folder)
         tiny.make_tokenizer(folder)
         return str(folder)
 
-    return at.once("classifier", make)
+    return at.once(f"classifier of {of}", make)
 
 
 def prompt_adapter(at: Place, number: int, tokens: int) -> str:

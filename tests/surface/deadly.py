@@ -1,4 +1,4 @@
-"""A worker extension with which a core dies of every request whose prompt begins with the token 77."""
+"""A worker extension that kills the core at every request whose prompt begins with token 77."""
 
 import os
 

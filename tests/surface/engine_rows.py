@@ -33,7 +33,7 @@ LOCAL = "it has no arguments for a core, only for a connection"
 
 
 class Listener(StatLoggerBase):
-    """Remembers what it is told."""
+    """Records the statistics it gets."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.recorded = self.logged = self.initialized = 0

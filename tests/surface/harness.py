@@ -1,8 +1,8 @@
-"""Rows of the public surface, their tests, and what becomes of a test when the row's member does nothing.
+"""Rows of the public surface, their tests, and a check that each test fails without the row's member.
 
 A row is `OWNER.NAME`: a member of a class, a field of parameters, arguments or outputs, a metric (`metrics.NAME`) or a
-name of the package (`mainspring.NAME`). A test is a function of a `Place`: engines of one mode. It runs twice: as it
-is, when it has to pass, and with the row's member taken away, when it has to fail.
+name of the package (`mainspring.NAME`). A test is a function of a `Place`: engines of one mode. It runs twice: with the
+member it must pass, and with the member removed it must fail.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from mainspring import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from mainspring.engine import llm
 from mainspring.engine.observe import metrics
 from mainspring.engine.request import outputs
+from mainspring.engine.text.tokenizer import Tokenizer
 from mainspring.ipc import structured
 
 IN, OWN, CONNECTED = MODES = ("in-process", "own process", "connected")
 NOT_INSIDE = ((OWN, CONNECTED), "its core is always in another process")
-PATIENCE_S = 120  # a guard against hanging
-SHARED = 3  # engines kept open beside the plain one
+PATIENCE_S = 120  # seconds; a guard against hanging
+SHARED = 3  # number of engines kept open besides the plain one
 BASE = {"num_gpu_blocks_override": 300}
 
 Test = Callable[["Place"], Any]
 
 
 class Row(NamedTuple):
-    """One row and its test. `of` is the member that is taken away; the name may say more, after a blank."""
+    """One row and its test. `of` is the member that is removed; the name may add a comment after a space."""
 
     name: str
     test: Test
     modes: tuple[str, ...] = MODES
-    why: str = ""  # no other modes make sense
-    says: str = ""  # for the page, where there is no docstring
+    why: str = ""  # the test supports only these modes
+    says: str = ""  # for the page, if there is no docstring
 
     @property
     def of(self) -> str:
@@ -60,7 +61,7 @@ class Row(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a row did in one mode: `passed`, or what was wrong."""
+    """The result of a row in one mode: `passed`, or the problem."""
 
     row: str
     mode: str
@@ -75,7 +76,7 @@ NEXT: dict[str, Row] = {}  # accepted by signature; the test sees that the error
 def row(
     *names: str, modes: tuple[str, ...] = (), why: str = "", says: str = "", into: dict[str, Row] = ROWS
 ) -> Callable[[Test], Test]:
-    """Register a test for one row or several that it tests together; each is taken away by itself."""
+    """Register a test for one or several rows; each member is removed separately."""
 
     def register(test: Test) -> Test:
         for name in names:
@@ -88,7 +89,7 @@ def row(
 
 
 def comes(feature: str, modes: tuple[str, ...] = MODES) -> Callable[[Test], Test]:
-    """Register what raises `NotSupportedError` until its issue comes. `feature` is what the error has to name."""
+    """Register a row that raises `NotSupportedError` until its feature exists. The error must name `feature`."""
 
     def register(test: Test) -> Test:
         def refused(at: Place) -> None:
@@ -109,11 +110,12 @@ _PARAMETERS = ("SamplingParams", "PoolingParams", "BeamSearchParams", "LoRAReque
 
 
 def owners() -> dict[str, type]:
-    """Every class whose members are rows, by name."""
+    """All classes whose members are rows, by name."""
     found = dict(ENGINES)
     for name in (*_PARAMETERS, "EngineArgs", "AsyncEngineArgs"):
         if (kind := getattr(mainspring, name, None)) is not None:
             found[name] = kind
+    found["Tokenizer"] = Tokenizer
     found["StructuredOutputsParams"] = structured.StructuredOutputsParams
     for kind in vars(outputs).values():
         if isinstance(kind, type) and kind.__module__ == outputs.__name__ and not kind.__name__.startswith("_"):
@@ -122,7 +124,7 @@ def owners() -> dict[str, type]:
 
 
 def existing() -> dict[str, Any]:
-    """Every row that there is, found by looking: name → the member, or None where only an instance has it."""
+    """All existing rows, found by inspection: name → the member, or None if only an instance has it."""
     found: dict[str, Any] = {}
     for owner, kind in owners().items():
         inherited = members(EngineArgs) if owner == "AsyncEngineArgs" else {}
@@ -133,7 +135,7 @@ def existing() -> dict[str, Any]:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """Public fields, methods and properties of a class, and the attributes that its methods give an instance."""
+    """Public fields, methods and properties of a class, and the attributes that its methods set on an instance."""
     found: dict[str, Any] = dict.fromkeys(instance_attributes(kind))
     if dataclasses.is_dataclass(kind):
         found |= dict.fromkeys(field.name for field in dataclasses.fields(kind))
@@ -149,7 +151,7 @@ def members(kind: type) -> dict[str, Any]:
 
 @functools.lru_cache
 def instance_attributes(kind: type) -> list[str]:
-    """What is assigned to `self` anywhere in the class, but for private names."""
+    """Public attributes that are assigned to `self` anywhere in the class."""
     found = []
     for one in kind.__mro__:
         if not one.__module__.startswith("mainspring.engine.") or dataclasses.is_dataclass(one):
@@ -167,7 +169,7 @@ def instance_attributes(kind: type) -> list[str]:
 
 @contextlib.contextmanager
 def without(name: str, at: Place) -> Iterator[None]:
-    """The row's member gives None, the field has its default, the metric is not there, while this lasts."""
+    """A context in which the member returns None, the field has its default, or the metric does not exist."""
     owner, _, member = name.partition(".")
     if owner == "metrics":
         with mock.patch.object(metrics.StatLoggerManager, "metrics", _without_metric(member)):
@@ -202,7 +204,7 @@ def without(name: str, at: Place) -> Iterator[None]:
 
 
 def nothing(kind: type, member: str) -> Any:
-    """In place of a method one of the same kind that gives None, or no outputs; in place of an attribute None."""
+    """A replacement: for a method, one of the same kind that returns None or no outputs; for an attribute, None."""
     one = inspect.getattr_static(kind, member, None)
     if isinstance(one, (classmethod, staticmethod)):
         return staticmethod(lambda *_, **__: None)
@@ -230,7 +232,7 @@ def _init_without(kind: Any, member: str) -> Callable[..., None]:
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     else:
-        default = 1 if field.default is dataclasses.MISSING else field.default  # a required one: the smallest
+        default = 1 if field.default is dataclasses.MISSING else field.default  # if required: the smallest
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -268,12 +270,12 @@ def _blanked(value: Any, kind: type, member: str) -> None:
 
 
 class Place:
-    """Engines of one mode for the tests, shared by those that ask for the same arguments."""
+    """Engines of one mode for the tests, shared by tests with the same arguments."""
 
     def __init__(self, mode: str, folder: Path) -> None:
         self.mode, self.folder = mode, folder
         self.default: str | None = None  # the argument that is left at its default
-        self.hidden: str | None = None  # the metric that is not there
+        self.hidden: str | None = None  # the metric that is removed
         self.blank: tuple[type, str] | None = None  # the attribute of outputs that is None
         self.loop = asyncio.new_event_loop()
         self._engines: OrderedDict[str, Any] = OrderedDict()
@@ -287,7 +289,7 @@ class Place:
         return self.mode == IN
 
     def once(self, name: str, make: Callable[[Path], Any]) -> Any:
-        """What a test needs on the disk, made in a folder of its own when first asked for."""
+        """Files for a test, created in a separate folder at the first use."""
         if name not in self._files:
             (folder := self.folder / name).mkdir()
             self._files[name] = make(folder)
@@ -310,11 +312,11 @@ class Place:
         return self._daemons[key]
 
     def address(self, **args: Any) -> str:
-        """Of a daemon; with the right to change the engine for everyone."""
+        """The address of a daemon, with admin rights."""
         return self.daemon(**args).address + ".admin"
 
     def fresh(self, kind: Any = LLMEngine, /, **args: Any) -> Any:
-        """An engine of this mode for one test alone, which it may break."""
+        """An engine of this mode for a single test, which may break it."""
         if self.mode == CONNECTED:
             made = kind(connect=self.address(**args)) if kind is llm.LLM else kind.connect(self.address(**args))
         elif kind is llm.LLM:
@@ -356,14 +358,14 @@ class Place:
         return f"r{next(self._numbers)}"
 
     def stream(self, prompt: Any = "Once upon a time", /, engine: Any = None, **sampling: Any) -> list[Any]:
-        """All outputs of one request, greedy if nothing else is said."""
+        """All outputs of one request, greedy by default."""
         engine = engine or self.engine()
         given = {"temperature": 0.0, "max_tokens": 8, **sampling}
         name = engine.add_request(self.id(), prompt, SamplingParams(**given))
         return self.outputs(engine, name)
 
     def outputs(self, engine: LLMEngine, *names: str) -> list[Any]:
-        """Step until all has ended; the outputs of the requests of these names, or of all."""
+        """Step until all requests have ended; → the outputs of the named requests, or of all."""
         found: list[Any] = []
         while engine.has_unfinished_requests():
             found += [one for one in engine.step() if not names or one.request_id in names]
@@ -385,7 +387,7 @@ class Place:
         return list(self.run(prompt, engine, **sampling).outputs[0].token_ids)
 
     def metric(self, name: str, engine: Any = None, **labels: str) -> Any:
-        """A metric's value; of a histogram the number of its observations."""
+        """A metric's value, or the number of a histogram's observations."""
         found = [
             one
             for one in (engine or self.engine()).get_metrics()
@@ -395,7 +397,7 @@ class Place:
         return getattr(found[0], "value", None) if hasattr(found[0], "value") else found[0].count
 
     def scrape(self, port: int) -> dict[str, float]:
-        """What is served for Prometheus, without labels."""
+        """The metrics served for Prometheus, without labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
             lines = [line.decode().rsplit(" ", 1) for line in page if not line.startswith(b"#")]
         found = {re.sub(r"^mainspring:|\{.*", "", name): float(value) for name, value in lines}
@@ -404,7 +406,7 @@ class Place:
     # ------------------------------------------------------------------ afterwards
 
     def settle(self) -> None:
-        """Leave the shared engines as they were, whatever a test did or left undone."""
+        """Reset the shared engines after a test."""
         for engine in self._fresh:
             _shut(engine)
         self._fresh = []
@@ -427,7 +429,7 @@ class Place:
             engine.step()
 
     def close(self) -> None:
-        """Also after an interrupt: whatever engines do, no daemon is left."""
+        """Stop all engines and daemons, also after an interrupt."""
         try:
             for engine in (*self._fresh, *self._engines.values()):
                 _shut(engine)
@@ -469,7 +471,7 @@ def _alarm(_: int, __: FrameType | None) -> None:
 
 
 def attempt(test: Test, at: Place) -> BaseException | None:
-    """Run a test; what it raised."""
+    """Run a test; → the exception it raised."""
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(PATIENCE_S)
     try:
@@ -485,7 +487,7 @@ def attempt(test: Test, at: Place) -> BaseException | None:
 
 
 def check(one: Row, at: Place, take_away: bool = True) -> Result:
-    """A row in one mode: its test passes, and fails without the member."""
+    """Check a row in one mode: its test passes, and fails without the member."""
     began = time.monotonic()
     error = attempt(one.test, at)
     at.settle()

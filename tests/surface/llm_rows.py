@@ -6,7 +6,18 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from mainspring import LLM, BeamSearchParams, InvalidArgumentError, LLMEngine, SamplingParams
+import pytest
+
+from mainspring import (
+    LLM,
+    BeamSearchParams,
+    EngineArgs,
+    InvalidArgumentError,
+    InvalidRequestError,
+    LLMEngine,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 from .engine_rows import RABBIT, Listener
 from .harness import BASE, OWN, Place, row
@@ -49,6 +60,37 @@ def beam_search(at: Place) -> None:
     assert scores[0] == max(scores)
 
 
+BAD = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="(a"))
+
+
+@row("LLM.generate, on_error", says="`raise`: the first error, if a request fails; `return`: errors in the outputs.")
+def generate_on_error(at: Place) -> None:
+    prompts, params = ["Once upon a time", "a"], [GREEDY, BAD]
+    with pytest.raises(InvalidRequestError, match="prompt 1: regex can't be used"):
+        at.llm().generate(prompts, params, use_tqdm=False)
+    good, bad = at.llm().generate(prompts, params, use_tqdm=False, on_error="return")
+    assert good.outputs[0].text.startswith(RABBIT)
+    assert (bad.outputs[0].finish_reason, type(bad.outputs[0].error)) == ("error", InvalidRequestError)
+
+
+@row("LLM.chat, on_error", says="As of `LLM.generate`.")
+def chat_on_error(at: Place) -> None:
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    with pytest.raises(InvalidRequestError, match="regex can't be used"):
+        at.llm().chat(ask, BAD, use_tqdm=False)
+    (bad,) = at.llm().chat(ask, BAD, use_tqdm=False, on_error="return")
+    assert bad.outputs[0].finish_reason == "error"
+
+
+@row("LLM.beam_search, on_error", says="As of `LLM.generate`.")
+def beam_search_on_error(at: Place) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    (found,) = at.llm().beam_search("Once upon a time", params, on_error="return")
+    assert len(found.sequences) == 2
+    with pytest.raises(InvalidArgumentError, match="on_error is 'ignore'"):
+        at.llm().beam_search("Once upon a time", params, on_error="ignore")  # type: ignore[arg-type]
+
+
 @row("LLM.get_tokenizer")
 def tokenizer(at: Place) -> None:
     one = at.llm().get_tokenizer()
@@ -88,6 +130,17 @@ def llm_engine(at: Place) -> None:
     assert at.text(engine=at.llm().llm_engine).startswith(RABBIT)
 
 
+@row("LLM.chat_template", says="The template of `chat`, in place of the model's own; None: the model's.")
+def chat_template(at: Place) -> None:
+    llm = at.llm()
+    before, llm.chat_template = llm.chat_template, "Once upon a time"
+    try:
+        [output] = llm.chat([{"role": "user", "content": "unread"}], GREEDY, use_tqdm=False)
+    finally:
+        llm.chat_template = before
+    assert output.prompt == "Once upon a time"
+
+
 @row("LLM.reset_prefix_cache")
 def reset_prefix_cache(at: Place) -> None:
     def cached() -> int:
@@ -118,6 +171,17 @@ def constructor(at: Place) -> None:
     at._fresh.append(made)
     assert made.llm_engine.get_model_config().max_model_len == 64
     assert made.generate("Once upon a time", GREEDY, use_tqdm=False)[0].outputs[0].text.startswith(RABBIT)
+
+
+@row("LLM.from_engine_args", modes=(OWN,), why="it starts a core")
+def from_engine_args(at: Place) -> None:
+    with LLM.from_engine_args(EngineArgs(**BASE, max_model_len=64)) as made:
+        assert made.llm_engine.get_model_config().max_model_len == 64
+
+
+@row("LLM.model_config", says="The model's part of the configuration.")
+def model_config(at: Place) -> None:
+    assert at.llm().model_config.max_model_len == at.llm().llm_engine.get_model_config().max_model_len
 
 
 @row("LLM.shutdown", "LLM.__exit__", says="Ends the core.")

@@ -1,4 +1,4 @@
-"""Rows of the metrics. Each is asked for by name, so that one that is not there is an error."""
+"""Rows of the metrics. Each is read by name, so that a missing one is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORY = "Once upon a time"
 
 
 def grown(at: Place, name: str, prompt: Any = STORY, **labels: str) -> float:
-    """By how much one request of 8 tokens lets it grow."""
+    """The increase of a metric by one request of 8 tokens."""
     before = at.metric(name, **labels)
     at.run(prompt, ignore_eos=True)
     return at.metric(name, **labels) - before
@@ -144,7 +144,7 @@ def requests_quarantined(at: Place) -> None:
 def malformed_frames(at: Place) -> None:
     at.run()
     before = at.metric("malformed_frames")
-    if not at.inside:  # where there is no wire none can come
+    if not at.inside:  # in-process there are no frames
         client: Any = at.engine().engine_core
         client._connection._socket.send_multipart([b"?", b"!"])
     at.run()

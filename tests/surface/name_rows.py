@@ -1,4 +1,4 @@
-"""Rows of the package's names: each is used for what it is."""
+"""Rows of the package's names: each is used."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ OTHERS = "AddressInUseError EngineStartError OutOfMemoryError ProtocolError Requ
 
 @name(*OTHERS.split())
 def other_errors(at: Place) -> None:
-    """Raised by what takes a crash, a full device or another version of the wire: tests/test_*.py have those."""
+    """Errors whose cause is a crash, a full device or another protocol version are tested in tests/test_*.py."""
     for one in OTHERS.split():
         assert getattr(mainspring, one) is getattr(errors, one)
         assert issubclass(getattr(mainspring, one), mainspring.MainspringError)

@@ -1,5 +1,5 @@
-"""Rows of what is newest: adapters, sleep, pauses, calls into the worker, speculation, offloading,
-traces, the older constructor.
+"""Rows of the newest features: adapters, sleep, pauses, calls into the worker, speculation, offloading, traces, the
+older constructor.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def llm_adapters(at: Place) -> None:
 
 def _adapters(at: Place, engine: Any) -> None:
     core = getattr(engine, "llm_engine", engine).engine_core
-    for number in core.call("list_loras"):  # a test that failed half way left them
+    for number in core.call("list_loras"):  # left by a test that failed
         core.call("remove_lora", number)
     assert engine.add_lora(lora(at)) is True
     assert engine.list_loras() == {1}
@@ -431,7 +431,7 @@ def otlp_traces_endpoint(at: Place) -> None:
 
 @row("EngineArgs.cpu_offload_gb")
 def cpu_offload_gb(at: Place) -> None:
-    """On a CPU weights are in host memory anyway: the nearest honest thing is to refuse it, or to say so."""
+    """On a CPU weights are always in host memory, so the option must be refused or reported."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What is accepted by signature and raises `NotSupportedError`, until its issue comes."""
+"""Arguments accepted by signature that raise `NotSupportedError` until their feature exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of what a request gives back."""
+"""Rows of the outputs of a request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""docs/surface.md: every row with what it does and where its test passed; and what is missing of them."""
+"""docs/surface.md: every row with its description and the modes in which its test passed; and missing rows."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -19,7 +20,7 @@ from .reasons import ELSEWHERE, SAYS, WITHOUT_EFFECT
 from .written import WRITTEN
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "surface.md"
-TABLES = "engine async llm params output args metric name new pooling next"
+TABLES = "engine async llm params output args metric name new pooling tokenizer next"
 HEAD = """# The public surface
 
 Every name that programs may use, what it does, and in which modes its test passed: with the core *in-process*, in its
@@ -32,6 +33,7 @@ TITLES = {
     "LLMEngine": "LLMEngine: add, step, collect",
     "AsyncLLMEngine": "AsyncLLMEngine: asyncio",
     "LLM": "LLM: offline batches",
+    "Tokenizer": "Tokenizer: what `get_tokenizer()` gives",
     "metrics": "Metrics, with the prefix `mainspring:`",
     "mainspring": "Names of the package: `from mainspring import …`",
 }
@@ -51,7 +53,7 @@ def tested() -> set[str]:
 
 
 def incomplete() -> list[str]:
-    """What there is without a test, and what is written down or tested but is not there."""
+    """Members without a test, and listed or tested members that do not exist."""
     there, tests = existing(), tested()
     listed = {*WITHOUT_EFFECT, *ELSEWHERE}
     return [
@@ -65,14 +67,14 @@ def incomplete() -> list[str]:
 
 
 def expected() -> list[Result]:
-    """The results when all is well."""
+    """The results if all tests pass."""
     there = existing()
     rows = [one for one in ROWS.values() if one.of in there]
     return [Result(one.name, mode) for one in (*rows, *NEXT.values()) for mode in one.modes]
 
 
 def table(results: Iterable[Result]) -> str:
-    """For a terminal: how many rows of each owner passed in each mode."""
+    """A table for a terminal: how many rows of each owner passed in each mode."""
     found: dict[str, dict[str, list[int]]] = {}
     for one in results:
         counts = found.setdefault(one.row.split(".")[0], {}).setdefault(one.mode, [0, 0])
@@ -135,7 +137,7 @@ def _shown(name: str) -> str:
 
 
 def says(name: str, there: Any = None) -> str:
-    """What a row does: the first sentence of what documents it."""
+    """The description of a row: the first sentence of its documentation."""
     if name in ROWS and ROWS[name].says:
         return ROWS[name].says
     owner, _, member = name.split()[0].partition(".")
@@ -149,13 +151,13 @@ def says(name: str, there: Any = None) -> str:
     if issubclass(kind, EngineArgs) and member in FIELDS:
         return FIELDS[member].doc.split("\n")[0]
     one = inspect.getattr_static(kind, member, None)
-    if isinstance(one, (property, classmethod, staticmethod)) or inspect.isfunction(one):
+    if isinstance(one, (property, functools.cached_property, classmethod, staticmethod)) or inspect.isfunction(one):
         return _sentence(inspect.getdoc(getattr(kind, member)))
     return _comment(kind, member)
 
 
 def _comment(kind: type, member: str) -> str:
-    """What stands behind a field's line."""
+    """The comment after a field's line."""
     found = re.search(rf"^    {member}: .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE)
     return (found[1][0].upper() + found[1][1:] + ".").replace("|", "\\|") if found else SAYS.get(member, "")
 

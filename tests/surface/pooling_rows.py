@@ -1,4 +1,4 @@
-"""Rows of pooling models: what is asked of them, and what they give back."""
+"""Rows of pooling models: their parameters and outputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import mainspring
 from mainspring import InvalidArgumentError, OverloadedError, PoolingParams
+from mainspring.ipc.pooling_params import LateChunkingParams
 
 from . import checkpoints
 from .async_rows import last
@@ -59,6 +60,20 @@ def pooling_task(at: Place) -> None:
 @row("PoolingParams.truncate_prompt_tokens", says="Keep the first so many tokens; -1: as many as fit.")
 def truncate_prompt_tokens(at: Place) -> None:
     assert pooled(at, truncate_prompt_tokens=3).prompt_token_ids == pooled(at).prompt_token_ids[:3]
+
+
+@row("PoolingParams.late_chunking_params", "PoolingRequestOutput.late_chunking", says="Vectors of chunks of tokens.")
+def late_chunking_params(at: Place) -> None:
+    found = pooled(at, task="token_embed", late_chunking_params=LateChunkingParams(2))
+    count = -(-len(found.prompt_token_ids) // 2)
+    assert found.outputs.data.shape == (count, 256)
+    assert len(found.late_chunking.chunks) == count
+
+
+@row("EngineArgs.pooler_config", says="The default task, and how vectors are pooled.")
+def pooler_config(at: Place) -> None:
+    engine = at.engine(**POOLING, pooler_config={"task": "token_embed"})
+    assert engine.get_supported_tasks()[0] == "token_embed"
 
 
 @row("PoolingParams.clone", says="A copy.", **BARE)
@@ -136,7 +151,7 @@ SAYS = {
 
 
 def _rows_of(kind: str, method: str, ask: Any) -> None:
-    """Of the attributes of one kind of output: a test for each, all from one request of `LLM`."""
+    """Register a test for each attribute of one kind of output, all from one request of `LLM`."""
     only = {"modes": NOT_INSIDE[0], "why": f"only `LLM.{method}` gives it; {NOT_INSIDE[1]}"}
 
     def common(at: Place) -> None:
@@ -194,9 +209,23 @@ def embed(at: Place) -> None:
     assert len(llm.encode([STORY, STORY], use_tqdm=False)) == 2
 
 
+@row("LLM.encode, on_error", says="As of `LLM.generate`.")
+def encode_on_error(at: Place) -> None:
+    (found,) = at.llm(**POOLING).encode(STORY, use_tqdm=False, on_error="return")
+    assert found.error is None
+    with pytest.raises(InvalidArgumentError, match="on_error is 'ignore'"):
+        at.llm(**POOLING).encode(STORY, use_tqdm=False, on_error="ignore")
+
+
 @row("LLM.classify", says="Probabilities of classes.")
 def classify(at: Place) -> None:
     assert math.isclose(sum(classified(at).outputs.probs), 1.0, abs_tol=1e-3)
+
+
+@row("LLM.reward", says="Scores of each token.")
+def reward(at: Place) -> None:
+    (found,) = at.llm(model=checkpoints.classifier(at, "Token")).reward(STORY, use_tqdm=False)
+    assert len(found.outputs.data) == len(found.prompt_token_ids)
 
 
 @row("LLM.score", says="How alike two texts are.")

@@ -1,4 +1,4 @@
-"""Rows without a test of their own, and why; and what fields mean that nothing else says."""
+"""Rows without their own test, with the reason, and descriptions of fields that have no other documentation."""
 
 WITHOUT_EFFECT = {
     "SamplingParams.extra_args": "it is for extensions; there are none",
@@ -8,6 +8,8 @@ WITHOUT_EFFECT = {
        for owner in ("LLMEngine", "AsyncLLMEngine", "LLM") for kind in ("mm", "encoder")},
     **{f"{owner}.dp_group": "None, for there is one copy of the model" for owner in ("LLMEngine", "AsyncLLMEngine")},
     **{f"{kind}RequestOutput.error": "None, for `LLM`'s method raises it: see `PoolingRequestOutput.error`"
+       for kind in ("Embedding", "Classification", "Scoring")},
+    **{f"{kind}RequestOutput.late_chunking": "None: one vector has no chunks; see `PoolingRequestOutput.late_chunking`"
        for kind in ("Embedding", "Classification", "Scoring")},
 }  # fmt: skip
 _GPU = "needs an NVIDIA GPU: `make gpu-check`"

@@ -30,7 +30,7 @@ SAMPLING = """
     stop_token_ids bad_words include_stop_str_in_output ignore_eos max_tokens min_tokens logprobs prompt_logprobs
     detokenize skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens output_kind stream_interval
     logit_bias allowed_token_ids structured_outputs guided_decoding logits_processors extra_args cache_salt
-    use_beam_search length_penalty early_stopping
+    use_beam_search length_penalty early_stopping trace_decode_token_ids
 """
 ARGS = """
     model tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code revision tokenizer_revision dtype seed
