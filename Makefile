@@ -25,7 +25,7 @@ RANDOM_TESTS = $(shell grep -l 'from tiers import .*examples' tests/test_*.py)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz attacks soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -74,7 +74,8 @@ test-main: $(DEV) ## both tiers in one run, the random tests with ten times as m
 
 test-all: test-gpu-libraries test-main ## all tests
 
-lint: $(DEV) ## ruff and mypy
+lint: $(DEV) ## ruff, mypy, and the length of the latest commit subjects
+	@git log --no-merges -n 50 --format=%s | awk 'length > 72 { print "a commit subject above 72 characters: " $$0; bad = 1 } END { exit bad }'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p $(VENV)/src && ln -sfn "$(CURDIR)" $(VENV)/src/mainspring # mypy finds the package by its folder's name
@@ -100,6 +101,9 @@ chaos: $(DEV) ## kill cores, daemons and frontends under streams (about 20 minut
 
 fuzz: $(DEV) ## a million bad frames beside streams; WRITE=--write as above
 	$(BIN)/python benchmarks/fuzz.py --frames 1000000 $(WRITE)
+
+attacks: $(DEV) ## floods of connections and of large requests beside a stream; WRITE=--write as above
+	$(BIN)/python benchmarks/attacks.py $(WRITE)
 
 soak: $(DEV) ## half an hour of mixed load and a crash a minute; WRITE=--write as above
 	$(BIN)/python benchmarks/soak.py --minutes 30 $(WRITE)
