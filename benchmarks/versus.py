@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 from compare import environment
@@ -163,10 +164,12 @@ def compare(name: str, pythons: tuple[str, str], rounds: int) -> str:
     model = START_MODEL if name == START else WORKLOADS[name].model
     if not (MODELS / model).exists():
         raise SystemExit(f"there is no {MODELS / model}; make it: python benchmarks/make_models.py {model}")
-    sides = [Starting(python) if name == START else Serving(python, name) for python in pythons]
-    pairs = alternate(sides[0].measure, sides[1].measure, rounds)
-    for side in sides:
-        side.close()
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(closing(Starting(python) if name == START else Serving(python, name)))
+            for python in pythons
+        ]
+        pairs = alternate(sides[0].measure, sides[1].measure, rounds)
     print(f"here: {sides[0].checkout}, there: {sides[1].checkout}", flush=True)
     return conclude("start to first token" if name == START else name, pairs)
 

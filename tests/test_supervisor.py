@@ -35,6 +35,17 @@ GUARD = 120.0  # seconds
 LONG = 1_000_000
 
 
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = children()  # another module's tests may have left some
+    yield
+    assert children() <= before
+
+
 @pytest.fixture(autouse=True)
 def fast_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace `sys.executable`, which the supervisor starts, by a script that runs stand_in_process.py."""
@@ -373,11 +384,6 @@ def test_what_keeps_the_first_core_from_starting_is_raised_under_its_own_type(tm
     with pytest.raises(InvalidArgumentError, match="this is wrong with it"):
         EmbeddedCore(config(str(script)))
     assert set(os.listdir("/proc/self/fd")) <= before
-    assert no_children()
-
-
-def no_children() -> bool:
-    return not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
 class Alone:
@@ -409,7 +415,6 @@ def test_a_core_that_loads_can_be_stopped(tmp_path: Path) -> None:
         one.supervisor.stop()
         with pytest.raises(EngineStartError, match="while it started"):
             starting.result(GUARD)
-    assert no_children()
 
 
 @pytest.mark.slow
@@ -425,7 +430,6 @@ def test_a_core_that_loads_again_can_be_stopped(tmp_path: Path) -> None:
         one.supervisor.stop()
         one.thread.join(GUARD)
         assert not one.thread.is_alive()
-    assert no_children()
 
 
 @pytest.mark.slow
@@ -487,7 +491,6 @@ def test_draining_ends_by_a_second_stop_or_the_limit(stops: int, drain_timeout: 
         one.thread.join(GUARD)
         assert not one.thread.is_alive()
         client.close()
-    assert no_children()
 
 
 @pytest.mark.slow
@@ -500,7 +503,6 @@ def test_a_core_that_does_not_end_when_it_is_told_to_is_killed(monkeypatch: pyte
         one.supervisor.stop()
         one.thread.join(GUARD)
         assert not one.thread.is_alive()
-    assert no_children()
 
 
 @pytest.mark.slow
