@@ -207,6 +207,34 @@ def test_the_only_running_request_may_give_way_to_one_that_waits() -> None:
     run(GIVES_WAY_ALONE)
 
 
+WAITS_FOR_BLOCKS = Schedule(  # one preempts the short ones, and has to wait until the steps with them have retired
+    {
+        "block_size": 8,
+        "windows": (16, 2),
+        "max_model_len": 52,
+        "num_blocks": 10,
+        "depth": 3,
+        "weights": [0.5, 0.5, 0.5],
+        "max_num_batched_tokens": 23,
+        "max_num_seqs": 8,
+    },
+    [
+        job._replace(length=0.15, max_tokens=17),
+        job._replace(length=0.31, max_tokens=30, frontend=1),
+        job._replace(abort=2),
+        job._replace(length=0.83, max_tokens=10, frontend=2),
+        job._replace(length=0.0, max_tokens=8),
+        job._replace(length=0.03, max_tokens=4),
+    ],
+    [],
+    [],
+)
+
+
+def test_blocks_that_a_running_request_waits_for_go_to_no_new_request() -> None:
+    run(WAITS_FOR_BLOCKS)
+
+
 def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     defer = Frontend.defer

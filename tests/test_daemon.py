@@ -172,7 +172,7 @@ def test_a_daemon_is_not_ready_while_a_socket_file_is_missing(daemon: Daemon, su
         os.kill(pid, signal.SIGCONT)
     until(lambda: http_code(daemon, "/readyz") == 200)
     assert path.is_socket()
-    assert f"the socket file of ipc://{path} was deleted: it is made again" in daemon.log
+    until(lambda: f"the socket file of ipc://{path} was deleted: it is made again" in daemon.log)
     with LLM(connect=f"ipc://{path}") as llm:
         assert llm.generate("Hi", SamplingParams(max_tokens=1))
     assert daemon.status()[1]["core_pid"] == pid

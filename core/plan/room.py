@@ -43,8 +43,8 @@ def allocate(state: SchedulerState, slots: np.ndarray) -> set[int]:
     blocks.
 
     Returns:
-        the frontends whose requests lacked blocks, and those whose requests were preempted. None of them gets a new
-        request in this step, which could take the blocks that running requests wait for.
+        the frontends that get no new request in this step, which could take the blocks that running requests wait for:
+        those whose requests lacked blocks or were preempted; all, if a request waits for blocks on their way back.
     """
     rows, lacking = state.rows, set()
     ends = rows.num_computed + rows.granted
@@ -52,8 +52,9 @@ def allocate(state: SchedulerState, slots: np.ndarray) -> set[int]:
     for slot in sorted(edges, key=lambda slot: state.fair.rank(state.running.requests[slot])):
         while rows.alive[slot] and not extend(state, slot, int(ends[slot])):
             lacking.add(int(rows.frontend[slot]))
-            if state.kv.num_on_the_way:  # they come back when a step retires
+            if state.kv.num_on_the_way:  # they come back when a step retires, and nobody else is to get them first
                 rows.granted[slot] = 0
+                lacking.update(frontend.id for frontend in state.fair)
                 break
             lacking.add(preempt_victim(state).frontend)
     return lacking
