@@ -24,7 +24,8 @@ ADMIN_BODY_BYTES = 16 << 20  # body of a utility call over a connection with `ad
 LARGE_BYTES = 16 << 10  # a body above this waits for its frontend's turn
 TURN_BYTES = 256 << 10  # of large bodies, and as many of small ones, decoded between two steps
 TURN_S = 0.1  # seconds after which a further turn begins although the step lasts longer
-WAITING_BYTES = 64 << 20  # large bodies that wait; above this nothing is received
+WAITING_BYTES = 2 << 20  # messages that wait; above this nothing is received
+MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body
 FIRST_BYTES = 16  # from the start of a body, which hold its first integer
 _INTEGER_BYTES, _FLOAT_BYTES = 9, 9  # the longest encodings in msgpack
 _ADD_REQUEST, _ABORT, _UTILITY_CALL = KIND_OF[AddRequest], KIND_OF[Abort], KIND_OF[UtilityCall]
@@ -152,6 +153,7 @@ class Turns(Generic[_Item]):
 
     def put(self, frontend: Any, size: int, kept: int, item: _Item) -> None:
         """Let a message wait. size: bytes of its body; kept: how many of them are kept in memory."""
+        kept += MESSAGE_BYTES
         self._waiting.setdefault(frontend, deque()).append((size, kept, item))
         self._waiting_bytes += kept
 
