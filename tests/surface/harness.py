@@ -105,7 +105,7 @@ def comes(feature: str, modes: tuple[str, ...] = MODES) -> Callable[[Test], Test
 # ---------------------------------------------------------------------- what there is
 
 ENGINES: dict[str, type] = {"LLMEngine": LLMEngine, "AsyncLLMEngine": AsyncLLMEngine, "LLM": mainspring.LLM}
-_DUNDER = ("__init__", "__enter__", "__exit__", "__aenter__", "__aexit__")
+_DUNDER = ("__init__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__")
 _PARAMETERS = ("SamplingParams", "PoolingParams", "BeamSearchParams", "LoRARequest", "PromptAdapterRequest")
 
 

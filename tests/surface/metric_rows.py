@@ -146,7 +146,7 @@ def malformed_frames(at: Place) -> None:
     before = at.metric("malformed_frames")
     if not at.inside:  # in-process there are no frames
         client: Any = at.engine().engine_core
-        client._connection._socket.send_multipart([b"?", b"!"])
+        client._connection._link.send([b"?", b"!"])
     at.run()
     assert at.metric("malformed_frames") == before + (not at.inside)
 

@@ -225,5 +225,6 @@ def beam_finish_reason(at: Place) -> None:
 
 @row("BeamSearchSequence.stop_reason", says="An error's text; None for the end of the sequence.", **INSIDE)
 def beam_stop_reason(at: Place) -> None:
-    (found,) = at.seen(at.llm(max_requests_per_frontend=1).beam_search(STORY, BeamSearchParams(3, 4)))
+    llm = at.llm(max_requests_per_frontend=1)
+    (found,) = at.seen(llm.beam_search(STORY, BeamSearchParams(3, 4), on_error="return"))
     assert "max_requests_per_frontend" in found.sequences[0].stop_reason
