@@ -100,6 +100,7 @@ def same(one: Found, other: Found) -> bool:
 # ------------------------------------------------------------------ what they are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("architecture", FIELDS)
 def test_they_are_the_top_k_of_transformers_router_logits(architecture: str, backend: str, tmp_path: Path) -> None:
@@ -149,6 +150,19 @@ def test_a_hit_is_as_long_as_what_is_known_of_its_experts(path: Path) -> None:
         assert scheduler.stats().prefix_hits == 0
 
 
+def test_new_weights_choose_anew(path: Path) -> None:
+    prompt, name = list(range(3, 90)), "model.layers.0.mlp.gate.weight"
+    plain = Plain(path)
+    with make_engine(path, **ON) as engine:
+        (_, before) = run(engine, [(prompt, 5)])[0]
+        weight = plain.model.get_parameter(name)
+        weight.data = weight.data.roll(1, 0).contiguous()
+        engine.update_weights([(name, weight.data.numpy())], "new")
+        tokens, experts = run(engine, [(prompt, 5)])[0]
+    check(plain, prompt, tokens, experts)
+    assert np.array_equal(experts[: len(prompt), 0], (before[: len(prompt), 0] + 1) % EXPERTS)
+
+
 def test_host_memory_counts_as_cached(path: Path) -> None:
     prompts = [([i, *range(3, 80)], 4) for i in range(8)]
     with make_engine(path, num_gpu_blocks_override=18, kv_offloading_size=0.01, **ON) as engine:
@@ -162,26 +176,21 @@ def test_rejected_guesses_leave_no_rows(path: Path, draft: str, tmp_path: Path) 
     jobs = [([*[5, 6, 7, 8] * 6, i], 40) for i in range(4)]
     with make_engine(path, **ON) as engine:
         plain = run(engine, jobs)
-    if draft == "other":
-        draft = str(make(tmp_path, seed=9, num_experts=4, num_experts_per_tok=1))
-    how = {
-        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5},
-        "same": {"model": str(path)},
-    }.get(draft, {"model": draft})
+    how: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5}
+    if draft != "ngram":
+        how = {"model": str(path if draft == "same" else tiny.make("llama", tmp_path, num_hidden_layers=1))}
     with make_engine(path, speculative_config=how, **ON) as engine:
         assert same(run(engine, jobs), plain)
         stats = engine.engine_core.core.scheduler.stats()
-        assert stats.accepted_tokens > 0
-        assert stats.draft_tokens > stats.accepted_tokens or draft == str(path) or draft == "same"
+        assert stats.accepted_tokens > 0 or draft == "other"
+        assert (stats.draft_tokens > stats.accepted_tokens) == (draft != "same")
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_with_steps_in_flight_and_graphs_they_are_the_same(
     path: Path, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = requests(tiny.VOCAB_SIZE)
-    with make_engine(path, num_gpu_blocks_override=DEFAULT_BLOCKS, **{**SETTINGS, **ON}) as engine:
-        plain = run(engine, jobs)
+    jobs, plain = requests(tiny.VOCAB_SIZE), Plain(path)
     devices: list[LateDevice] = []
 
     def make_late(device: torch.device) -> LateDevice:
@@ -196,8 +205,7 @@ def test_with_steps_in_flight_and_graphs_they_are_the_same(
         assert engine.engine_core.core._depth == 2
         assert (devices[-1].num_replays > 0) != eager
     for i, (prompt, _) in enumerate(jobs):
-        check(Plain(path), prompt, *found[i])
-    assert found.keys() == plain.keys()
+        check(plain, prompt, *found[i])
 
 
 def test_a_step_in_flight_on_a_cpu_does_not_overwrite_them(path: Path) -> None:

@@ -83,9 +83,8 @@ def _calls(model: PreTrainedModel) -> dict[str, _Call]:
     def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(path.startswith(f"{outer}.") for outer in found):
             return
-        given = {
-            place: x for place, x in (*enumerate(args), *kwargs.items()) if isinstance(x, torch.Tensor) and x.dim() == 2
-        }
+        every: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given = {place: x for place, x in every.items() if isinstance(x, torch.Tensor) and x.dim() == 2}
         shares = {x.shape for x in given.values() if x.is_floating_point()}  # of each expert in a row's result
         for place, x in given.items():
             if not x.is_floating_point() and len(x) == ROW_MULTIPLE and x.shape in shares:
