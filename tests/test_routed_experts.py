@@ -40,7 +40,7 @@ from plain import run as run_jobs
 from test_any_schedule import schedules
 from test_exact import DEFAULT_BLOCKS, SETTINGS, requests
 from test_late_device import GraphReference
-from test_output import Frontend
+from test_output import Frontend, ids
 from tiers import examples, fast_only
 
 GUARD = 120.0  # seconds
@@ -157,7 +157,10 @@ def test_new_weights_choose_anew(path: Path) -> None:
         (_, before) = run(engine, [(prompt, 5)])[0]
         weight = plain.model.get_parameter(name)
         weight.data = weight.data.roll(1, 0).contiguous()
+        kept = engine.engine_core.core.scheduler.state.kv.rows._rows
+        assert kept
         engine.update_weights([(name, weight.data.numpy())], "new")
+        assert not kept
         tokens, experts = run(engine, [(prompt, 5)])[0]
     check(plain, prompt, tokens, experts)
     assert np.array_equal(experts[: len(prompt), 0], (before[: len(prompt), 0] + 1) % EXPERTS)
@@ -294,15 +297,14 @@ def test_nothing_is_recorded_unless_it_is_asked_for(path: Path) -> None:
 
 
 def test_what_a_user_runs_of_the_model_is_not_recorded(path: Path) -> None:
-    ids = torch.arange(3, 103)[None]
     with make_engine(path, **{**SETTINGS, **ON}) as engine:
+        run(engine, [([3, 4, 5], 2)])
         rows = engine.engine_core.core.worker.runner._experts
         before = rows.clone()
-        assert len(rows) < ids.shape[1]
-        engine.apply_model(lambda model: list(model.modules())[-1].training)
-        for module in engine.engine_core.core.worker.model.model.modules():
-            if hasattr(module, "experts"):
-                module(torch.randn(1, 100, 64))
+        assert len(rows) < 100
+        with torch.inference_mode():
+            for layer in engine.engine_core.core.worker.model.model.model.layers:
+                layer.mlp(torch.randn(1, 100, 64))
         assert torch.equal(rows, before)
 
 
@@ -392,6 +394,18 @@ def test_rows_belong_to_their_requests_and_are_shown_at_the_end() -> None:
     assert state.output().outputs[0].routed_experts is None
 
 
+def test_what_comes_behind_a_stop_string_has_no_rows() -> None:
+    frontend, tokens = Frontend(), ids("seven eight nine ten")
+    (handle,) = frontend.add("a", [5, 6], stop=[" nine"])
+    rows = Routed([handle], [0], [len(tokens) + 1], [1, 1], "uint8", bytes(range(len(tokens) + 1)))
+    (state,) = frontend.output.process(Outputs([handle] * len(tokens), tokens, routed=rows), 0.0).changed
+    (completion,) = state.output().outputs
+    assert (completion.text, completion.stop_reason) == ("seven eight", " nine")
+    assert completion.routed_experts is not None
+    assert completion.routed_experts.ravel().tolist() == list(range(2 + len(completion.token_ids) - 1))
+    assert len(completion.token_ids) < len(tokens)
+
+
 # ------------------------------------------------------------------ any schedule
 
 WRONG = 77
@@ -413,6 +427,7 @@ class RoutedEngine(harness.Engine):
         self.told: defaultdict[harness.Key, list[int]] = defaultdict(list)
         self._rows: dict[int, np.ndarray] = {}  # by step
         self._truth: dict[harness.Key, list[int]] = {}
+        self.most_bytes = 0  # in a message
 
     def truth(self, key: harness.Key) -> list[int]:
         """Prompt and output of a request."""
@@ -449,6 +464,7 @@ class RoutedEngine(harness.Engine):
                 assert (routed.shape, routed.dtype) == ([1, 1], "uint16")
                 rows = np.frombuffer(routed.experts, "<u2").tolist()
                 assert len(rows) == sum(routed.counts)
+                self.most_bytes = max(self.most_bytes, len(routed.experts))
                 for handle, start, count in zip(routed.handles, routed.starts, routed.counts, strict=True):
                     told = self.told[frontend, handle]
                     assert (frontend, handle) not in self.finished
@@ -505,6 +521,20 @@ def test_any_schedule_sends_each_row_once(monkeypatch: pytest.MonkeyPatch) -> No
     each_row_is_sent_once()
     if examples(150) >= 150:
         assert min(seen["cut"], seen["preemptions"], seen["prefix_hits"], seen["rejected"]) > 20, seen
+
+
+@pytest.mark.parametrize("length", [9, 25])
+def test_hits_together_and_each_alone_fit_in_a_message(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (block_rows, routed_experts):
+        monkeypatch.setattr(module, "MOST_HIT_BYTES", 16)
+    engine = RoutedEngine(max_num_batched_tokens=8)
+    for _ in range(2):
+        for _ in range(6):
+            engine.add(range(length), 2)
+        engine.run()
+    engine.check_outputs()
+    assert engine.stats.prefix_hits >= 6 * 8
+    assert engine.most_bytes <= 8 * 2 + 2 * 16
 
 
 def test_rows_of_blocks_are_bounded_and_the_least_recently_used_go_first() -> None:
