@@ -49,9 +49,7 @@ class Platform:
     """What scripts ask about this machine's device."""
 
     def is_cuda(self) -> bool:
-        import torch
-
-        return torch.cuda.is_available()
+        return bool(_torch().cuda.is_available())
 
     is_cuda_alike = is_cuda
 
@@ -63,9 +61,7 @@ class Platform:
 
     def empty_cache(self) -> None:
         """Return this process's unused memory of the GPU. The core has its own."""
-        import torch
-
-        torch.cuda.empty_cache()
+        _torch().cuda.empty_cache()
 
 
 current_platform = Platform()
@@ -73,9 +69,13 @@ current_platform = Platform()
 
 def tensor_of(array: np.ndarray) -> Any:
     """A torch tensor with the array's values."""
+    return _torch().from_numpy(array.copy())
+
+
+def _torch() -> Any:
     import torch
 
-    return torch.from_numpy(array.copy())
+    return torch
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
