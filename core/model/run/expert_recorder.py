@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -44,16 +44,18 @@ class ExpertRecorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         found = _calls(model)
-        num_layers: int = model.config.get_text_config().num_hidden_layers
-        layers = [_layer_of(path) for path in found]
+        paths = [re.match(r"(.*?)\.(\d+)\.", path) for path in found]
+        lists = {None if path is None else path[1] for path in paths}  # of layers; there should be one
+        layers = [int(path[2]) for path in paths if path is not None]
         widths = {call.num_chosen for call in found.values()}
-        if not found or len(widths) > 1 or len({*layers} & {*range(num_layers)}) < len(layers):
+        name = lists.pop() if len(lists) == len(widths) == 1 else None
+        if name is None or len({*layers}) < len(layers):
             raise NotSupportedError(
                 f"enable_return_routed_experts is True, but in {type(model).__name__} no layers were found that are "
                 "given the experts of each token: unset it"
             )
         self.num_routed_layers = len(layers)
-        self.shape = num_layers, widths.pop()
+        self.shape = len(cast(nn.ModuleList, model.get_submodule(name))), widths.pop()
         most = max(getattr(call.module, "num_experts", _MOST_IN_A_BYTE + 1) for call in found.values())
         self.dtype = torch.uint8 if most <= _MOST_IN_A_BYTE else torch.int16
         self._rows: torch.Tensor | None = None
@@ -83,8 +85,8 @@ def _calls(model: PreTrainedModel) -> dict[str, _Call]:
     def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(path.startswith(f"{outer}.") for outer in found):
             return
-        every: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        given = {place: x for place, x in every.items() if isinstance(x, torch.Tensor) and x.dim() == 2}
+        every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        given = {place: x for place, x in every if isinstance(x, torch.Tensor) and x.dim() == 2}
         shares = {x.shape for x in given.values() if x.is_floating_point()}  # of each expert in a row's result
         for place, x in given.items():
             if not x.is_floating_point() and len(x) == ROW_MULTIPLE and x.shape in shares:
@@ -92,8 +94,3 @@ def _calls(model: PreTrainedModel) -> dict[str, _Call]:
 
     run_rows(model, slice(ROW_MULTIPLE), before=note)
     return found
-
-
-def _layer_of(path: str) -> int:
-    number = re.search(r"\.(\d+)\.", path)
-    return -1 if number is None else int(number[1])
