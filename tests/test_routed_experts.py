@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness
@@ -22,7 +25,7 @@ import test_any_schedule
 import tiny
 from harness import expected_output, result_of
 from late_device import LateDevice
-from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from mainspring import EngineArgs, LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutputKind, SamplingParams
 from mainspring.core.features import routed_experts
 from mainspring.core.features.routed_experts import RoutedExperts
 from mainspring.core.memory import block_rows
@@ -35,7 +38,8 @@ from mainspring.engine.request.expert_rows import ExpertRows
 from mainspring.ipc.errors import InvalidArgumentError, NotSupportedError
 from mainspring.ipc.messages import Finished, Outputs, Routed
 from native_here import why_not
-from plain import Plain, make_engine
+from peft_folders import make_lora, make_prompt_adapter
+from plain import Plain, collect, make_engine
 from plain import run as run_jobs
 from test_any_schedule import schedules
 from test_exact import DEFAULT_BLOCKS, SETTINGS, requests
@@ -46,6 +50,7 @@ from tiers import examples, fast_only
 GUARD = 120.0  # seconds
 ON: dict[str, Any] = {"enable_return_routed_experts": True}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 32}
 EXPERTS, CHOSEN = 8, 3
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN},
@@ -70,14 +75,20 @@ def check(plain: Plain, prompt: Sequence[int], tokens: Sequence[int], routed: np
     assert (routed.shape, routed.dtype) == ((len(known), layers, CHOSEN), np.uint8)
     with torch.inference_mode():
         logits = plain.model(torch.tensor([known]), output_router_logits=True).router_logits
-    assert len(logits) == layers
-    for layer, scores in enumerate(logits):
+    check_rows(logits, routed)
+
+
+def check_rows(logits: Sequence[torch.Tensor], routed: np.ndarray, first: int = 0) -> None:
+    """Check the experts of tokens from index `first` on against the router logits of each layer."""
+    assert len(logits) == routed.shape[1]
+    for layer, scores in enumerate(each[first:] for each in logits):
+        assert len(scores) == len(routed)
         chosen = scores.gather(1, torch.from_numpy(routed[:, layer].astype(np.int64)))
         torch.testing.assert_close(chosen, scores.topk(CHOSEN).values, rtol=0, atol=1e-3)
         assert all(len({*row}) == CHOSEN for row in routed[:, layer].tolist())
 
 
-Found = dict[int, tuple[list[int], np.ndarray]]
+Found = dict[Any, tuple[list[int], np.ndarray]]
 
 
 def run(engine: LLMEngine, jobs: Sequence[tuple[list[int], int]], **params: Any) -> Found:
@@ -253,6 +264,46 @@ def test_each_completion_has_its_own_up_to_where_its_text_ends(path: Path) -> No
     assert ends["token"][0].stop_reason == first.token_ids[9]
 
 
+@pytest.mark.slow
+def test_virtual_tokens_have_no_rows_and_adapters_and_embeddings_change_nothing_else(
+    path: Path, tmp_path: Path
+) -> None:
+    prompt, length = list(range(3, 60)), 21
+    virtual = PromptAdapterRequest("v", 1, str(make_prompt_adapter(path, tmp_path / "v", 1, length)), length)
+    lora = LoRARequest("l", 1, str(make_lora(path, tmp_path / "l", 1, r=4, target_modules=["q_proj", "v_proj"])))
+    params = SamplingParams(max_tokens=9, **GREEDY)
+    with make_engine(path, enable_prompt_adapter=True, enable_lora=True, **SMALL_STEPS, **ON) as engine:
+        embeds = engine.engine_core.core.worker.model.embed(torch.tensor(prompt))
+        found = []
+        for _ in range(2):  # the second time from the prefix cache
+            engine.add_request("v", prompt, params, prompt_adapter_request=virtual)
+            engine.add_request("l", prompt, params, lora_request=lora)
+            engine.add_request("e", {"prompt_embeds": embeds}, params)
+            engine.add_request("p", prompt, params)
+            ends = {output.request_id: output.outputs[0] for output in chain.from_iterable(collect(engine).values())}
+            found.append({name: (one.token_ids, one.routed_experts) for name, one in ends.items()})
+        assert engine.engine_core.core.scheduler.stats().prefix_hits >= 4 * 48
+    first, second = found
+    assert same(first, second)
+    assert same({0: first["e"]}, {0: first["p"]})
+    check(Plain(path), prompt, *first["p"])
+    embeddings = load_file(tmp_path / "v" / "adapter_model.safetensors")["prompt_embeddings"]
+    plain = Plain(path).model
+    inputs = torch.cat([embeddings, plain.get_input_embeddings()(torch.tensor(prompt + first["v"][0][:-1]))])
+    check_rows(plain(inputs_embeds=inputs[None], output_router_logits=True).router_logits, first["v"][1], length)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "l")
+    ids = torch.tensor([prompt + first["l"][0][:-1]])
+    check_rows(adapted(input_ids=ids, output_router_logits=True).router_logits, first["l"][1])
+    assert not np.array_equal(first["l"][1][:50], first["p"][1][:50])
+
+
+def test_a_beam_search_has_none(path: Path) -> None:
+    with make_engine(path, **ON) as engine:
+        params = SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=4)
+        output = run_jobs(engine, {"a": (list(range(3, 40)), params)})["a"]
+    assert [one.routed_experts for one in output.outputs] == [None, None]
+
+
 def test_an_aborted_completion_has_those_of_the_tokens_that_it_computed(path: Path) -> None:
     prompt = list(range(3, 60))
     with make_engine(path, **ON) as engine:
@@ -347,6 +398,11 @@ def test_a_model_without_experts_is_refused(backend: str, tmp_path: Path) -> Non
     made = tiny.make("llama", tmp_path)
     with pytest.raises(NotSupportedError, match=r"^enable_return_routed_experts is True, but [^.]*: unset it$"):
         make_engine(made, attention_backend=backend, skip_tokenizer_init=True, **ON)
+
+
+def test_a_model_that_pools_is_refused(path: Path) -> None:
+    with pytest.raises(NotSupportedError, match="^enable_return_routed_experts is True, which is for models that gen"):
+        make_engine(path, runner="pooling", **ON)
 
 
 def test_steps_whose_experts_are_too_many_for_a_message_are_refused(
