@@ -401,7 +401,7 @@ def test_a_model_without_experts_is_refused(backend: str, tmp_path: Path) -> Non
 
 
 def test_a_model_that_pools_is_refused(path: Path) -> None:
-    with pytest.raises(NotSupportedError, match="^enable_return_routed_experts is True, which is for models that gen"):
+    with pytest.raises(NotSupportedError, match=r"^enable_return_routed_experts is True, which is for models that gen"):
         make_engine(path, runner="pooling", **ON)
 
 
