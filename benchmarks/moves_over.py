@@ -86,7 +86,7 @@ CHECKPOINTS = [
         "nvidia/llama-nemotron-rerank-1b-v2",
         {"num_labels": 1, "max_position_embeddings": 2048},
     ),
-    Checkpoint("causal", "qwen3_moe", "Qwen/Qwen3-30B-A3B"),
+    Checkpoint("causal", "qwen3_moe", "Qwen/Qwen3-30B-A3B", {"max_position_embeddings": 4096}),
     Checkpoint("causal", "mistral", "mistralai/Mistral-7B-Instruct-v0.3 mistralai/Ministral-8B-Instruct-2410"),
     Checkpoint("AutoModelForSequenceClassification", "qwen2", "jason9693/Qwen2.5-1.5B-apeach", {"num_labels": 2}),
     Checkpoint(
@@ -122,6 +122,7 @@ ARGUMENTS = {
     "save_sharded_state_offline.py": "--model {models}/llama --output {models}/sharded",
     "load_sharded_state.py": "--model {models}/sharded",
     "load_sharded_state_offline.py": "--model {models}/sharded",
+    "routed_experts_e2e.py": "--deterministic",
     "tensorize_vllm_model.py": "--model facebook/opt-125m serialize --serialized-directory {out}",
 }
 
@@ -180,7 +181,12 @@ EXPECTED: dict[str, list[tuple[str, int]]] = {
     "late_chunking": [(r"Chunk \d", 4)],
     "multi_vector": [(r"torch.Size\(\[\d+, 64\]\)|\(\d+, 64\)", 4), (r"Score: -?\d", 2)],
     "pause_resume": [(r"Test passed", 1)],
-    "routed_experts": [(r".+", 1)],
+    "routed_experts": [  # 2 layers, 2 of 4 experts for a token
+        (r"Prompt \d+: shape=\(\d\d+, 2, 2\), min=0, max=3", 20),
+        (r"Token ID mismatches: 0/\d{3,4} ", 1),
+        (r"Routed experts mismatches: 0/\d{4} ", 1),
+        (r"All tests passed!", 1),
+    ],
     "tpu.py": [(_TEXT, 3)],
     "chat_with_tools": [(r".+", 2)],
 }

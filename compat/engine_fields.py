@@ -116,7 +116,7 @@ DEFAULT_ONLY = {
     ),
     "sleep that keeps some parameters": "sleep_preserve_parameter_names",
     "reasoning parsers": "reasoning_config reasoning_parser reasoning_parser_plugin",
-    "further outputs": "aux_output_config enable_return_routed_experts=false return_sampling_mask=false",
+    "further outputs": "aux_output_config return_sampling_mask=false",
     "watermarks": "watermark_config",
     "detailed traces and histograms": "collect_detailed_traces custom_histogram_buckets",
     "binding to NUMA nodes": "numa_bind=false numa_bind_cpus numa_bind_nodes",

@@ -37,7 +37,7 @@ class OutputBatcher:
             elif held is not None:
                 tokens = {"handles": held.handles + new.handles, "token_ids": held.token_ids + new.token_ids}
                 new = msgspec.structs.replace(new, **tokens, stats=new.stats or held.stats)
-            if new.started or new.finished or new.logprobs or self._awaited[frontend]:
+            if new.started or new.finished or new.logprobs or new.routed or self._awaited[frontend]:
                 yield frontend, new
                 self._awaited[frontend].difference_update(one.handle for one in new.finished)
             else:

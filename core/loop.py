@@ -25,6 +25,7 @@ from ..ipc.structured import MAX_SPEC_BYTES
 from ..ipc.tokenizer_files import check_tokenizer, digest_of, read_files
 from .calls import MAX_ARGUMENT_BYTES, Caller, Method, call_method
 from .features.adapters import Adapters, Wait
+from .features.routed_experts import RoutedExperts
 from .features.speculation import speculation_of
 from .lifecycle import Lifecycle
 from .memory.cache_manager import CacheManager
@@ -112,6 +113,8 @@ class EngineCore:
             on_suspects=journal.set_suspects if journal else lambda keys: None,
         )
         self.scheduler.state.on_end = self._drop_what_it_named
+        if config.model_config.enable_return_routed_experts:
+            self.scheduler.attach(RoutedExperts(kv))
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None
         self.num_duplicates = 0  # requests dropped because their handle was in use

@@ -71,6 +71,7 @@ class EngineArgs:
     served_model_name: str | None = _default("served_model_name")
     runner: Literal["auto", "generate", "pooling"] = _default("runner")
     task: Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"] = _default("task")
+    enable_return_routed_experts: bool = _default("enable_return_routed_experts")
     load_format: Literal["auto", "safetensors", "dummy", "sharded_state"] = _default("load_format")
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")

@@ -59,6 +59,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"],
         "Older form of `runner`: `generate`, or the task of a pooling model.",
     ] = "auto"
+    enable_return_routed_experts: Annotated[
+        bool, "Give each completion `routed_experts`: which experts computed its tokens. For models with experts."
+    ] = False
 
     @property
     def shown_name(self) -> str:

@@ -209,6 +209,21 @@ class Pooled(msgspec.Struct, array_like=True, frozen=True):
     values: bytes  # float32, little-endian
 
 
+class Routed(msgspec.Struct, array_like=True, frozen=True):
+    """The experts that computed some tokens, from a core with `enable_return_routed_experts`: rows of request
+    `handles[i]` for its tokens from index `starts[i]` on (prompt and output), `counts[i]` of them, one after another.
+
+    The rows of a request come in order. A core that computes its tokens again, because the request was sent again,
+    sends all its rows again."""
+
+    handles: list[int]
+    starts: list[int]
+    counts: list[int]
+    shape: list[int]  # of a row: layers of the model, experts of a token; zeros for a layer without experts
+    dtype: str  # numpy name: "uint8" or "uint16"
+    experts: bytes  # little-endian: [sum of counts, layers, experts of a token]
+
+
 class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     """Log probabilities of some tokens in fp32, computed from the model's unchanged logits. Each row has the token
     itself, then the likeliest tokens in descending order. Arrays are sent as little-endian bytes: ``[rows, width]``,
@@ -235,6 +250,7 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True):
     stats: Stats | None = None
     logprobs: list[Logprobs] = []
     pooled: list[Pooled] = []
+    routed: Routed | None = None
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):

@@ -85,7 +85,7 @@ class SamplingParams:
         "prompt_logprob_start": ((0,), "log probabilities of a part of the prompt"),
         "prompt_logprob_token_ids": ((), "log probabilities of chosen tokens; prompt_logprobs=-1 gives all"),
         "repetition_detection": ((), "ending a request that repeats itself"),
-        "routed_experts_prompt_start": ((0,), "telling the experts of a token"),
+        "routed_experts_prompt_start": ((0,), "leaving the first rows of routed_experts out; cut the array"),
         "skip_reading_prefix_cache": ((False,), "computing a cached prefix again; give a cache_salt of its own"),
         "thinking_token_budget": ((-1,), "limits of a model's reasoning"),
         "watermarking": ((False,), "watermarks"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import mainspring
 import mainspring.compat.vllm as vllm
@@ -44,7 +45,7 @@ from mainspring.compat.logits_processors import (
 )
 from mainspring.compat.missing import ARGUMENTS, MISSING
 from mainspring.compat.vllm.finder import Finder
-from mainspring.compat.vllm.helpers import FlexibleArgumentParser, get_ip, get_open_port, print_embeddings
+from mainspring.compat.vllm.helpers import FlexibleArgumentParser, Platform, get_ip, get_open_port, print_embeddings
 from mainspring.compat.vllm.names import PLACES, refusal
 from mainspring.engine.args import FIELDS, dashed
 from mainspring.ipc.errors import MissingNameError
@@ -183,6 +184,15 @@ def test_helpers(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "Embeddings: [1.0, 2.0, 3.0, 4.0, ...] (size=5)\nReward: [1.0] (size=1)\n"
     assert 0 < get_open_port() < 65_536
     assert get_ip().count(".") == 3
+
+
+def test_the_platform_is_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = Platform()
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert (platform.is_cuda_alike(), platform.is_cuda(), platform.is_cpu()) == (there, there, not there)
+    assert not platform.is_rocm()
+    platform.empty_cache()
 
 
 # ---------------------------------------------------------------------- fields of EngineArgs

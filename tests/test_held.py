@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from mainspring import EngineArgs, LLMEngine
 from mainspring.core.batched_outputs import HOLD_SECONDS, OutputBatcher
 from mainspring.engine.request.input_processor import core_message
-from mainspring.ipc.messages import AddRequest, Finished, Logprobs, Outputs, Sampling, Started, Stats
+from mainspring.ipc.messages import AddRequest, Finished, Logprobs, Outputs, Routed, Sampling, Started, Stats
 from mainspring.ipc.params import RequestOutputKind, SamplingParams
 from test_input import PROCESSOR
 
@@ -54,6 +55,13 @@ def test_nor_while_only_others_get_any(held: OutputBatcher) -> None:
 def test_a_first_token_is_told_at_once(held: OutputBatcher) -> None:
     first = Outputs([1], [5], [Started(1, 0.0, 0.1, 0)])
     assert told(held, 0.0, us=first) == [(US, first)]
+
+
+def test_experts_are_told_at_once() -> None:
+    held = OutputBatcher()
+    routed = Outputs([1], [6], routed=Routed([1], [0], [1], [1, 1], "uint8", b"\1"))
+    assert told(held, 0.0, us=Outputs([1], [5])) == []
+    assert told(held, 0.1, us=routed) == [(US, msgspec.structs.replace(routed, handles=[1, 1], token_ids=[5, 6]))]
 
 
 def test_log_probabilities_keep_the_message_whose_tokens_they_count(held: OutputBatcher) -> None:

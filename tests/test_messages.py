@@ -37,6 +37,7 @@ from mainspring.ipc.messages import (
     Probe,
     Ready,
     Refused,
+    Routed,
     Sampling,
     Started,
     StartReport,
@@ -102,13 +103,15 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 0, 0, 0, 11, 12, 1, 13, ["a"], ["b"]),
             [Logprobs(1, b"\7\0\0\0", b"\0\0\x80\xbf", b"\1\0\0\0", [1], 3, 2)],
             [Pooled(3, [1], b"\0\0\x80\x3f")],
+            Routed([3, 300], [0, 9], [1, 2], [1, 2], "uint8", b"\1\2\3\4\5\6"),
         ),
-        "979203cd012c92ce0001000007"
+        "989203cd012c92ce0001000007"
         "919403cb3fe0000000000000cb3fd000000000000010"
         "9196cd012ca473746f700702a145a3776879"
         "dc00160102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a162"
         "919701c40407000000c404000080bfc4040100000091010302"
-        "9193039101c4040000803f",
+        "9193039101c4040000803f"
+        "969203cd012c920009920102920102a575696e7438c406010203040506",
     ),
     9: (Bye("over"), "91a46f766572"),
     10: (Fault("E", "why"), "92a145a3776879"),
@@ -189,7 +192,17 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         8,
         "959203cd012c92ce0001000007919403cb3fe0000000000000cb3fd000000000000010"
         "9196cd012ca473746f700702a145a37768799b0102cb3fe0000000000000030405060708090a",
-        {"logprobs": [], "pooled": [], "stats": Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10)},
+        {"logprobs": [], "pooled": [], "routed": None, "stats": Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10)},
+    ),
+    (
+        8,
+        "979203cd012c92ce0001000007"
+        "919403cb3fe0000000000000cb3fd000000000000010"
+        "9196cd012ca473746f700702a145a3776879"
+        "dc00160102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a162"
+        "919701c40407000000c404000080bfc4040100000091010302"
+        "9193039101c4040000803f",
+        {"routed": None},
     ),
     (
         13,
@@ -207,7 +220,7 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         {"measured": Measured()},
     ),
 ]
-PARTS = (Tensor, Sampling, Started, Finished, Stats, Logprobs, ModelFacts, Pooling, Adapter, Pooled)
+PARTS = (Tensor, Sampling, Started, Finished, Stats, Logprobs, ModelFacts, Pooling, Adapter, Pooled, Routed)
 MAPS = (CoreStatus, FrontendStatus, Latency)  # for people and scripts
 
 

@@ -111,6 +111,8 @@ RESULTS = {
     "complete": StepResult(7, ints(1), np.array([4]), complete=[0]),
     "log probabilities": StepResult(7, ints(1), np.array([4]), logprobs=[SCORES], prompt_logprobs=[SCORES]),
     "vectors": StepResult(7, ints(3), np.zeros(1, np.int64), pooled=[np.ones((2, 3), np.float32)]),
+    "experts": StepResult(7, ints(2), np.array([4]), experts=np.arange(8, dtype=np.uint8).reshape(2, 2, 2)),
+    "many experts": StepResult(7, ints(1), np.array([4]), experts=np.full((1, 2, 2), 300, np.uint16)),
     "guesses": StepResult(7, ints(3), np.array([4, 5, 6]), guesses=ints(4, 5)),
     "lack of memory": StepResult(7, ints(0), np.zeros(0, np.int64), lack="out of memory"),
 }

@@ -45,11 +45,37 @@ class ShardedStateLoader:
     PP_AND_TP_PATTERN = "model-pp-{pp_rank}-tp-{tp_rank}-part-{part}.safetensors"
 
 
+class Platform:
+    """What scripts ask about this machine's device."""
+
+    def is_cuda(self) -> bool:
+        return bool(_torch().cuda.is_available())
+
+    is_cuda_alike = is_cuda
+
+    def is_cpu(self) -> bool:
+        return not self.is_cuda()
+
+    def is_rocm(self) -> bool:
+        return False
+
+    def empty_cache(self) -> None:
+        """Return this process's unused memory of the GPU. The core has its own."""
+        _torch().cuda.empty_cache()
+
+
+current_platform = Platform()
+
+
 def tensor_of(array: np.ndarray) -> Any:
     """A torch tensor with the array's values."""
+    return _torch().from_numpy(array.copy())
+
+
+def _torch() -> Any:
     import torch
 
-    return torch.from_numpy(array.copy())
+    return torch
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

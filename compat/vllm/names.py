@@ -47,6 +47,7 @@ _TABLE = {
             "ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput"
         ),
     },
+    "platforms": {"compat.vllm.helpers": "current_platform"},
     "pooling_params": {"": "PoolingParams", "ipc.pooling_params": "LateChunkingParams"},
     "model_executor.model_loader": {"compat.vllm.helpers": "ShardedStateLoader"},
     "prompt_adapter.request": {"": "PromptAdapterRequest"},

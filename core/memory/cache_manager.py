@@ -8,6 +8,7 @@ import numpy as np
 
 from ..plan.request import Request
 from .block_pool import NULL_BLOCK, Key
+from .block_rows import BlockRows
 from .block_tables import BlockTables
 from .host_cache import HostCache
 from .recurrent_state import RecurrentState
@@ -39,7 +40,15 @@ class CacheManager(BlockTables):
         self.recurrent = next((kind for kind in self.kinds if isinstance(kind, RecurrentState)), None)
         self.least_cut = max((group.chunk for group in groups), default=1)  # tokens a step must be able to compute
         self._prefix_caching = prefix_caching
+        self.rows: BlockRows | None = None
         self._coming: dict[bytes, Request] = {}  # by digest: the running request that has to compute this block
+
+    def keep_rows(self) -> BlockRows | None:
+        """From now on a prefix is a hit only if the rows of its blocks are in what is returned; None without a prefix
+        cache. Called before any request is looked up."""
+        if self._prefix_caching:
+            self.rows = BlockRows(self.block_size, self.pool.num_blocks + (self.host.num_slots if self.host else 0))
+        return self.rows
 
     # ------------------------------------------------------------------ prefix cache
 
@@ -52,6 +61,8 @@ class CacheManager(BlockTables):
             return 0
         most = request.most_cached // self.block_size
         request.extend_digests(request.tokens, most * self.block_size, self.block_size)
+        if self.rows is not None:
+            most = self.rows.usable(request.digests, request.num_routed, most)
         found = [
             kind.look_up(request, most, lambda name, group=group: self._find((group, name)))  # type: ignore[misc]
             for group, kind in enumerate(self.kinds)
@@ -141,6 +152,8 @@ class CacheManager(BlockTables):
     def reset_cache(self, pool: bool = True, host: bool = True) -> None:
         """Forget all prefixes in the pool, on the host, or both."""
         if pool:
+            if self.rows is not None:
+                self.rows.clear()
             self.pool.reset_cache()
             if self.recurrent is not None:
                 self.recurrent.snapshots.reset_cache()

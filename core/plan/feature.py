@@ -9,6 +9,7 @@ import numpy as np
 
 from ...ipc.messages import Logprobs
 from .columns import Columns
+from .outbox import RoutedRows
 from .request import Request
 from .step import PromptPart, StepPlan, StepResult
 
@@ -89,6 +90,11 @@ class Feature:
         """Log probabilities of prompts to be sent, each with its frontend."""
         return []
 
+    def routed(self, plan: StepPlan, result: StepResult, alive: np.ndarray, ends: np.ndarray) -> list[RoutedRows]:
+        """Experts of tokens to be sent. `alive` (bool ``[rows]``): rows whose requests still run; they are computed up
+        to `ends` (int64 ``[rows]``), and their full blocks are published."""
+        return []
+
     def stats(self) -> dict[str, Any]:
         """Fields of `Stats`."""
         return {}
@@ -111,6 +117,7 @@ class Features:
         self.prompt_parts: list[Callable[[np.ndarray, np.ndarray, np.ndarray], list[PromptPart]]] = []
         self.accept: list[Callable[[StepPlan, StepResult, np.ndarray, np.ndarray, np.ndarray], None]] = []
         self.prompt_scores: list[Callable[[StepPlan, StepResult], list[tuple[int, Logprobs]]]] = []
+        self.routed: list[Callable[[StepPlan, StepResult, np.ndarray, np.ndarray], list[RoutedRows]]] = []
         self.stats: list[Callable[[], dict[str, Any]]] = []
 
     def attach(self, feature: Feature) -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ...ipc.messages import Finished, Logprobs, Outputs, Pooled, Started, Stats
+from ...ipc.messages import Finished, Logprobs, Outputs, Pooled, Routed, Started, Stats
 from .step import Scores
 
 MOST_POOLED = 64 << 20  # bytes of pooled vectors, to limit a message's size; the first request's vectors always fit
 NO_TOKENS = np.zeros(0, np.int64)
+
+
+class RoutedRows(NamedTuple):
+    """The experts that computed consecutive tokens of a request."""
+
+    frontend: int
+    handle: int
+    start: int  # index of the first token in prompt and output
+    experts: np.ndarray  # uint8 or uint16 [tokens, layers, experts of a token]
 
 
 class Outbox:
@@ -27,6 +37,7 @@ class Outbox:
         self._scores: Sequence[Scores] = ()
         self._started: defaultdict[int, list[Started]] = defaultdict(list)  # by frontend
         self._prompt_scores: defaultdict[int, list[Logprobs]] = defaultdict(list)  # by frontend
+        self._routed: defaultdict[int, list[RoutedRows]] = defaultdict(list)  # by frontend
 
     def __bool__(self) -> bool:
         """Whether a request has ended that its frontend does not know of."""
@@ -47,6 +58,9 @@ class Outbox:
 
     def put_prompt_scores(self, frontend: int, scores: Logprobs) -> None:
         self._prompt_scores[frontend].append(scores)
+
+    def put_routed(self, rows: RoutedRows) -> None:
+        self._routed[rows.frontend].append(rows)
 
     def put_pooled(self, frontend: int, vectors: Pooled) -> None:
         """The vectors of a pooled request. They go into the message that carries the request's end."""
@@ -75,7 +89,7 @@ class Outbox:
         """Make the messages, by frontend."""
         finished, self._finished = self._finished, {}
         outputs = {}
-        for frontend in {*np.unique(self._owners).tolist(), *finished, *self._prompt_scores}:
+        for frontend in {*np.unique(self._owners).tolist(), *finished, *self._prompt_scores, *self._routed}:
             mine = self._owners == frontend
             logprobs = self._prompt_scores.get(frontend, [])
             for scores in self._scores:
@@ -93,6 +107,19 @@ class Outbox:
                 stats,
                 logprobs,
                 pooled,
+                _message_of(self._routed[frontend]) if frontend in self._routed else None,
             )
         self._begin_step()
         return outputs
+
+
+def _message_of(rows: Sequence[RoutedRows]) -> Routed:
+    first = rows[0].experts
+    return Routed(
+        [one.handle for one in rows],
+        [one.start for one in rows],
+        [len(one.experts) for one in rows],
+        list(first.shape[1:]),
+        first.dtype.name,
+        b"".join(one.experts.tobytes() for one in rows),
+    )

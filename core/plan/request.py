@@ -36,8 +36,8 @@ class Request:
         (
             "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
             "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_scored num_virtual pending pooling priority prompt_len queued room root sampling seq "
-            "slot started stop_tokens tables timed tokens"
+            "num_preemptions num_routed num_scored num_virtual pending pooling priority prompt_len queued room root "
+            "sampling seq slot started stop_tokens tables timed tokens"
         ).split()
     )
 
@@ -76,6 +76,7 @@ class Request:
         # Prompt tokens whose log probabilities were sent or are not wanted. The first prompt token has none.
         wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
         self.num_scored = self.num_virtual + 1 if wanted else self.prompt_len
+        self.num_routed = self.num_virtual  # tokens whose experts were sent, or that are virtual
         self.pending = 0  # grammars and adapters that must be ready before the request is queued
         self.lora_name = "" if message.lora is None else message.lora.name
         self.lora: LoRAName | None = None  # set when the adapter has been read

@@ -131,6 +131,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     pooled: list[np.ndarray] | None = None  # a pooling model's vectors: float32, one for each row that samples
     guesses: np.ndarray | None = None  # int32 [sum of guessed]: a draft model's; None: those of the plan
     lack: str = ""  # why the device found no memory; then nothing was computed
+    experts: np.ndarray | None = None  # of each token, if wanted: uint8 or uint16 [tokens, layers, experts of a token]
 
 
 def with_guesses(plan: StepPlan, guesses: np.ndarray) -> np.ndarray:

@@ -44,6 +44,9 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
     for prompt_scores in features.prompt_scores:
         for frontend, logprobs in prompt_scores(plan, result):
             outbox.put_prompt_scores(frontend, logprobs)
+    for routed in features.routed:
+        for one in routed(plan, result, alive, ends):
+            outbox.put_routed(one)
     if result.pooled is None:
         _end_complete(state, chosen, at, tokens)
     else:

@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from torch import nn
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import InvalidRequestError, NotSupportedError, OutOfMemoryError
+from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
 from ..memory.updates import NO_COPIES, NO_TABLES
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
+from ..model.run.expert_recorder import ExpertRecorder
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..model.run.streamed_layers import offloaded_bytes
@@ -43,6 +44,8 @@ from .worker import (
     tensors_of,
 )
 
+MOST_EXPERT_BYTES = 64 << 20  # numbers of experts in a step, because they are sent in one message
+
 
 class GenerationWorker(LocalWorker):
     """See `Worker`."""
@@ -59,6 +62,8 @@ class GenerationWorker(LocalWorker):
             self._backend = cast(Backend, self._loras)
         model, weights = self._load(kept if decisions is None else decisions.fusing)
         limits = None if self._loras is None else lora_limits(config, model, self._loras)
+        if config.model_config.enable_return_routed_experts:
+            model.experts = _recorder(model, scheduler.max_num_batched_tokens)
         self._registry = Registry(lambda: _grammar_compiler(config, model), limits, model.hidden_size)
         self._explained = model.explain()
         self.layout = lay_out(config.cache_config, model, self._backend)
@@ -228,7 +233,27 @@ def _result(plan: StepPlan, sampled: Sampled, guesses: np.ndarray | None) -> Ste
         [scores.wait() for scores in sampled.logprobs],
         [scores.wait() for scores in sampled.prompt_logprobs],
         guesses=guesses,
+        experts=None if sampled.experts is None else _unsigned(sampled.experts.wait()),
     )
+
+
+def _unsigned(experts: np.ndarray) -> np.ndarray:
+    return experts.view(np.uint16) if experts.dtype == np.int16 else experts
+
+
+def _recorder(model: PagedModel, max_tokens: int) -> ExpertRecorder:
+    if model.whole is not None:
+        raise NotSupportedError("enable_return_routed_experts is True, but this model has no experts: unset it")
+    recorder = ExpertRecorder(model.model)
+    layers, chosen = recorder.shape
+    row_bytes = layers * chosen * recorder.dtype.itemsize
+    if max_tokens * row_bytes > MOST_EXPERT_BYTES:
+        raise InvalidArgumentError(
+            f"max_num_batched_tokens is {max_tokens}; with enable_return_routed_experts it may be at most "
+            f"{MOST_EXPERT_BYTES // row_bytes} for this model, because the experts of a step are one message"
+        )
+    model.notes.append(f"experts: recorded, {chosen} of a token in {recorder.num_routed_layers} of {layers} layers")
+    return recorder
 
 
 def _next_step(plan: StepPlan) -> StepPlan:

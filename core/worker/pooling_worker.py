@@ -192,6 +192,7 @@ def _refuse(config: EngineConfig) -> None:
     """Raise NotSupportedError for options that only generation has."""
     cache, adapters = config.cache_config, config.lora_config
     for name, value in (
+        ("enable_return_routed_experts", config.model_config.enable_return_routed_experts),
         ("enable_prompt_adapter", adapters.enable_prompt_adapter),
         ("speculative_config", config.speculative_config),
         ("kv_offloading_size", cache.kv_offloading_size or cache.swap_space),

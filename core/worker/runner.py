@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, StepPlan
 from .backends import backends_for
-from .device import TURNS, Mark, device_for, tensor_of
+from .device import TURNS, Mark, Tokens, device_for, tensor_of
 from .kv_layout import KVLayout
 from .registry import Registry
 from .sampler import Launched, Sampled, Sampler
-from .step_inputs import Rows, StepInputs
+from .step_inputs import Rows, StepInputs, places_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,10 @@ class ModelRunner:
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
         most_rows = max(max_num_seqs, MOST_GUESS_ROWS)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, most_rows, self._registry)
+        self._experts: torch.Tensor | None = None  # of the rows of the last forward pass, where they are recorded
+        if model.experts is not None:
+            rows = self.inputs.padded(max(max_tokens, max_num_seqs))
+            self._experts = torch.zeros((rows, *model.experts.shape), dtype=model.experts.dtype, device=model.device)
         self._turn = 0
         self._marks: list[Mark] = [device.mark()] * TURNS
         self._every_row = torch.arange(max_num_seqs, device=model.device)  # graphs read it, so it must stay alive
@@ -134,7 +138,16 @@ class ModelRunner:
             # Treat each guess as a request of one token, so that a graph can be used.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
         logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
-        return Launched(logits, sampling, positions, self._turn, plan.scored)
+        return Launched(logits, sampling, positions, self._turn, plan.scored, self._experts_of(counts))
+
+    def _experts_of(self, counts: np.ndarray) -> Tokens | None:
+        """The experts of the rows of the forward pass just launched, whose requests computed `counts` tokens."""
+        if self._experts is None:
+            return None
+        places = places_of_rows(counts)
+        if places is None:
+            return self.device.download(self._experts[: int(counts.sum())].clone())  # the next pass overwrites them
+        return self.device.download(self._experts[self.device.bring(torch.from_numpy(places))])
 
     @torch.inference_mode()
     def forward(
@@ -172,8 +185,15 @@ class ModelRunner:
         embeds = self._mix_embeds(ids, step) if self._embeds else None
         wanted = self.inputs.wanted.device[: self.inputs.padded(len(step.wanted))]
         attention = self._plan(batches, count)
-        logits = self.model.forward(ids, self.inputs.positions(count), attention, sequences, wanted, embeds)
+        logits = self._run(ids, self.inputs.positions(count), attention, sequences, wanted, embeds)
         return logits[: len(step.wanted)]
+
+    def _run(self, *inputs: Any) -> torch.Tensor:
+        """`PagedModel.forward`, with its experts recorded where that is wanted."""
+        if self._experts is None or self.model.experts is None:
+            return self.model.forward(*inputs)
+        with self.model.experts.into(self._experts):
+            return self.model.forward(*inputs)
 
     def _with_last_tokens(self, ids: torch.Tensor, count: int) -> torch.Tensor:
         """Replace each `IN_FLIGHT` in `ids` by the last token that its slot sampled, which is only on the device."""
@@ -244,7 +264,7 @@ class ModelRunner:
 
         def run() -> torch.Tensor:
             ids = self._with_last_tokens(self.inputs.ids.device[:size], size)
-            return self.model.forward(ids, self.inputs.positions(size), attention, sequences, every_row)
+            return self._run(ids, self.inputs.positions(size), attention, sequences, every_row)
 
         self._graphs[size] = _Graph(*self.device.capture(run))
         self._marks[self._turn] = self.device.mark()

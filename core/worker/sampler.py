@@ -38,6 +38,7 @@ class Launched(NamedTuple):
     positions: np.ndarray  # int64 [sampling rows], of the new tokens
     turn: int
     scored: list[PromptPart]
+    experts: Tokens | None = None  # of each row, where they are recorded: [rows, layers, experts of a token]
 
 
 class Scoring(NamedTuple):
@@ -60,6 +61,7 @@ class Sampled(NamedTuple):
     prompt_logprobs: list[Scoring]  # of each of the step's prompt parts
     errors: dict[int, Exception]  # by slot: the reason why no token can be chosen
     complete: set[int]  # slots whose grammar allows no further token
+    experts: Tokens | None = None  # as in `Launched`
 
 
 class Sampler:
@@ -107,7 +109,7 @@ class Sampler:
 
     def sample(self, launched: Launched) -> Sampled:
         """Choose a token for each sampling row, and score the prompts. May change the logits."""
-        slots, positions, turn = launched[1:4]
+        slots, positions, turn = launched.slots, launched.positions, launched.turn
         logits = launched.logits[: len(slots)]
         asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
         if asked.size:
@@ -122,7 +124,8 @@ class Sampler:
             scores = score(logprobs, tokens[index], self._num_logprobs[slots[asked]], self._device)
             scores = [one._replace(rows=asked[one.rows]) for one in scores]
         prompts = self._score_prompts(launched)
-        return Sampled(self._device.download(tokens), scores, prompts, choosing.errors, choosing.complete)
+        tokens_out = self._device.download(tokens)
+        return Sampled(tokens_out, scores, prompts, choosing.errors, choosing.complete, launched.experts)
 
     def _score_prompts(self, launched: Launched) -> list[Scoring]:
         found, first = [], len(launched.slots)

@@ -30,13 +30,12 @@ class Rows(NamedTuple):
 
     def singles_first(self) -> Rows:
         """The same step, reordered so that requests with a single row come first."""
-        many = self.counts > 1
-        if not (many[:-1] & ~many[1:]).any():
+        moved = places_of_rows(self.counts)
+        if moved is None:
             return self
-        order = np.argsort(many, kind="stable")
-        rows = np.argsort(np.repeat(many, self.counts), kind="stable")
-        moved = np.empty_like(rows)
-        moved[rows] = np.arange(len(rows))
+        order = np.argsort(self.counts > 1, kind="stable")
+        rows = np.empty_like(moved)
+        rows[moved] = np.arange(len(moved))
         return Rows(
             self.slots[order],
             self.starts[order],
@@ -46,6 +45,18 @@ class Rows(NamedTuple):
             None if self.positions is None else self.positions[:, rows],
             None if self.reach is None else self.reach[rows],
         )
+
+
+def places_of_rows(counts: np.ndarray) -> np.ndarray | None:
+    """The row of the forward pass that computes each row of a step, int64 ``[sum of counts]``: requests with a single
+    row come first. None: the order is the same."""
+    many = counts > 1
+    if not (many[:-1] & ~many[1:]).any():
+        return None
+    rows = np.argsort(np.repeat(many, counts), kind="stable")
+    places = np.empty_like(rows)
+    places[rows] = np.arange(len(rows))
+    return places
 
 
 class Filled(NamedTuple):

@@ -6,9 +6,10 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs
+from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs, Routed
 from ..text.tokenizer import Tokenizer
 from .beam_search import BeamRequest
+from .expert_rows import ExpertRows, row_bytes
 from .input_processor import EngineCoreRequest
 from .outputs import Logprob
 from .pooling_state import PoolingState
@@ -76,6 +77,8 @@ class OutputProcessor:
                 touched[completion] = None
         for scores in outputs.logprobs:
             self._take_logprobs(scores, outputs.handles)
+        if outputs.routed is not None:
+            self._take_experts(outputs.routed)
         for vectors in outputs.pooled:
             if (completion := completions.get(vectors.handle)) is not None and completion.request.source.pooling:
                 cast(PoolingState, completion.request).vectors = vectors
@@ -121,6 +124,16 @@ class OutputProcessor:
                 self._completions.update((completion.handle, completion) for completion in state.completions)
                 adds += messages
         return Processed([state for state in changed if self._shows(state, now)], aborts, adds)
+
+    def _take_experts(self, routed: Routed) -> None:
+        size, rows, at = row_bytes(routed), memoryview(routed.experts), 0
+        for handle, start, count in zip(routed.handles, routed.starts, routed.counts, strict=True):
+            end = at + count * size
+            if (completion := self._completions.get(handle)) is not None:
+                if completion.experts is None:
+                    completion.experts = ExpertRows(routed)
+                completion.experts.add(start, rows[at:end])
+            at = end
 
     def _take_logprobs(self, scores: Logprobs, handles: Sequence[int]) -> None:
         if scores.handle >= 0:

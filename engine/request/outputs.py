@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ...ipc.errors import MainspringError, RequestFailedError
@@ -40,6 +40,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
     lora_request: Any = None
     error: MainspringError | None = None  # behind finish reason "error"
+    # With `enable_return_routed_experts`, at the end: which experts computed each token of prompt and output but the
+    # last: uint8, or uint16 above 256 experts, [prompt and output tokens - 1, layers of the model, experts of a token].
+    # Layers without experts have zeros. A completion that was aborted has those of the tokens computed so far.
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -13,11 +13,14 @@ from ...ipc.params import RequestOutputKind
 from ..text.detokenizer import TextStream, text_stream
 from ..text.stop_strings import StopStrings
 from ..text.tokenizer import Tokenizer
+from .expert_rows import ExpertRows
 from .input_processor import EngineCoreRequest
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     import asyncio
+
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: MainspringError | None = None
+    experts: ExpertRows | None = None  # of its tokens, if the core tells them
     _stops: StopStrings | None = field(init=False)
     _decoded: int = 0  # tokens whose text is in _texts
     _texts: list[str] = field(default_factory=list)
@@ -141,7 +145,14 @@ class Completion:
             self.stop_reason,
             self.request.source.lora_request,
             self.error,
+            None if reason is None else self._routed_experts(),
         )
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """The last token is computed by no expert, because nothing follows it."""
+        if self.experts is None:
+            return None
+        return self.experts.array(len(self.request.source.prompt_token_ids) + len(self.token_ids) - 1)
 
 
 class RequestState:

@@ -378,6 +378,13 @@ def salt_per_frontend(at: Place) -> None:
 # ---------------------------------------------------------------------- device, observability
 
 
+@arg("enable_return_routed_experts", True, model=checkpoints.random_experts)
+def enable_return_routed_experts(at: Place, engine: LLMEngine) -> None:
+    experts = at.run([3, 4, 5], max_tokens=4, engine=engine).outputs[0].routed_experts
+    assert experts.max() < 4
+    assert all(one != other for one, other in experts.reshape(-1, 2).tolist())
+
+
 @row("EngineArgs.device", modes=(IN, OWN), why="a daemon that can't start tells its log")
 def device(at: Place) -> None:
     import torch

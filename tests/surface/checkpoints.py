@@ -40,6 +40,11 @@ def random_llama(at: Place) -> str:
     return at.once("llama", lambda folder: str(tiny.make("llama", folder, tokenizer=True)))
 
 
+def random_experts(at: Place) -> str:
+    """A tiny model of 2 layers, in which 2 of 4 experts compute a token."""
+    return at.once("experts", lambda folder: str(tiny.make("qwen3_moe", folder, tokenizer=True)))
+
+
 def hub(at: Place) -> str:
     """A hub cache with one model, `us/model`, of two revisions: `main` is the embedded model, `other` a tiny one."""
 

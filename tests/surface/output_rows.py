@@ -8,6 +8,7 @@ from typing import Any
 
 from mainspring import BeamSearchParams, SamplingParams
 
+from . import checkpoints
 from .harness import CONNECTED, NOT_INSIDE, OWN, Place, row
 
 STORY = "Once upon a time"
@@ -112,6 +113,13 @@ def error(at: Place) -> None:
     found = [one.outputs[0] for one in at.outputs(engine) if one.outputs[0].finish_reason == "error"]
     assert found
     assert all("max_requests_in_flight" in str(one.error) for one in found)
+
+
+@of_completion("routed_experts", "Which experts computed each token, with `enable_return_routed_experts`; at the end.")
+def routed_experts(at: Place) -> None:
+    engine = at.engine(model=checkpoints.random_experts(at), enable_return_routed_experts=True)
+    output = at.run([3, 4, 5], max_tokens=4, engine=engine)
+    assert output.outputs[0].routed_experts.shape == (6, 2, 2)
 
 
 @row("CompletionOutput.finished", says="Whether this completion has ended.")

@@ -17,6 +17,7 @@ from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
 from ..load.quantized import AwqWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
+from .expert_recorder import ExpertRecorder
 from .stack import position_ids
 from .streamed_layers import StreamedLayers
 from .whole_model import WholeModel
@@ -50,6 +51,7 @@ class PagedModel:
         self.stack = fused.stack  # if it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory
         self.whole: WholeModel | None = None  # if a backend runs the model in one call
+        self.experts: ExpertRecorder | None = None  # if it is to be recorded which experts compute a row
         self.position_axes = 1
         self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
