@@ -228,6 +228,59 @@ def llm_update_weights(at: Place) -> None:
     assert at.text(engine=llm.llm_engine) != before
 
 
+STEPS = (
+    "init_weight_transfer_engine", "start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine",
+    "update_weight_version", "get_weight_version",
+)  # fmt: skip
+NORM = {"names": ["model.norm.weight"], "ipc_handles": [np.zeros(256, np.float32)]}
+
+
+@row(*(f"LLMEngine.{name}" for name in STEPS))
+def weight_transfer(at: Place) -> None:
+    engine = at.fresh(max_model_len=1005)
+    before = at.ids(engine=engine)
+    engine.init_weight_transfer_engine({"init_info": {}})
+    engine.start_weight_update()
+    engine.update_weights(NORM)
+    assert at.ids(engine=engine) == before
+    engine.finish_weight_update("zero")
+    engine.shutdown_weight_transfer_engine()
+    assert engine.get_weight_version() == "zero"
+    engine.update_weight_version("nought")
+    assert engine.get_weight_version() == "nought"
+    assert at.ids(engine=engine, ignore_eos=True) != before
+
+
+@row(*(f"AsyncLLMEngine.{name}" for name in STEPS), says="As `LLMEngine`'s.")
+async def async_weight_transfer(at: Place) -> None:
+    engine = at.fresh(mainspring.AsyncLLMEngine, max_model_len=1006)
+    before = await text(at, engine)
+    await engine.init_weight_transfer_engine({"init_info": {}})
+    await engine.start_weight_update()
+    await engine.update_weights(NORM)
+    await engine.finish_weight_update()
+    await engine.shutdown_weight_transfer_engine()
+    assert await engine.get_weight_version() == "default"
+    await engine.update_weight_version("zero")
+    assert await engine.get_weight_version() == "zero"
+    assert await text(at, engine) != before
+
+
+@row(*(f"LLM.{name}" for name in STEPS), says="As `LLMEngine`'s.")
+def llm_weight_transfer(at: Place) -> None:
+    llm = at.fresh(mainspring.LLM, max_model_len=1007)
+    before = at.text(engine=llm.llm_engine)
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    llm.update_weights(request=NORM)
+    llm.finish_weight_update("zero")
+    llm.shutdown_weight_transfer_engine()
+    assert llm.get_weight_version() == "zero"
+    llm.update_weight_version("nought")
+    assert llm.get_weight_version() == "nought"
+    assert at.text(engine=llm.llm_engine) != before
+
+
 @row("AsyncLLMEngine.collective_rpc", says="As `LLMEngine.collective_rpc`.")
 async def async_collective_rpc(at: Place) -> None:
     engine = at.fresh(mainspring.AsyncLLMEngine, worker_extension_cls="surface.extension.Extension")
