@@ -84,11 +84,12 @@ def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Fu
 
 
 def _connect(address: str, port: int, rank: int, world_size: int) -> Any:
+    c10d: Any = distributed  # torch's stubs do not export these names
     listens = None
     if rank == 0:  # torch's own socket would listen on every address of the machine
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         listens = socket.create_server((address, port), family=family).detach()
-    store = distributed.TCPStore(
+    store = c10d.TCPStore(
         address,
         port,
         world_size,
@@ -98,12 +99,12 @@ def _connect(address: str, port: int, rank: int, world_size: int) -> Any:
         master_listen_fd=listens,
         use_libuv=False,  # libuv's server ignores the socket
     )
-    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # named Options in torch's stubs
+    options = c10d.ProcessGroupGloo._Options()
     # gloo would take an address by this machine's name, which another one may not reach.
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_address_towards(address, port))]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(address, port))]
     options._timeout = TIMEOUT
-    named = distributed.PrefixStore("mainspring weights", store)
-    return distributed.ProcessGroupGloo(named, rank, world_size, options)
+    named = c10d.PrefixStore("mainspring weights", store)
+    return c10d.ProcessGroupGloo(named, rank, world_size, options)
 
 
 def _address_towards(address: str, port: int) -> str:

@@ -20,7 +20,8 @@ class WeightReceiver:
 
     def join(self, record: JoinTrainer) -> Future[None]:
         """See `control.JoinTrainer`."""
-        self._groups = groups = []
+        groups: list[TrainerGroup] = []
+        self._groups = groups
         return in_thread(_join, record, groups)
 
     def leave(self) -> None:
