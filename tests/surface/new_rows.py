@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
 import mainspring
-from mainspring import EngineArgs, LLMEngine, NotSupportedError, SamplingParams
+from mainspring import EngineArgs, InvalidRequestError, LLMEngine, NotSupportedError, SamplingParams
 from mainspring.ipc.messages import Adapter
 
 from . import checkpoints
@@ -228,57 +229,81 @@ def llm_update_weights(at: Place) -> None:
     assert at.text(engine=llm.llm_engine) != before
 
 
-STEPS = (
-    "init_weight_transfer_engine", "start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine",
-    "update_weight_version", "get_weight_version",
-)  # fmt: skip
+# ---------------------------------------------------------------------- weights of a trainer
+
+BEGINS = ("init_weight_transfer_engine", "start_weight_update", "shutdown_weight_transfer_engine")
+ENDS = ("finish_weight_update", "update_weight_version", "get_weight_version")
 NORM = {"names": ["model.norm.weight"], "ipc_handles": [np.zeros(256, np.float32)]}
 
 
-@row(*(f"LLMEngine.{name}" for name in STEPS))
-def weight_transfer(at: Place) -> None:
-    engine = at.fresh(max_model_len=1005)
-    before = at.ids(engine=engine)
+def begins_anew(engine: Any) -> None:
+    """Each of the two drops an update that is not finished."""
+    engine.shutdown_weight_transfer_engine()
+    engine.start_weight_update()
     engine.init_weight_transfer_engine({"init_info": {}})
     engine.start_weight_update()
-    engine.update_weights(NORM)
-    assert at.ids(engine=engine) == before
-    engine.finish_weight_update("zero")
     engine.shutdown_weight_transfer_engine()
-    assert engine.get_weight_version() == "zero"
-    engine.update_weight_version("nought")
-    assert engine.get_weight_version() == "nought"
-    assert at.ids(engine=engine, ignore_eos=True) != before
+    engine.start_weight_update()
+    assert "active already" in refused(engine.start_weight_update, InvalidRequestError)
+    engine.shutdown_weight_transfer_engine()
 
 
-@row(*(f"AsyncLLMEngine.{name}" for name in STEPS), says="As `LLMEngine`'s.")
-async def async_weight_transfer(at: Place) -> None:
-    engine = at.fresh(mainspring.AsyncLLMEngine, max_model_len=1006)
-    before = await text(at, engine)
+@row(*(f"LLMEngine.{name}" for name in BEGINS))
+def begin_weight_update(at: Place) -> None:
+    begins_anew(at.engine())
+
+
+@row(*(f"LLM.{name}" for name in BEGINS))
+def llm_begin_weight_update(at: Place) -> None:
+    begins_anew(at.llm())
+
+
+@row(*(f"AsyncLLMEngine.{name}" for name in BEGINS), says="As `LLMEngine`'s.")
+async def async_begin_weight_update(at: Place) -> None:
+    engine: Any = at.aengine()
+    await engine.shutdown_weight_transfer_engine()
+    await engine.start_weight_update()
     await engine.init_weight_transfer_engine({"init_info": {}})
     await engine.start_weight_update()
-    await engine.update_weights(NORM)
-    await engine.finish_weight_update()
     await engine.shutdown_weight_transfer_engine()
-    assert await engine.get_weight_version() == "default"
-    await engine.update_weight_version("zero")
+    await engine.start_weight_update()
+    with pytest.raises(InvalidRequestError, match="active already"):
+        await engine.start_weight_update()
+    await engine.shutdown_weight_transfer_engine()
+
+
+@row(*(f"LLMEngine.{name}" for name in ENDS))
+def finish_weight_update(at: Place) -> None:
+    engine = at.fresh(max_model_len=1005)
+    engine.update_weight_version("before")
+    assert engine.get_weight_version() == "before"
+    engine.start_weight_update()
+    engine.update_weights(NORM)
+    engine.finish_weight_update("zero")
+    assert engine.get_weight_version() == "zero"
+    assert len(set(at.ids(engine=engine, ignore_eos=True))) == 1
+
+
+@row(*(f"AsyncLLMEngine.{name}" for name in ENDS), says="As `LLMEngine`'s.")
+async def async_finish_weight_update(at: Place) -> None:
+    engine = at.fresh(mainspring.AsyncLLMEngine, max_model_len=1006)
+    await engine.update_weight_version("before")
+    assert await engine.get_weight_version() == "before"
+    await engine.start_weight_update()
+    await engine.update_weights(NORM)
+    await engine.finish_weight_update("zero")
     assert await engine.get_weight_version() == "zero"
-    assert await text(at, engine) != before
 
 
-@row(*(f"LLM.{name}" for name in STEPS), says="As `LLMEngine`'s.")
-def llm_weight_transfer(at: Place) -> None:
+@row(*(f"LLM.{name}" for name in ENDS))
+def llm_finish_weight_update(at: Place) -> None:
     llm = at.fresh(mainspring.LLM, max_model_len=1007)
-    before = at.text(engine=llm.llm_engine)
-    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.update_weight_version("before")
+    assert llm.get_weight_version() == "before"
     llm.start_weight_update()
     llm.update_weights(request=NORM)
     llm.finish_weight_update("zero")
-    llm.shutdown_weight_transfer_engine()
     assert llm.get_weight_version() == "zero"
-    llm.update_weight_version("nought")
-    assert llm.get_weight_version() == "nought"
-    assert at.text(engine=llm.llm_engine) != before
 
 
 @row("AsyncLLMEngine.collective_rpc", says="As `LLMEngine.collective_rpc`.")
