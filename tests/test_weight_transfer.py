@@ -33,7 +33,13 @@ from mainspring.compat.vllm.utils import get_open_port
 from mainspring.core.worker.trainer_group import TrainerGroup, in_thread
 from mainspring.engine.request import weight_messages as weights_module
 from mainspring.ipc.codec import encode_value
-from mainspring.ipc.errors import ConnectError, InvalidArgumentError, InvalidRequestError, UnknownArgumentError
+from mainspring.ipc.errors import (
+    ConnectError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    NotPermittedError,
+    UnknownArgumentError,
+)
 from mainspring.tools.weight_sender import ParamMeta
 
 PROMPT = {"prompt_token_ids": list(range(5, 45))}
@@ -172,6 +178,8 @@ def test_a_trainer_in_another_process_sends_its_weights_and_one_that_dies_change
         try:
             daemon.ready_line()
             with LLMEngine.connect(daemon.address, skip_tokenizer_init=True) as user:
+                with pytest.raises(NotPermittedError, match="changes the engine for everyone"):
+                    sender("nccl", user, ModuleSource(torch.nn.Linear(2, 3)))  # which waits for nobody
                 assert train(f"ipc://{folder}/admin.sock", "dies").returncode == 7
                 assert tokens(user) == expected[0]
                 done = train(f"ipc://{folder}/admin.sock", "")

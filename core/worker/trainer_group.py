@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch import distributed
 from ...ipc.errors import ConnectError, NotSupportedError
 
 TIMEOUT = timedelta(minutes=5)  # longest wait for the other ranks to join, and for one tensor
+POLL_SECONDS = 0.0005  # interval at which a broadcast's end is looked for
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,17 +53,21 @@ class TrainerGroup:
         Raises:
             ConnectError: a rank has left or did not answer in time. The group is closed then.
         """
+        work: Any = None
         group, flat = self._group, tensor.detach().reshape(-1).view(torch.uint8)
         if group is None:
             raise ConnectError("the trainer's group is closed")
         try:
             if flat.numel():
-                group.broadcast(flat, 0).wait()
+                work = group.broadcast(flat, 0)
+                while not work.is_completed():  # a thread inside torch's wait would abort the process when that exits
+                    time.sleep(POLL_SECONDS)
+                work.wait()
         except RuntimeError as error:
             self.close()
             raise ConnectError(f"the connection in the trainer's group is lost: {error}") from None
         finally:
-            del group  # an error's traceback would keep the connections open
+            group = work = None  # an error's traceback would keep the connections open
 
     def close(self) -> None:
         """Close the connections, which ends the waiting of other ranks. If another thread is in `broadcast`, they are
