@@ -38,6 +38,7 @@ from mainspring.ipc.errors import (
     InvalidArgumentError,
     InvalidRequestError,
     NotPermittedError,
+    OutOfMemoryError,
     UnknownArgumentError,
 )
 from mainspring.tools.weight_sender import ParamMeta
@@ -432,6 +433,39 @@ def test_the_sender_raises_what_the_engine_refuses(
     trainer = sender("nccl", engine, ModuleSource(trained(checkpoints[1]).double()))
     with pytest.raises(InvalidArgumentError, match="dtype 'float64'"):
         trainer.send_weights()
+    assert tokens(engine) == expected[0]
+
+
+def joined_by(engine: LLMEngine) -> TrainerGroup:
+    """The group of a trainer that is no sender of ours."""
+    port = get_open_port()
+    opened = in_thread(TrainerGroup, LOOPBACK, port, 0, 2)
+    engine.init_weight_transfer_engine({"master_address": LOOPBACK, "master_port": port})
+    return opened.result()
+
+
+def test_a_request_without_names_is_like_the_last_one(engine: LLMEngine) -> None:
+    group, name = joined_by(engine), "model.norm.weight"
+    for info in ({"names": [name], "dtype_names": ["bfloat16"], "shapes": [[64]]}, {"names": []}):
+        before = tokens(engine)
+        engine.start_weight_update()
+        received = in_thread(engine.update_weights, info)
+        group.broadcast(torch.randn(64, generator=torch.Generator().manual_seed(len(info))).bfloat16())
+        received.result()
+        engine.finish_weight_update()
+        assert tokens(engine) != before
+
+
+def test_weights_for_which_the_host_has_no_memory_are_refused_and_the_trainer_does_not_wait(
+    engine: LLMEngine, expected: list[list[int]]
+) -> None:
+    group = joined_by(engine)
+    engine.start_weight_update()
+    received = in_thread(engine.update_weights, {**NAMED, "shapes": [[1 << 50]]})
+    with pytest.raises(ConnectError, match="is lost"):
+        group.broadcast(torch.zeros(64 << 20))
+    with pytest.raises(OutOfMemoryError, match="do not fit in host memory"):
+        received.result()
     assert tokens(engine) == expected[0]
 
 
