@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..ipc.errors import InvalidArgumentError, check_default, shown
+from .weight_transfer import check_transfer
 
 # reason → fields that are accepted and have no effect; flags with their default in vLLM after `=` (JSON)
 WITHOUT_EFFECT = {
@@ -84,7 +85,6 @@ DEFAULT_ONLY = {
     ),
     "media input": "enable_mm_embeds=false enable_tower_connector_lora=false default_mm_loras mm_encoder_only=false",
     "KV connectors and events": "kv_transfer_config kv_events_config ec_transfer_config",
-    "weight transfer by configuration (use update_weights)": "weight_transfer_config",
     "choosing the logprobs' stage": 'logprobs_mode="raw_logprobs"',
     "logits processors outside LLM": "logits_processors logits_processor_pattern",
     "processors of pooling plugins": "io_processor_plugin",
@@ -137,6 +137,7 @@ MAPPED = {  # field → how it works here
     "compilation_config": "its cudagraph_capture_sizes is that field; the rest has no effect",
     "convert": "`embed` and `classify` are a `task`; with `auto` and `none` the checkpoint decides",
     "hf_token": "set as HF_TOKEN in this process; `true`, the stored token, is what is used anyway",
+    "weight_transfer_config": "the backends `nccl` and `ipc` need no configuration; others are not supported",
     "profiler_config": "torch_profiler_dir is where start_profile writes, in MAINSPRING_PROFILE_DIR of this process",
 }
 # field that ours has too → value of vLLM's → ours; None is our default where vLLM's default is None
@@ -203,6 +204,8 @@ def resolve_fields(given: Mapping[str, Any], theirs: frozenset[str] = KNOWN) -> 
             _use_token(value)
         elif name == "profiler_config":
             _profile_into(value)
+        elif name == "weight_transfer_config":
+            check_transfer(value)
         elif name in RESTRICTED:
             feature, values = RESTRICTED[name]
             check_default(name, value, values, feature)

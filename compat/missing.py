@@ -31,14 +31,11 @@ MEMBERS = {
     ),
     "set DO_VALIDATE_OUTPUT": "LLMEngine.validate_outputs",
     "it is the attribute vllm_config": "LLMEngine.get_vllm_config AsyncLLM.get_vllm_config",
-    "update_weights sends weights and names their version": (
-        "LLM.init_weight_transfer_engine LLM.start_weight_update LLM.start_draft_weight_update "
-        "LLM.finish_weight_update LLM.shutdown_weight_transfer_engine LLM.update_weight_version "
-        "LLM.get_weight_version LLMEngine.set_weight_version LLMEngine.get_weight_version "
-        "AsyncLLM.init_weight_transfer_engine AsyncLLM.start_weight_update AsyncLLM.start_draft_weight_update "
-        "AsyncLLM.finish_weight_update AsyncLLM.shutdown_weight_transfer_engine AsyncLLM.update_weight_version "
-        "AsyncLLM.get_weight_version AsyncLLM.compute_weight_checksums"
+    "a draft model keeps the weights of its checkpoint": (
+        "LLM.start_draft_weight_update AsyncLLM.start_draft_weight_update"
     ),
+    "use update_weight_version": "LLMEngine.set_weight_version",
+    "get_weight_version names the weights": "AsyncLLM.compute_weight_checksums",
     "KV connectors and events are not supported": (
         "AsyncLLM.notify_kv_transfer_request_rejected AsyncLLM.get_kv_event_sources"
     ),
@@ -88,7 +85,7 @@ _CLIENTS: Accepted = {
     "aggregate_engine_logging": ((True, False), "several devices"),
     "disable_log_requests": ((True, False), "an older flag; use enable_log_requests"),
 }
-_TRANSFER: Accepted = {"request": ((), "weight transfer by request; give pairs of names and arrays")}
+_TRANSFER: Accepted = {"request": "weights"}  # which may be a request
 _DEVICE: Accepted = {"device": "reset_running_requests"}  # whose argument may be a `Device`
 # method → its arguments, see `check_accepted`
 ARGUMENTS: dict[str, Accepted] = {

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, WeightsLostError
 from ..ipc.messages import DesiredState, ModelFacts
+from .features.held_weights import HeldWeights, Later
 from .features.pauses import PauseMode
 from .plan.control import ParameterRows, SetParameters, Sleep, Wake, Worker
 from .plan.scheduler import Scheduler
@@ -42,6 +43,7 @@ class Lifecycle:
         busy: returns whether a step is in flight.
         on_state: called after each change of `state`.
         on_model: called with `model` after each change of it.
+        later: as for `Adapters`.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Lifecycle:
         busy: Callable[[], bool],
         on_state: Callable[[], None],
         on_model: Callable[[ModelFacts], None],
+        later: Later,
     ) -> None:
         self._scheduler, self._worker, self._busy = scheduler, worker, busy
         self._on_state, self._on_model = on_state, on_model
         self.model = model  # with the fingerprint of the current weights
         self.state = DesiredState()
+        self.held = HeldWeights(worker, later)
         self._pause_mode: PauseMode = "keep"
         self._sleep_mode: PauseMode = "keep"
         self._pausing: list[tuple[Future[None], bool]] = []  # unanswered pauses; whether each clears the cache
@@ -214,9 +218,10 @@ class Lifecycle:
         self._worker.control(Wake(weights, weights and "kv_cache" not in asleep))
 
     def forget(self, frontend: int) -> None:
-        """A frontend has left. If it was sending weights, that update stays incomplete."""
+        """A frontend has left. If it was sending weights, that update stays incomplete; one that is held is dropped."""
         if self._update is not None and self._update.frontend == frontend:
             self._lose_update("its sender left")
+        self.held.forget(frontend)
 
     # ------------------------------------------------------------------ new weights
 
@@ -242,26 +247,67 @@ class Lifecycle:
                 self._lose_update("its sender gave up")
             raise InvalidRequestError(f"message {number} of version {version!r} is out of order: begin again at 0")
         try:
-            self._worker.control(SetParameters(parts))
-            for part in parts:
-                self._fingerprint.update(
-                    f"{part.name} {part.start} {part.values.shape} {_sample(part.values)}".encode()
-                )
-        except (KeyError, ValueError) as error:
+            self._set_parameters(parts)
+        except InvalidRequestError as error:
             if begun:
-                self._lose_update(str(error.args[0]))
+                self._lose_update(str(error))
             else:  # nothing was replaced
                 self._update = None
                 self._settle()
-            raise InvalidRequestError(f"the weights can't be set: {error.args[0]}") from None
+            raise
         self._update = self._update._replace(parts=number + 1)
         if last:
-            self._update, self._lost = None, None
-            self._scheduler.reset_prefix_cache(True)
-            self._fingerprint.update(f"{self.model.fingerprint} {version}".encode())
-            self.model = msgspec.structs.replace(self.model, fingerprint=self._fingerprint.hexdigest())
-            self._set(weights_version=version, fingerprint=self.model.fingerprint)
-            self._on_model(self.model)
+            self._update = None
+            self._serve_new(version)
+
+    def finish_update(self, frontend: int, version: str | None = None, replace: bool = True) -> None:
+        """Replace the parameters that were held since `start_weight_update`, between two steps, or drop them.
+
+        Args:
+            version: a name for them; None or empty: the present one stays.
+            replace: False drops them.
+
+        Raises:
+            InvalidRequestError: no update was started, or is complete; the model has no such parameter or shape; the
+                weights sleep. Then nothing was replaced.
+        """
+        if not replace:
+            return self.held.forget(frontend)
+        if self._update is not None:
+            raise InvalidRequestError(f"weights of version {self._update.version!r} are being sent by update_weights")
+        rows = self.held.take(frontend)
+        try:
+            self._set_parameters(rows)
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # for lack of memory; some parameters may be replaced
+            self._update = _Update(frontend, version or self.state.weights_label, 0)
+            self._lose_update(str(error))
+            raise
+        self._serve_new(version)
+
+    def set_weight_version(self, version: str) -> None:
+        """Name the weights that are served, and replace none."""
+        sent = self.state.weights_version is not None
+        self._set(weights_label=version, weights_version=version if sent else None)
+
+    def _set_parameters(self, parts: list[ParameterRows]) -> None:
+        """Raises `InvalidRequestError` if one of them can't be set; then none is."""
+        try:
+            self._worker.control(SetParameters(parts))
+        except (KeyError, ValueError) as error:
+            raise InvalidRequestError(f"the weights can't be set: {error.args[0]}") from None
+        for part in parts:
+            self._fingerprint.update(f"{part.name} {part.start} {part.values.shape} {_sample(part.values)}".encode())
+
+    def _serve_new(self, version: str | None) -> None:
+        """The weights are complete: serve them under this name."""
+        version, self._lost = version or self.state.weights_label, None
+        self._scheduler.reset_prefix_cache(True)
+        self._fingerprint.update(f"{self.model.fingerprint} {version}".encode())
+        self.model = msgspec.structs.replace(self.model, fingerprint=self._fingerprint.hexdigest())
+        self._set(weights_version=version, weights_label=version, fingerprint=self.model.fingerprint)
+        self._on_model(self.model)
 
     def _lose_update(self, why: str) -> None:
         assert self._update is not None

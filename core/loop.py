@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from ..ipc.structured import MAX_SPEC_BYTES
 from ..ipc.tokenizer_files import check_tokenizer, digest_of, read_files
 from .calls import MAX_ARGUMENT_BYTES, Caller, Method, call_method
 from .features.adapters import Adapters, Wait
+from .features.held_weights import rows_of
 from .features.routed_experts import RoutedExperts
 from .features.speculation import speculation_of
 from .lifecycle import Lifecycle
@@ -34,7 +35,6 @@ from .plan.control import (
     DropFunctions,
     DropGrammar,
     Explain,
-    ParameterRows,
     PendingStep,
     PrepareGrammar,
     ReleaseMemory,
@@ -52,7 +52,11 @@ logger = logging.getLogger(__name__)
 COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
 MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue as if it had this one
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
+MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
+
+
+T = TypeVar("T")
 
 
 class _Connection(NamedTuple):
@@ -148,6 +152,7 @@ class EngineCore:
             lambda: bool(self._in_flight),
             self._tell_state,
             lambda model: self.on_model(model),
+            self._later,
         )
         self.methods = self._methods()
         logger.info(
@@ -174,6 +179,16 @@ class EngineCore:
             "sleep": Method(lifecycle.sleep, admin=True),
             "wake_up": Method(lifecycle.wake_up, admin=True),
             "update_weights": Method(self._update_weights, admin=True, gets_caller=True, gets_arrays=True),
+            "init_weight_transfer_engine": Method(lifecycle.held.join, admin=True),
+            "shutdown_weight_transfer_engine": Method(lifecycle.held.end, admin=True),
+            "start_weight_update": Method(
+                lambda caller: lifecycle.held.start(caller.frontend), admin=True, gets_caller=True
+            ),
+            "hold_weights": Method(self._hold_weights, admin=True, gets_caller=True, gets_arrays=True),
+            "receive_weights": Method(self._receive_weights, admin=True, gets_caller=True, max_bytes=MAX_NAMES_BYTES),
+            "finish_weight_update": Method(self._finish_weight_update, admin=True, gets_caller=True),
+            "set_weight_version": Method(self._set_weight_version, admin=True),
+            "get_weight_version": Method(lambda: lifecycle.state.weights_label),
             "collective_rpc": Method(self.collective_rpc, admin=True),
             "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
             "stop_profile": Method(lambda: worker.control(StopProfile()), admin=True),
@@ -374,14 +389,21 @@ class EngineCore:
         self.on_state(msgspec.structs.replace(self.lifecycle.state, adapters=self.adapters.held()))
 
     def _update_weights(self, caller: Caller, arrays: Sequence[np.ndarray], *args: Any) -> None:
-        try:
-            version, number, names, starts, last = msgspec.convert(args, tuple[str, int, list[str], list[int], bool])
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"update_weights: {error}") from None
-        if not len(names) == len(starts) == len(arrays):
-            raise InvalidRequestError(f"{len(names)} names, {len(starts)} places and {len(arrays)} arrays")
-        rows = [ParameterRows(*one) for one in zip(names, starts, arrays, strict=True)]
-        self.lifecycle.update_weights(caller.frontend, version, number, rows, last)
+        version, number, names, starts, last = _read(args, tuple[str, int, list[str], list[int], bool])
+        self.lifecycle.update_weights(caller.frontend, version, number, rows_of(names, starts, arrays), last)
+
+    def _hold_weights(self, caller: Caller, arrays: Sequence[np.ndarray], *args: Any) -> None:
+        self.lifecycle.held.hold(caller.frontend, *_read(args, tuple[list[str], list[int]]), arrays)
+
+    def _receive_weights(self, caller: Caller, *args: Any) -> Future[None]:
+        names, dtypes, shapes = _read(args, tuple[list[str], list[str], list[list[int]]])
+        return self.lifecycle.held.receive(caller.frontend, names, dtypes, shapes)
+
+    def _finish_weight_update(self, caller: Caller, version: Any = None, replace: Any = True) -> None:
+        self.lifecycle.finish_update(caller.frontend, *_read((version, replace), tuple[str | None, bool]))
+
+    def _set_weight_version(self, version: Any) -> None:
+        self.lifecycle.set_weight_version(*_read((version,), tuple[str]))
 
     @property
     def phase(self) -> str:
@@ -476,6 +498,14 @@ def _local_worker(config: EngineConfig) -> Worker:
     from .worker.make_worker import make_worker
 
     return make_worker(config)
+
+
+def _read(args: Sequence[Any], kinds: type[T]) -> T:
+    """The arguments of a call, if they are of these types."""
+    try:
+        return msgspec.convert(args, kinds)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"the call's arguments are wrong: {error}") from None
 
 
 def _checked_files(config: EngineConfig) -> str:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 
 from ..compat.members import Device
 from ..ipc.adapters import LoRARequest
-from ..ipc.errors import InvalidRequestError, MainspringError
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError
 from .observe.metrics import Metric
-from .request.weight_messages import plain_arguments, weight_messages
+from .request.weight_messages import info_of, init_info, plain_arguments, update_info, weight_messages
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -210,21 +210,31 @@ class AsyncEngineMethods:
         """
         return self._engine._core_here(_A_FUNCTION.format("apply_model")).collective_rpc("apply_model", [func], {})
 
-    async def update_weights(self, weights: Iterable[tuple[str, Any]], version: str = "") -> None:
+    async def update_weights(self, weights: Any, version: str = "") -> None:
         """Replace parameters by others, for all frontends: what a training loop needs between rollouts. Meanwhile
         nothing is computed; then cached prefixes are forgotten and running requests go on with the new weights.
 
         Args:
-            weights: names as in the checkpoint's ``state_dict``, and arrays (numpy, torch, DLPack) of the parameters'
-                shapes; taken one by one, and sent in pieces.
+            weights: pairs of a name as in the checkpoint's ``state_dict`` and an array (numpy, torch, DLPack) of the
+                parameter's shape; taken one by one, and sent in pieces. Or vLLM's request, between
+                `start_weight_update` and `finish_weight_update`: an object with `update_info`, or that as a dict. Its
+                ``names``, ``dtype_names`` and ``shapes`` say what the trainer broadcasts next; no names: the same as
+                the last time. With ``ipc_handles``, a list of arrays, the values come along.
             version: a name for them. After a crash of the core they are gone: requests and this engine's outputs then
-                end with `WeightsLostError`, which names it, until they are sent again.
+                end with `WeightsLostError`, which names it, until they are sent again. A request has none: give it to
+                `finish_weight_update`.
 
         Raises:
-            InvalidArgumentError: no pairs of a name and an array.
+            InvalidArgumentError: no pairs of a name and an array, or not the fields of a request.
             InvalidRequestError: a name or a shape that the model does not have; or the weights sleep, or are quantized.
+                For a request: no update was started, or there is no trainer.
+            ConnectError: the trainer has left. The started update and the trainer's group are given up.
             NotPermittedError: this connection may not change the engine for everyone.
         """
+        if (info := info_of(weights, "update_info")) is not None:
+            if version:
+                raise InvalidArgumentError("version is given beside a request: give it to finish_weight_update")
+            return await _hold(self._engine, info)
         try:
             for args, arrays in weight_messages(weights, version):
                 await self._engine._call("update_weights", *args, arrays=arrays)
@@ -232,6 +242,60 @@ class AsyncEngineMethods:
             with contextlib.suppress(MainspringError):  # tell the core that the update is broken off
                 await self._engine._call("update_weights", version, -1, [], [], True)
             raise
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Say how weights will come. An update that is not finished is dropped.
+
+        Args:
+            request: an object with `init_info`, or that as a dict. With ``master_address`` and ``master_port`` the core
+                joins a trainer's process group there, as rank ``rank_offset`` (1) of ``world_size`` (2), over TCP with
+                gloo; this waits for the trainer. Whoever reaches that address could take part. Without them, arrays
+                come with `update_weights`.
+
+        Raises:
+            InvalidArgumentError: no such form, or values out of range.
+            NotSupportedError: ``packed``: several tensors sent as one.
+            ConnectError: the trainer could not be reached within 5 minutes.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("init_weight_transfer_engine", init_info(request))
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer's group. An update that is not finished is dropped."""
+        await self._engine._call("shutdown_weight_transfer_engine")
+
+    async def start_weight_update(self) -> None:
+        """Begin an update: weights that `update_weights` brings by request are held in host memory, and requests go on
+        with the present ones, until `finish_weight_update`. If this frontend leaves before, they are dropped.
+
+        Raises:
+            InvalidRequestError: another update is not finished; or the weights sleep, or are quantized.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("start_weight_update")
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Replace the present weights by those that came since `start_weight_update`, all at once between two steps.
+        Cached prefixes are forgotten, and running requests go on with the new weights. After a crash of the core it is
+        as with `update_weights`.
+
+        Args:
+            weight_version: a name for the new weights; None: the present name stays.
+
+        Raises:
+            InvalidRequestError: no update was started, or nothing came; a name or a shape that the model does not have.
+                The present weights stay.
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("finish_weight_update", weight_version)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Name the weights that are served, without a change of them."""
+        await self._engine._call("set_weight_version", new_version)
+
+    async def get_weight_version(self) -> str:
+        """The name of the weights that are served; ``default`` if nobody has named them."""
+        return str(await self._engine._call("get_weight_version"))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load a LoRA adapter before a request needs it, and let it be loaded again should the core die. Others go on
@@ -264,6 +328,23 @@ class AsyncEngineMethods:
         return bool(await self._engine._call("pin_lora", lora_id))
 
 
+async def _hold(engine: Frontend[Any], info: Any) -> None:
+    """Bring the parameters of a started update: arrays that come along, or what a trainer broadcasts."""
+    pairs: Iterable[tuple[str, Any]] | None = ()
+    try:
+        described, pairs = update_info(info)
+        if pairs is None:
+            await engine._call("receive_weights", *described)
+            return
+        for (_, _, names, starts, _), arrays in weight_messages(pairs, ""):
+            await engine._call("hold_weights", names, starts, arrays=arrays)
+    except BaseException as error:
+        if pairs is not None or not isinstance(error, MainspringError):  # otherwise the core has dropped the update
+            with contextlib.suppress(MainspringError):
+                await engine._call("finish_weight_update", None, False)
+        raise
+
+
 class EngineMethods:
     """The methods of `LLM` and `LLMEngine`."""
 
@@ -283,6 +364,12 @@ class EngineMethods:
     collective_rpc = blocking(AsyncEngineMethods.collective_rpc)
     apply_model = blocking(AsyncEngineMethods.apply_model)
     update_weights = blocking(AsyncEngineMethods.update_weights)
+    init_weight_transfer_engine = blocking(AsyncEngineMethods.init_weight_transfer_engine)
+    shutdown_weight_transfer_engine = blocking(AsyncEngineMethods.shutdown_weight_transfer_engine)
+    start_weight_update = blocking(AsyncEngineMethods.start_weight_update)
+    finish_weight_update = blocking(AsyncEngineMethods.finish_weight_update)
+    update_weight_version = blocking(AsyncEngineMethods.update_weight_version)
+    get_weight_version = blocking(AsyncEngineMethods.get_weight_version)
     add_lora = blocking(AsyncEngineMethods.add_lora)
     remove_lora = blocking(AsyncEngineMethods.remove_lora)
     list_loras = blocking(AsyncEngineMethods.list_loras)

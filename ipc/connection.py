@@ -62,7 +62,8 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # longest wait for the first answer of a daemon
 RECONNECT_SECONDS = 60.0  # longest wait for a lost daemon to answer again
 LOAD_SECONDS = 1800.0  # longest wait for a core that listens but still loads its model
-SEND_ONCE = frozenset({"collective_rpc"})  # methods with unknown side effects, never sent to a second core
+# methods with unknown side effects, or for which a trainer waits; never sent to a second core
+SEND_ONCE = frozenset({"collective_rpc", "init_weight_transfer_engine", "receive_weights"})
 CLOSE_MS = 100  # longest wait for the last frames to be sent before the socket is closed
 LOST_POLL_SECONDS = 0.1  # interval between two attempts to reconnect
 

@@ -63,7 +63,7 @@ class EngineDeadError(MainspringError, RuntimeError):
 
 
 class ConnectError(MainspringError, ConnectionError):
-    """No daemon answered at this address, or the daemon refused the connection."""
+    """No daemon answered at this address, or it refused the connection; or the connection to a trainer failed."""
 
 
 class AddressInUseError(MainspringError, OSError):
@@ -83,7 +83,7 @@ class RequestFailedError(MainspringError, RuntimeError):
 
 
 class WeightsLostError(MainspringError, RuntimeError):
-    """Weights sent by `update_weights` are lost, and the checkpoint's weights must not be served instead."""
+    """Weights sent by users are lost, and the checkpoint's weights must not be served instead."""
 
 
 class WrongProcessError(MainspringError, RuntimeError):

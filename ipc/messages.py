@@ -371,6 +371,7 @@ class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     weights_version: str | None = None  # of the weights that users have sent; None: the checkpoint's weights
     fingerprint: str = ""  # of the model with these weights
     adapters: list[HeldAdapter] = []
+    weights_label: str = "default"  # what users call the weights that are served, or served last
 
 
 # The kind byte in a header. Numbers are never reused.

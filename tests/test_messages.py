@@ -247,7 +247,7 @@ def test_messages_of_earlier_versions_still_decode(kind: int, body: str, missing
 def test_reports_of_a_core_over_its_pipe_have_these_bytes() -> None:
     assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "94a145a3776879c0c0"
     state = DesiredState(True, ["weights"], 1, "v", "f")
-    assert msgspec.msgpack.encode(state).hex() == "96c391a77765696768747301a176a16690"
+    assert msgspec.msgpack.encode(state).hex() == "97c391a77765696768747301a176a16690a764656661756c74"
 
 
 def test_in_a_status_unknown_keys_are_passed_over_and_missing_ones_have_defaults() -> None:

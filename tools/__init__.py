@@ -1,1 +1,1 @@
-"""Programs of the command line that are not part of serving: benchmarks, and kernels compiled ahead of time."""
+"""What is not part of serving: benchmarks, kernels compiled ahead of time, the trainer's side of weight transfer."""

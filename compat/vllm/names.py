@@ -9,6 +9,7 @@ _INPUTS = {
     "": "TextPrompt TokensPrompt EmbedsPrompt ExplicitEncoderDecoderPrompt",
     "engine.request.prompts": "PromptType=Prompt",
 }
+_SOURCES = "ModuleSource ParamMeta WeightSource"
 
 # module of vLLM → module of ours → names, or `theirs=ours` where they differ
 _TABLE = {
@@ -28,10 +29,23 @@ _TABLE = {
             "SchedulerConfig SpeculativeConfig StructuredOutputsConfig DecodingConfig VllmConfig=EngineConfig"
         ),
         "compat.engine_fields": "ProfilerConfig",
+        "compat.weight_transfer": "WeightTransferConfig",
         "ipc.config": "PoolerConfig",
     },
     "distributed": _CLEANUP,
     "distributed.parallel_state": _CLEANUP,
+    "distributed.weight_transfer": {"tools.weight_sender": f"{_SOURCES} WeightTransferTrainerFactory"},
+    "distributed.weight_transfer.base": {
+        "tools.weight_sender": f"{_SOURCES} TrainerWeightTransferEngine",
+        "compat.weight_transfer": "WeightTransferInitRequest WeightTransferUpdateRequest",
+    },
+    "distributed.weight_transfer.factory": {"tools.weight_sender": "WeightTransferTrainerFactory"},
+    "distributed.weight_transfer.ipc_engine": {
+        "tools.weight_sender": "IPCTrainerInitInfo IPCTrainerWeightTransferEngine"
+    },
+    "distributed.weight_transfer.nccl_engine": {
+        "tools.weight_sender": "NCCLTrainerInitInfo NCCLTrainerWeightTransferEngine"
+    },
     "engine.arg_utils": {"": "EngineArgs AsyncEngineArgs"},
     "engine.async_llm_engine": {"": "AsyncLLMEngine", "ipc.errors": "AsyncEngineDeadError=EngineDeadError"},
     "engine.llm_engine": {"": "LLMEngine"},
@@ -93,8 +107,9 @@ _INSTEAD = {
     "distributed.kv_events": "events of the KV cache are not supported",
     "distributed.kv_transfer": "KV connectors are not supported; kv_offloading_size keeps blocks in host memory",
     "config.KVTransferConfig": "KV connectors are not supported; kv_offloading_size keeps blocks in host memory",
-    "distributed.weight_transfer": "send weights with the update_weights method of LLM and of the engines",
-    "config.WeightTransferConfig": "send weights with the update_weights method of LLM and of the engines",
+    "distributed.weight_transfer": "see WeightTransferTrainerFactory, or update_weights of LLM and the engines",
+    "distributed.weight_transfer.HTTPVLLMWeightSyncClient": "give trainer_init an LLM or an LLMEngine as client",
+    "distributed.weight_transfer.RayVLLMWeightSyncClient": "give trainer_init an LLM or an LLMEngine as client",
     "entrypoints": "there is no HTTP server yet; `mainspring daemon` runs an engine for several processes",
     "model_executor": "the inside of the engine is another one here; LLM.apply_model reaches the model",
     "v1.worker": "the inside of the engine is another one here; v1.sample.logits_processor has the classes",

@@ -79,6 +79,32 @@ class SetParameters(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rows: list[ParameterRows]
 
 
+class JoinTrainer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Join the process group of a trainer, which is rank 0 in it, and leave the present one. Answer: a future of None,
+    done when all ranks have joined, or of a ConnectError."""
+
+    address: str  # where the trainer listens
+    port: int
+    rank: int
+    world_size: int
+
+
+class LeaveTrainer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leave the trainer's group. What is being received of it still arrives, for nobody."""
+
+
+class ReceiveParameters(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Receive parameters that the trainer broadcasts one after the other, and change nothing. Answer: a future of
+    `ParameterRows`, one for each, or of an error; then the group is closed.
+
+    Errors: InvalidRequestError if there is no group.
+    """
+
+    names: list[str]
+    dtypes: list[str]  # float32, float16 or bfloat16
+    shapes: list[list[int]]
+
+
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Give the device's unused memory back, after a step that found none."""
 
@@ -104,6 +130,9 @@ Control = (
     | Sleep
     | Wake
     | SetParameters
+    | JoinTrainer
+    | LeaveTrainer
+    | ReceiveParameters
     | ReleaseMemory
     | StartProfile
     | StopProfile

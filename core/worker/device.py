@@ -191,6 +191,11 @@ def tensor_of(values: np.ndarray) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
 
 
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The array that shares memory with a tensor in host memory, for a record; uint16 stands for bfloat16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 class Staged:
     """An array that the host fills in each step, and that the device reads.
 

@@ -204,11 +204,11 @@ class GenerationWorker(LocalWorker):
         model = self.model
         if model.is_quantized:
             raise InvalidRequestError("the weights are quantized: only those of a model without quantization change")
-        tensors = [(part.name, part.start, tensor_of(part.values)) for part in parts]
-        for part in tensors:
-            model.parameters.check(*part)
-        for name, start, values in tensors:
-            model.parameters.set(name, values.to(model.parameters.dtype(name)), start)
+        parameters = model.parameters
+        for part in parts:
+            parameters.check(part.name, part.start, part.values.shape)
+        for part in parts:
+            parameters.set(part.name, tensor_of(part.values).to(parameters.dtype(part.name)), part.start)
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         with self.model.unpacked() as module:

@@ -39,6 +39,7 @@ from .profiler import Profiler
 from .registry import Registry
 from .rpc import with_extension
 from .runner import ModelRunner
+from .weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from ..model.run.encoder import EncoderModel
@@ -69,6 +70,7 @@ class LocalWorker(Worker):
         self._runner: ModelRunner | None = None
         self._registry = Registry()
         self._profiler = Profiler()
+        self._receiver = WeightReceiver()
         self._explained: list[str] = []  # lines about the model's properties and the decisions made for it
         self._methods = with_extension(self.apply_model, self.parameters, config.parallel_config.worker_extension_cls)
         self.decisions = Decisions() if decisions is None else replace(decisions)
@@ -81,6 +83,9 @@ class LocalWorker(Worker):
             records.Sleep: lambda r: self.sleep(r.level),
             records.Wake: lambda r: self.wake(r.weights, r.kv_cache),
             records.SetParameters: lambda r: self.set_parameters(r.rows),
+            records.JoinTrainer: self._receiver.join,
+            records.LeaveTrainer: lambda r: self._receiver.leave(),
+            records.ReceiveParameters: self._receiver.receive,
             records.ReleaseMemory: lambda r: self._copies.release_memory(),
             records.StartProfile: lambda r: self._profiler.start(r.prefix),
             records.StopProfile: lambda r: self._profiler.stop(),

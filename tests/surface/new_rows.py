@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
 import mainspring
-from mainspring import EngineArgs, LLMEngine, NotSupportedError, SamplingParams
+from mainspring import EngineArgs, InvalidRequestError, LLMEngine, NotSupportedError, SamplingParams
 from mainspring.ipc.messages import Adapter
 
 from . import checkpoints
@@ -226,6 +227,83 @@ def llm_update_weights(at: Place) -> None:
     before = at.text(engine=llm.llm_engine)
     llm.update_weights([("model.norm.weight", np.zeros(256, np.float32))], version="zero")
     assert at.text(engine=llm.llm_engine) != before
+
+
+# ---------------------------------------------------------------------- weights of a trainer
+
+BEGINS = ("init_weight_transfer_engine", "start_weight_update", "shutdown_weight_transfer_engine")
+ENDS = ("finish_weight_update", "update_weight_version", "get_weight_version")
+NORM = {"names": ["model.norm.weight"], "ipc_handles": [np.zeros(256, np.float32)]}
+
+
+def begins_anew(engine: Any) -> None:
+    """Each of the two drops an update that is not finished."""
+    engine.shutdown_weight_transfer_engine()
+    engine.start_weight_update()
+    engine.init_weight_transfer_engine({"init_info": {}})
+    engine.start_weight_update()
+    engine.shutdown_weight_transfer_engine()
+    engine.start_weight_update()
+    assert "active already" in refused(engine.start_weight_update, InvalidRequestError)
+    engine.shutdown_weight_transfer_engine()
+
+
+@row(*(f"LLMEngine.{name}" for name in BEGINS))
+def begin_weight_update(at: Place) -> None:
+    begins_anew(at.engine())
+
+
+@row(*(f"LLM.{name}" for name in BEGINS))
+def llm_begin_weight_update(at: Place) -> None:
+    begins_anew(at.llm())
+
+
+@row(*(f"AsyncLLMEngine.{name}" for name in BEGINS), says="As `LLMEngine`'s.")
+async def async_begin_weight_update(at: Place) -> None:
+    engine: Any = at.aengine()
+    await engine.shutdown_weight_transfer_engine()
+    await engine.start_weight_update()
+    await engine.init_weight_transfer_engine({"init_info": {}})
+    await engine.start_weight_update()
+    await engine.shutdown_weight_transfer_engine()
+    await engine.start_weight_update()
+    with pytest.raises(InvalidRequestError, match="active already"):
+        await engine.start_weight_update()
+    await engine.shutdown_weight_transfer_engine()
+
+
+@row(*(f"LLMEngine.{name}" for name in ENDS))
+def finish_weight_update(at: Place) -> None:
+    engine = at.fresh(max_model_len=1005)
+    engine.update_weight_version("before")
+    assert engine.get_weight_version() == "before"
+    engine.start_weight_update()
+    engine.update_weights(NORM)
+    engine.finish_weight_update("zero")
+    assert engine.get_weight_version() == "zero"
+    assert len(set(at.ids(engine=engine, ignore_eos=True))) == 1
+
+
+@row(*(f"AsyncLLMEngine.{name}" for name in ENDS), says="As `LLMEngine`'s.")
+async def async_finish_weight_update(at: Place) -> None:
+    engine = at.fresh(mainspring.AsyncLLMEngine, max_model_len=1006)
+    await engine.update_weight_version("before")
+    assert await engine.get_weight_version() == "before"
+    await engine.start_weight_update()
+    await engine.update_weights(NORM)
+    await engine.finish_weight_update("zero")
+    assert await engine.get_weight_version() == "zero"
+
+
+@row(*(f"LLM.{name}" for name in ENDS))
+def llm_finish_weight_update(at: Place) -> None:
+    llm = at.fresh(mainspring.LLM, max_model_len=1007)
+    llm.update_weight_version("before")
+    assert llm.get_weight_version() == "before"
+    llm.start_weight_update()
+    llm.update_weights(request=NORM)
+    llm.finish_weight_update("zero")
+    assert llm.get_weight_version() == "zero"
 
 
 @row("AsyncLLMEngine.collective_rpc", says="As `LLMEngine.collective_rpc`.")

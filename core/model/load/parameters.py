@@ -6,7 +6,7 @@ in ``model.state_dict()``. All code that reads or writes weights by their checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -84,12 +84,13 @@ class ParameterMap:
         packed = self.packed.get(id(slot.tensor))
         return slot.view() if packed is None else slot.part(packed.unpack())
 
-    def check(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Raises KeyError as `slot`; ValueError unless `values` are the parameter, or its rows from `start` on."""
+    def check(self, name: str, start: int, given: Sequence[int]) -> None:
+        """Raises KeyError as `slot`; ValueError unless values of the shape `given` are the parameter, or its rows from
+        `start` on."""
         self.slot(name)
-        shape, given = self._shapes[name], values.shape
+        shape = self._shapes[name]
         fits = given == shape if not (shape and given) else given[1:] == shape[1:]
-        if not fits or (shape and not 0 <= start <= shape[0] - len(values)):
+        if not fits or (shape and not 0 <= start <= shape[0] - given[0]):
             raise ValueError(f"parameter {name!r} has shape {list(shape)}, but got {list(given)} from row {start} on")
 
     def dtype(self, name: str) -> torch.dtype:
