@@ -364,7 +364,7 @@ VLLM = {
         "class AsyncEngineArgs(EngineArgs):\n    enable_log_requests: bool = False\n"
     ),
     "entrypoints/llm.py": (
-        "class MoreMixin:\n    def enqueue(self, any): pass\n    def unheard_of(self): pass\n"
+        "class MoreMixin:\n    def release_kv_cache_memory(self, any): pass\n    def unheard_of(self): pass\n"
         "class LLM(MoreMixin):\n    def __init__(self, model, nnodes, wrong): pass\n"
         "    def generate(self, prompts, mm_processor_kwargs, wrong): pass\n"
     ),

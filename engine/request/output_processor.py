@@ -38,11 +38,21 @@ class OutputProcessor:
         self.statistics: StatLoggerManager | None = None
         self.tracer: Tracer | None = None
 
+    def use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Use this tokenizer from now on. No request may be in flight."""
+        self._tokenizer, self._pieces = tokenizer, {}
+
     def __len__(self) -> int:
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that have not started, as far as the core has told."""
+        waiting = (state for state in self._requests.values() if state.metrics.first_token_time is None)
+        return sum(len(state.source.prompt_token_ids) for state in waiting)
 
     def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
         make = PoolingState if request.pooling else BeamRequest if request.params.use_beam_search else RequestState
