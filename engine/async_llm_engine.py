@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..compat.engine_fields import takes_vllm_fields
-from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
+from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate, takes_vllm_fields
 from ..compat.members import EngineMembers, UsageContext
 from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest

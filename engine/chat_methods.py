@@ -12,10 +12,10 @@ from .pooling_methods import OnError
 from .request.outputs import RequestOutput
 from .request.prompts import TokensPrompt
 from .request_queue import Progress
-from .text.chat_template import ContentFormat, Message
 
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
+    from .text.chat_template import ContentFormat, Message
     from .text.tokenizer import Tokenizer
 
 
@@ -147,7 +147,7 @@ class ChatMethods:
         if not isinstance(messages, (list, tuple)):
             raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
+        conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
         texts = []
         for at, conversation in enumerate(conversations):
             with names_prompt(at, len(conversations)):

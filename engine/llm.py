@@ -10,7 +10,6 @@ from typing import Any, Self
 import msgspec
 
 from ..compat.forms import one_prompt
-from ..compat.logits_processors import functions_of, processor_classes
 from ..compat.members import UsageContext
 from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
@@ -62,7 +61,11 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         **engine_args: Any,
     ) -> None:
         self.chat_template = chat_template
-        self._processors = processor_classes(logits_processors)
+        self._processors: list[Any] = []
+        if logits_processors:
+            from ..compat.logits_processors import processor_classes
+
+            self._processors = processor_classes(logits_processors)
         if connect is None:
             args = EngineArgs(model, **engine_args)
             multiprocess = False if self._processors else None
@@ -301,9 +304,12 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
                     lora_request=loras[at],
                     prompt_adapter_request=prompt_adapter_request,
                 )
-                given = request.params.logits_processors or []
-                classes = functions_of(self._processors, self.llm_engine.vllm_config, request.params)
-                request.params.logits_processors = [*given, *classes]
+                if self._processors:
+                    from ..compat.logits_processors import functions_of
+
+                    given = request.params.logits_processors or []
+                    classes = functions_of(self._processors, self.llm_engine.vllm_config, request.params)
+                    request.params.logits_processors = [*given, *classes]
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
             requests.append(request)
             if progress is not None:

@@ -731,6 +731,9 @@ def test_facts_of_the_engine_are_available_as_coroutines(engine: AsyncLLMEngine,
         assert await engine.get_cache_config() is config.cache_config
         assert await engine.get_scheduler_config() is config.scheduler_config
         assert await engine.get_parallel_config() is config.parallel_config
+        assert await engine.get_vllm_config() is config
+        assert await engine.is_tracing_enabled() is False
+        assert engine.is_stopped is False
         assert await engine.get_supported_tasks() == ("generate",)
         assert await engine.reset_prefix_cache() is True
 

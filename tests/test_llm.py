@@ -20,8 +20,7 @@ import pytest
 import stand_in_core
 from mainspring import LLM, RequestOutput, SamplingParams
 from mainspring.demo import MODEL_PATH
-from mainspring.engine import request_queue
-from mainspring.engine import llm_engine
+from mainspring.engine import llm_engine, request_queue
 from mainspring.ipc.config import EngineConfig, ModelConfig
 from mainspring.ipc.errors import (
     InvalidArgumentError,

@@ -15,12 +15,12 @@ from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
 from ...ipc.request_check import RequestCheck
 from ...ipc.structured import trace_spec
-from .late_chunking import LateChunkingMetadata, chunks_of
 from .prompts import ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
     from ...ipc.codec import Array
     from ..text.tokenizer import Tokenizer
+    from .late_chunking import LateChunkingMetadata
 
 
 ALL_TOKENS = 2**31 - 1
@@ -141,6 +141,8 @@ class InputProcessor:
         if pooling is not None and pooling.late_chunking_params is not None:
             if pooling.task != "token_embed":
                 raise InvalidRequestError(f"late_chunking_params is for token_embed, and the task is {pooling.task}")
+            from .late_chunking import chunks_of
+
             special = (tokenization_kwargs or {}).get("add_special_tokens", True)
             size = pooling.late_chunking_params.chunk_size
             chunking = chunks_of(parsed.text, token_ids, size, self.tokenizer, special)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs
 from ..text.tokenizer import Tokenizer
-from .beam_search import BeamRequest
 from .input_processor import EngineCoreRequest
 from .outputs import Logprob
 from .pooling_state import PoolingState
@@ -55,7 +54,9 @@ class OutputProcessor:
         return sum(len(state.source.prompt_token_ids) for state in waiting)
 
     def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
-        make = PoolingState if request.pooling else BeamRequest if request.params.use_beam_search else RequestState
+        make: type[RequestState] = PoolingState if request.pooling else RequestState
+        if request.params.use_beam_search:
+            from .beam_search import BeamRequest as make
         state = self._requests[request.request_id] = make(request, handles, self._tokenizer, now)
         for completion in state.completions:
             self._completions[completion.handle] = completion

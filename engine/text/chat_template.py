@@ -84,6 +84,8 @@ def render_chat(
 
 
 def _checked(conversation: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(conversation, str) or not isinstance(conversation, Sequence):
+        raise InvalidRequestError(f"a conversation is {shown(conversation)}; it must be a list of messages")
     if not conversation:
         raise InvalidRequestError("the conversation is empty; give at least one message")
     for message in conversation:

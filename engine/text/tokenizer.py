@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, ModelNotFoundError, NotSupportedError, shown
-from .batch_encoding import BatchEncoding, Row, as_arrays, pad, truncated, width_of
-from .chat_template import ContentFormat, Message, render_chat
 from .model_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as RustTokenizer
+
+    from .batch_encoding import BatchEncoding
+    from .chat_template import ContentFormat, Message
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SETTINGS: dict[str, Any] = {
@@ -111,6 +112,8 @@ class Tokenizer:
             InvalidArgumentError: an argument has a wrong value, or there is no token to pad with.
             NotSupportedError: `return_tensors` is not ``np``.
         """
+        from .batch_encoding import BatchEncoding, Row, as_arrays, pad, truncated, width_of  # few frontends call it
+
         one = isinstance(text, str) or (is_split_into_words and isinstance((*text, "")[0], str))
         if one:
             texts: Sequence[Any] = [(text, text_pair)] if text_pair else [text]
@@ -314,6 +317,8 @@ class Tokenizer:
             InvalidRequestError: there is no template, or it refuses the conversation.
             NotSupportedError: `return_assistant_tokens_mask` is set.
         """
+        from .chat_template import render_chat  # imported here, because not all frontends chat
+
         if return_assistant_tokens_mask:
             raise NotSupportedError("return_assistant_tokens_mask is not supported yet")
         several = bool(conversation) and not isinstance(conversation[0], Mapping)
@@ -328,7 +333,7 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 content_format=chat_template_content_format,
             )
-            for messages in cast(Sequence[Sequence[Message]], conversation if several else [conversation])
+            for messages in cast("Sequence[Sequence[Message]]", conversation if several else [conversation])
         ]
         if not tokenize:
             return texts if several else texts[0]
