@@ -252,6 +252,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
             InvalidArgumentError: it is neither.
             InvalidRequestError: requests are unfinished.
         """
+        self._queue.check_all_sent()
         self.llm_engine.tokenizer = tokenizer
 
     @property

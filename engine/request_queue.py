@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..ipc.errors import InvalidArgumentError, OverloadedError, RequestFailedError, shown
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, RequestFailedError, shown
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import PoolingRequestOutput, RequestOutput, errors_of, num_tokens_of
 
@@ -70,6 +70,13 @@ class RequestQueue:
             requests, self._enqueued = self._enqueued, []
         with self._aborting(requests):
             return self._collect(requests, use_tqdm)
+
+    def check_all_sent(self) -> None:
+        """Raise `InvalidRequestError` if requests wait until the core has room for them."""
+        if self._unsent:
+            raise InvalidRequestError(
+                f"{len(self._unsent)} enqueued requests are unsent; call wait_for_completion first"
+            )
 
     @contextlib.contextmanager
     def _aborting(self, requests: Sequence[EngineCoreRequest]) -> Iterator[None]:

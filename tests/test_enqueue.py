@@ -21,6 +21,7 @@ from mainspring import (
 )
 from mainspring.compat.logits_processors import AdapterLogitsProcessor
 from mainspring.demo import MODEL_PATH
+from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.config import EngineConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import (
     EngineDeadError,
@@ -215,6 +216,8 @@ def test_what_exceeds_the_limits_of_a_daemon_is_sent_while_waiting(daemon: Stand
         llm.enqueue([[3], [9], [20], [30], [40]], params, **QUIET)
         llm.llm_engine.engine_core.call("echo")  # after which the daemon has what was sent before
         assert len(daemon.core.added) == 2
+        with pytest.raises(InvalidRequestError, match="3 enqueued requests are unsent"):
+            llm.set_tokenizer(load_tokenizer(Path(MODEL_PATH)))
         found = llm.wait_for_completion(**QUIET)
         assert [one.outputs[0].token_ids for one in found] == [[t, t + 1, t + 2] for t in (3, 9, 20, 30, 40)]
 
