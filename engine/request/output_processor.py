@@ -10,12 +10,12 @@ from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs
 from ..text.tokenizer import Tokenizer
 from .input_processor import EngineCoreRequest
 from .outputs import Logprob
-from .pooling_state import PoolingState
 from .request_state import Completion, RequestState
 
 if TYPE_CHECKING:
     from ..observe.metrics import StatLoggerManager
     from ..observe.tracing import Tracer
+    from .pooling_state import PoolingState
 
 
 class Processed(NamedTuple):
@@ -54,8 +54,10 @@ class OutputProcessor:
         return sum(len(state.source.prompt_token_ids) for state in waiting)
 
     def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
-        make: type[RequestState] = PoolingState if request.pooling else RequestState
-        if request.params.use_beam_search:
+        make = RequestState
+        if request.pooling:
+            from .pooling_state import PoolingState as make
+        elif request.params.use_beam_search:
             from .beam_search import BeamRequest as make
         state = self._requests[request.request_id] = make(request, handles, self._tokenizer, now)
         for completion in state.completions:
@@ -89,7 +91,7 @@ class OutputProcessor:
             self._take_logprobs(scores, outputs.handles)
         for vectors in outputs.pooled:
             if (completion := completions.get(vectors.handle)) is not None and completion.request.source.pooling:
-                cast(PoolingState, completion.request).vectors = vectors
+                cast("PoolingState", completion.request).vectors = vectors
         for said in outputs.started:
             completion = completions.get(said.handle)
             if completion is not None:

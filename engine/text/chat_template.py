@@ -83,7 +83,7 @@ def render_chat(
     return _cut_at_mark(text, final) if continue_final_message else text
 
 
-def _checked(conversation: Sequence[Message]) -> list[dict[str, Any]]:
+def _checked(conversation: Any) -> list[dict[str, Any]]:
     if isinstance(conversation, str) or not isinstance(conversation, Sequence):
         raise InvalidRequestError(f"a conversation is {shown(conversation)}; it must be a list of messages")
     if not conversation:
