@@ -31,7 +31,6 @@ from ..ipc.errors import (
     unknown_argument,
 )
 from ..ipc.messages import AddRequest, Stats
-from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, checked, typed
 from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
@@ -165,6 +164,8 @@ class Frontend(FrontendMembers, Generic[C]):
         traces: str | None = None,
     ) -> None:
         """The second half of a constructor: everything that needs the client."""
+        from ..ipc.request_check import RequestCheck  # imported here to keep `import mainspring` fast
+
         self.engine_core = client
         self._pid = os.getpid()
         self._closing = contextlib.ExitStack()

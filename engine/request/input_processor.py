@@ -13,12 +13,12 @@ from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown
 from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
-from ...ipc.request_check import RequestCheck
 from ...ipc.structured import trace_spec
 from .prompts import ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
     from ...ipc.codec import Array
+    from ...ipc.request_check import RequestCheck
     from ..text.tokenizer import Tokenizer
     from .late_chunking import LateChunkingMetadata
 
