@@ -26,7 +26,6 @@ from .request.input_processor import EngineCoreRequest, InputProcessor, check_me
 from .request.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
-    PoolingRequestOutput,
     RequestOutput,
     raise_first_failure,
 )
@@ -175,7 +174,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
 
     def wait_for_completion(
         self,
-        output_type: OutputType = (RequestOutput, PoolingRequestOutput),
+        output_type: OutputType | None = None,
         *,
         use_tqdm: Progress = True,
         on_error: OnError = "raise",
@@ -183,7 +182,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         """Wait until all requests of `enqueue` and `enqueue_chat` have ended.
 
         Args:
-            output_type: class of the outputs, or several.
+            output_type: the class that the outputs must have, or several; None: any.
             use_tqdm, on_error: as `generate`.
 
         Returns:

@@ -55,15 +55,16 @@ class RequestQueue:
             with self._lock:
                 self._enqueued += requests
 
-    def run_enqueued(self, output_type: OutputType, use_tqdm: Progress) -> list[Any]:
-        """Wait for the outputs of the enqueued requests, in order.
+    def run_enqueued(self, output_type: OutputType | None, use_tqdm: Progress) -> list[Any]:
+        """Wait for the outputs of the enqueued requests, in order. `output_type` None: of any type.
 
         Raises:
             InvalidArgumentError: an output will not be of this type. The requests stay enqueued.
         """
+        wanted = (RequestOutput, PoolingRequestOutput) if output_type is None else output_type
         with self._lock:
             for request in self._enqueued:
-                if not issubclass(kind := PoolingRequestOutput if request.pooling else RequestOutput, output_type):
+                if not issubclass(kind := PoolingRequestOutput if request.pooling else RequestOutput, wanted):
                     raise InvalidArgumentError(
                         f"output_type is {shown(output_type)}, but request {request.request_id} gives a {kind.__name__}"
                     )
@@ -122,7 +123,7 @@ class RequestQueue:
         """Send what there is room for, and run one step. Returns the ids of requests that have ended."""
         with self._lock:
             self._send()
-            if self._sent and not self._engine.has_unfinished_requests():
+            if not self._engine.has_unfinished_requests() and (self._sent or not self._unsent):
                 taken = RequestFailedError("its output was taken by a step of llm_engine outside this object")
                 raise self._engine.engine_core.error or taken
             is_free = self._room.is_free
