@@ -18,7 +18,7 @@ import mainspring
 from mainspring.compat import forms
 from mainspring.compat.missing import ARGUMENTS, MISSING
 from mainspring.compat.vllm.names import PLACES, refusal
-from mainspring.engine.args import ALL_NAMES
+from mainspring.engine.args import all_names
 from mainspring.ipc.errors import MainspringError
 
 OURS: dict[str, Any] = {
@@ -27,7 +27,7 @@ OURS: dict[str, Any] = {
 _REQUEST = {*forms._KEYWORDS, *forms._OLDER_KEYWORDS, forms._RANK}
 # method whose parameters are not all in its signature → the others
 _MORE = {
-    "LLM.__init__": {*ALL_NAMES},
+    "LLM.__init__": {*all_names()},
     "LLMEngine.add_request": _REQUEST,
     "AsyncLLM.add_request": _REQUEST,
     "AsyncLLM.generate": _REQUEST,
@@ -88,10 +88,10 @@ def _files(folder: Path) -> list[Path]:
 
 def engine_fields(source: Source) -> Iterator[tuple[str, str]]:
     """→ field, and what is wrong with it, or ""."""
-    ours = mainspring.AsyncEngineArgs
+    ours, names = mainspring.AsyncEngineArgs, all_names()
     for owner in ("EngineArgs", "AsyncEngineArgs"):
         for name, value in source.fields(owner).items():
-            known = name in ALL_NAMES or name in ours.__dataclass_fields__
+            known = name in names or name in ours.__dataclass_fields__
             wrong = "" if known else "unknown"
             default = source.default(value)
             if known and default is not None and name != "model":

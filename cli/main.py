@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..engine.args import ALL_NAMES, EngineArgs, add_flags, add_vllm_flags, dashed, nearest_flag
+from ..engine.args import EngineArgs, add_flags, add_vllm_flags, all_names, dashed, nearest_flag
 from ..ipc import keys, logs
 from ..ipc.config import fields_of
 from ..ipc.errors import (
@@ -247,7 +247,7 @@ def _bench(args: argparse.Namespace) -> ExitCode:
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ALL_NAMES if hasattr(args, name)}
+    return {name: getattr(args, name) for name in all_names() if hasattr(args, name)}
 
 
 def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any
 
 from ..ipc.errors import InvalidArgumentError, check_default, shown
 from .weight_transfer import check_transfer
@@ -176,7 +174,7 @@ def is_flag(name: str) -> bool:
     return any(value is None or isinstance(value, bool) for value in values)
 
 
-def resolve_fields(given: Mapping[str, Any], theirs: frozenset[str] = KNOWN) -> dict[str, Any]:
+def resolve_fields(given: Mapping[str, Any], theirs: frozenset[str]) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs` without `theirs`, the fields that only vLLM's has, and with our values.
 
     Raises:
@@ -279,19 +277,3 @@ def _profile_into(config: Any) -> None:
             check_default(f"profiler_config: {name}", value, _PROFILER.get(name, (False,)), feature)
     if folder := config.get("torch_profiler_dir"):
         os.environ["MAINSPRING_PROFILE_DIR"] = os.path.abspath(folder)
-
-
-T = TypeVar("T")
-
-
-def takes_vllm_fields(cls: type[T]) -> type[T]:
-    """Class decorator: the constructor takes the fields above as keywords too."""
-    construct: Callable[..., None] = cls.__init__
-    theirs = KNOWN - {field.name for field in dataclasses.fields(cast(Any, cls))}
-
-    @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        construct(self, *args, **resolve_fields(given, theirs))
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls

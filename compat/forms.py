@@ -31,6 +31,7 @@ scheduler_config, …, log_stats``. That of the async engine may begin with two 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -41,6 +42,24 @@ from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown, unknown_argument
 from ..ipc.params import is_text
+
+T = TypeVar("T")
+
+
+def takes_vllm_fields(cls: type[T]) -> type[T]:
+    """Decorator of a dataclass: its constructor also takes the fields of engine_fields.py, as keywords."""
+    construct: Callable[..., None] = cls.__init__
+    ours = {field.name for field in dataclasses.fields(cast(Any, cls))}
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        from .engine_fields import KNOWN, resolve_fields  # imported here, because a connected frontend needs no tables
+
+        construct(self, *args, **resolve_fields(given, KNOWN - ours))
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
 
 _TRACE_HEADERS = frozenset(("traceparent", "tracestate"))
 _KEYWORDS = (

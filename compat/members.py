@@ -65,6 +65,10 @@ class EngineMembers:
         """Whether any copy of the model has unfinished requests, if this one says so: there are no others."""
         return has_unfinished
 
+    def get_vllm_config(self) -> config.EngineConfig:
+        """The attribute `vllm_config`."""
+        return self.vllm_config
+
     def get_model_config(self) -> config.ModelConfig:
         return self.vllm_config.model_config
 

@@ -16,21 +16,11 @@ from ..ipc.pooling_params import PoolingParams
 
 # reason → members, as Class.member, which raise `MissingNameError`
 MEMBERS = {
-    "generate takes any number of prompts; to go on meanwhile use LLMEngine.add_request and step": (
-        "LLM.enqueue LLM.enqueue_chat LLM.wait_for_completion"
-    ),
-    "use get_supported_tasks()": "LLM.supported_tasks",
-    "it is an attribute of llm_engine": "LLM.renderer",
-    "give LLM the argument tokenizer": "LLM.set_tokenizer",
-    "use apply_chat_template of get_tokenizer()": "LLM.preprocess_chat",
     "use sleep(level=1) and wake_up(tags=[...])": (
         "LLM.release_kv_cache_memory LLMEngine.release_kv_cache_memory AsyncLLM.release_kv_cache_memory"
     ),
-    "there is one device": (
-        "LLM.get_world_size AsyncLLM.scale_elastic_ep AsyncLLM.get_external_elastic_ep_status AsyncLLM.handle_fault"
-    ),
+    "there is one device": ("AsyncLLM.scale_elastic_ep AsyncLLM.get_external_elastic_ep_status AsyncLLM.handle_fault"),
     "set DO_VALIDATE_OUTPUT": "LLMEngine.validate_outputs",
-    "it is the attribute vllm_config": "LLMEngine.get_vllm_config AsyncLLM.get_vllm_config",
     "a draft model keeps the weights of its checkpoint": (
         "LLM.start_draft_weight_update AsyncLLM.start_draft_weight_update"
     ),
@@ -39,18 +29,15 @@ MEMBERS = {
     "KV connectors and events are not supported": (
         "AsyncLLM.notify_kv_transfer_request_rejected AsyncLLM.get_kv_event_sources"
     ),
-    "use get_metrics, or `mainspring status` for a daemon": (
-        "AsyncLLM.get_num_unfinished_requests AsyncLLM.get_num_queued_tokens AsyncLLM.get_status"
-    ),
     "limits are fields of EngineArgs, and a request above them raises OverloadedError": "AsyncLLM.check_admission",
-    "give EngineArgs otlp_traces_endpoint": "AsyncLLM.is_tracing_enabled",
-    "use is_running or errored": "AsyncLLM.is_stopped AsyncLLM.should_keep_api_server_alive",
+    "use is_running or errored": "AsyncLLM.get_status AsyncLLM.should_keep_api_server_alive",
     "it belongs to the inside of vLLM": (
         "LLM.request_counter LLM.runner_type AsyncLLM.get_input_preprocessor AsyncLLM.checkpoint_prepare "
         "AsyncLLM.checkpoint_restore"
     ),
-    "the checkpoint's values are in LLM.get_default_sampling_params()": "SamplingParams.update_from_generation_config",
-    "fields are checked by validate()": "SamplingParams.verify PoolingParams.verify",
+    "validate() checks the fields, and an engine checks them for its model": (
+        "SamplingParams.verify PoolingParams.verify"
+    ),
     "it is set by vLLM's engine, not by its users": (
         "SamplingParams.update_from_tokenizer SamplingParams.sampling_type SamplingParams.eos_token_id "
         "SamplingParams.all_stop_token_ids SamplingParams.bad_words_token_ids SamplingParams.num_logprobs "
@@ -90,10 +77,10 @@ _DEVICE: Accepted = {"device": "reset_running_requests"}  # whose argument may b
 # method → its arguments, see `check_accepted`
 ARGUMENTS: dict[str, Accepted] = {
     "LLM.generate": _MEDIA,
-    "LLM.chat": {
-        **_MEDIA,
-        "chat_template_content_format": (("auto", "string"), "parts of messages as lists in the template"),
-    },
+    "LLM.enqueue": _MEDIA,
+    "LLM.chat": _MEDIA,
+    "LLM.enqueue_chat": _MEDIA,
+    "LLM.preprocess_chat": _MEDIA,
     "LLM.beam_search": {
         "concurrency_limit": (_Anything(), "no limit"),  # prompts are queued in any case
         "priority": ((), "priorities of beams"),
@@ -115,6 +102,7 @@ ARGUMENTS: dict[str, Accepted] = {
     "AsyncLLM.shutdown": {"timeout": (_Anything(), "a time limit")},
     "AsyncLLM.reset_prefix_cache": _DEVICE,
     "AsyncLLM.update_weights": _TRANSFER,
+    "SamplingParams.update_from_generation_config": {"model_eos_token_id": "eos_token_id"},
 }
 
 MISSING: dict[str, dict[str, str]] = {}  # class of vLLM → member → reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -128,7 +128,7 @@ class EngineCore:
         self.latencies = self.meter.latencies
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
-        self._unanswered: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # calls that need steps, by frontend
+        self._unanswered: dict[int, list[Future[Any]]] = {}  # calls that need steps, by frontend
         self._draining = False
         overlap = scheduler.async_scheduling
         self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
@@ -169,7 +169,7 @@ class EngineCore:
             "explain_model": Method(lambda: worker.control(Explain())),
             "tokenizer_files": Method(lambda: read_files(model, folder)),
             "check_request": Method(
-                self._check_request, gets_caller=True, max_bytes=MAX_SPEC_BYTES + MAX_ARGUMENT_BYTES
+                self._check_request, gets_caller=True, prepares=True, max_bytes=MAX_SPEC_BYTES + MAX_ARGUMENT_BYTES
             ),
             "is_paused": Method(lambda: lifecycle.state.paused),
             "is_sleeping": Method(lambda: lifecycle.sleeping),
@@ -192,7 +192,9 @@ class EngineCore:
             "collective_rpc": Method(self.collective_rpc, admin=True),
             "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
             "stop_profile": Method(lambda: worker.control(StopProfile()), admin=True),
-            "add_lora": Method(lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True),
+            "add_lora": Method(
+                lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True, prepares=True
+            ),
             "remove_lora": Method(lambda caller, number: adapters.remove(caller.owner, number), gets_caller=True),
             "list_loras": Method(lambda caller: adapters.numbers(caller.owner), gets_caller=True),
             "pin_lora": Method(lambda caller, number: adapters.pin(caller.owner, number), gets_caller=True),
@@ -373,9 +375,14 @@ class EngineCore:
         """See `call_method`. If no such frontend is connected, the call is for the process itself."""
         connection = self._connections.get(frontend)
         caller = ITSELF if connection is None else connection.caller
-        answer = call_method(self.methods, caller, method, args, arrays)
-        if isinstance(answer, Future):
-            self._unanswered[frontend] = [*(f for f in self._unanswered[frontend] if not f.done()), answer]
+        unanswered = [future for future in self._unanswered.pop(frontend, ()) if not future.done()]
+        try:
+            answer = call_method(self.methods, caller, method, args, arrays, len(unanswered))
+            if isinstance(answer, Future):
+                unanswered.append(answer)
+        finally:
+            if unanswered:
+                self._unanswered[frontend] = unanswered
         return answer
 
     # ------------------------------------------------------------------ for everyone

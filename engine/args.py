@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
-from ..compat.engine_fields import KNOWN, is_flag, takes_vllm_fields
+from ..compat.forms import takes_vllm_fields
 from ..demo import MODEL_PATH
 from ..ipc import config
 from ..ipc.config import (
@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     import argparse
 
 FIELDS: dict[str, FieldInfo] = {info.name: info for info in config.fields() if not info.set_by_core}
-ALL_NAMES = (*FIELDS, *KNOWN)  # also fields that only vLLM has
+
+
+def all_names() -> tuple[str, ...]:
+    """The names of all fields, also of those that only vLLM has."""
+    from ..compat.engine_fields import KNOWN
+
+    return (*FIELDS, *KNOWN)
 
 
 def _default(name: str) -> Any:
@@ -146,7 +152,7 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Arguments from parsed flags; what was not given keeps its default."""
-        names = {one.name for one in dataclasses.fields(cls)} | KNOWN
+        names = {*all_names(), *(one.name for one in dataclasses.fields(cls))}
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
@@ -194,6 +200,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser, arguments: Iterable[str]) ->
     """Add a flag, which the help does not show, for each field that only vLLM has and that `arguments` give."""
     import argparse
 
+    from ..compat.engine_fields import KNOWN, is_flag
+
     for name in (text[2:].partition("=")[0].removeprefix("no-").replace("-", "_") for text in arguments):
         flag = f"--{name.replace('_', '-')}"
         if name in KNOWN and flag not in parser._option_string_actions:
@@ -206,6 +214,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser, arguments: Iterable[str]) ->
 def nearest_flag(parser: argparse.ArgumentParser, given: str) -> str | None:
     """The flag, of this parser or of vLLM, that is most similar to one that does not exist."""
     import difflib
+
+    from ..compat.engine_fields import KNOWN
 
     theirs = [f"--{name.replace('_', '-')}" for name in KNOWN if "--max-model-len" in parser._option_string_actions]
     near = difflib.get_close_matches(given.partition("=")[0], [*parser._option_string_actions, *theirs], 1)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..compat.engine_fields import takes_vllm_fields
-from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate
+from ..compat.forms import Call, resolve_add_request, resolve_engine, resolve_generate, takes_vllm_fields
 from ..compat.members import EngineMembers, UsageContext
 from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
@@ -238,6 +237,24 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     def is_running(self) -> bool:
         return not self.errored
 
+    @property
+    def is_stopped(self) -> bool:
+        """As `errored`."""
+        return self.errored
+
+    async def is_tracing_enabled(self) -> bool:
+        """Whether traces of this engine's requests are sent to a collector."""
+        self._enter()
+        return self.output_processor.tracer is not None
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests in flight of this engine."""
+        return len(self.output_processor)
+
+    def get_num_queued_tokens(self) -> int:
+        """Prompt tokens of this engine's requests that have no first token so far."""
+        return self.output_processor.num_queued_tokens
+
     async def check_health(self) -> None:
         """Nothing, if requests can be served.
 
@@ -251,6 +268,7 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     get_tokenizer = coroutine(LLMEngine.get_tokenizer)
     get_supported_tasks = coroutine(LLMEngine.get_supported_tasks)
     get_metrics = coroutine(LLMEngine.get_metrics)
+    get_vllm_config = coroutine(EngineMembers.get_vllm_config)
     get_model_config = coroutine(EngineMembers.get_model_config)
     get_cache_config = coroutine(EngineMembers.get_cache_config)
     get_scheduler_config = coroutine(EngineMembers.get_scheduler_config)

@@ -25,12 +25,12 @@ from ..ipc.errors import (
     DuplicateRequestError,
     EngineDeadError,
     InvalidArgumentError,
+    InvalidRequestError,
     NotSupportedError,
     check_process,
     unknown_argument,
 )
 from ..ipc.messages import AddRequest, Stats
-from ..ipc.request_check import RequestCheck
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, checked, typed
 from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
@@ -38,7 +38,7 @@ from .request.input_processor import EngineCoreRequest, InputProcessor, core_mes
 from .request.output_processor import OutputProcessor
 from .request.request_state import RequestState
 from .text.model_files import eos_token_ids, generation_config
-from .text.tokenizer import Tokenizer, load_tokenizer
+from .text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,6 +164,8 @@ class Frontend(FrontendMembers, Generic[C]):
         traces: str | None = None,
     ) -> None:
         """The second half of a constructor: everything that needs the client."""
+        from ..ipc.request_check import RequestCheck  # imported here to keep `import mainspring` fast
+
         self.engine_core = client
         self._pid = os.getpid()
         self._closing = contextlib.ExitStack()
@@ -173,15 +175,13 @@ class Frontend(FrontendMembers, Generic[C]):
         self._warned_of_trace_headers = False  # warn once that trace headers have no effect
         self.vllm_config = client.config  # as the core filled it in: `max_model_len`, `num_gpu_blocks`, …
         self.log_stats = log_stats
-        self.tokenizer, self.generation_config = files
-        eos = set(eos_token_ids(self.generation_config) or client.model.eos_token_ids)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos.add(self.tokenizer.eos_token_id)
+        tokenizer, self.generation_config = files
+        eos = eos_token_ids(self.generation_config) or client.model.eos_token_ids
         check = RequestCheck(client.model, client.config)
         interval = client.config.scheduler_config.stream_interval
-        self.input_processor = InputProcessor(self.tokenizer, check, eos, interval)
+        self.input_processor = InputProcessor(tokenizer, check, eos, interval)
         self._handles = itertools.count(1)
-        self.output_processor = OutputProcessor(self.tokenizer, self._handles)
+        self.output_processor = OutputProcessor(tokenizer, self._handles)
         self.logger_manager: StatLoggerManager | None = None
         self.metrics_port: int | None = None  # where metrics are served
         try:
@@ -271,6 +271,21 @@ class Frontend(FrontendMembers, Generic[C]):
             use = "use LLMEngine.from_engine_args(…, enable_multiprocessing=False), or"
             raise NotSupportedError(f"{why}: {use} {instead}")
         return cast("InprocClient", self.engine_core)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with `skip_tokenizer_init`. Another one may be set, see `LLM.set_tokenizer`."""
+        return self.input_processor.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, given: Any) -> None:
+        self._check_process()
+        tokenizer = as_tokenizer(given)
+        with self._lock:
+            if unfinished := len(self.output_processor):
+                raise InvalidRequestError(f"{unfinished} requests are unfinished; set a tokenizer when they have ended")
+            self.input_processor.use_tokenizer(tokenizer)
+            self.output_processor.use_tokenizer(tokenizer)
 
     @property
     def stat_loggers(self) -> dict[str, StatLoggerBase]:

@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import math
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import msgspec
 
 from ..compat.forms import one_prompt
-from ..compat.logits_processors import functions_of, processor_classes
 from ..compat.members import UsageContext
 from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import ModelConfig
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, names_prompt, shown
+from ..ipc.errors import InvalidArgumentError, names_prompt
 from ..ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .args import FIELDS, EngineArgs
+from .chat_methods import ChatMethods
 from .engine_methods import EngineMethods
 from .frontend import CONNECT_OPTIONS
 from .llm_engine import LLMEngine
-from .pooling_methods import OnError, PoolingMethods, Progress, check_on_error
-from .request.input_processor import EngineCoreRequest, check_message
+from .pooling_methods import OnError, PoolingMethods, check_on_error
+from .request.input_processor import EngineCoreRequest, InputProcessor, check_message
 from .request.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     RequestOutput,
-    errors_of,
-    num_tokens_of,
     raise_first_failure,
 )
 from .request.prompts import Prompt, listed_prompts
-from .text.chat_template import Message
+from .request_queue import OutputType, Progress, ProgressBar, RequestQueue
 from .text.model_files import default_sampling_params
-
-logger = logging.getLogger(__name__)
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # seconds before requests that an overloaded core refused are sent again
-PATIENCE_S = 300.0  # seconds without any request ending, after which a refusal is returned to the caller
 
 
 @knows_members("LLM")
-class LLM(EngineMethods, PoolingMethods):
+class LLM(EngineMethods, ChatMethods, PoolingMethods):
     """A model to call from a script or a notebook. Its core runs in a process of its own; no ``__main__`` guard needed.
 
     Args:
@@ -72,7 +60,11 @@ class LLM(EngineMethods, PoolingMethods):
         **engine_args: Any,
     ) -> None:
         self.chat_template = chat_template
-        self._processors = processor_classes(logits_processors)
+        self._processors: list[Any] = []
+        if logits_processors:
+            from ..compat.logits_processors import processor_classes
+
+            self._processors = processor_classes(logits_processors)
         if connect is None:
             args = EngineArgs(model, **engine_args)
             multiprocess = False if self._processors else None
@@ -81,7 +73,7 @@ class LLM(EngineMethods, PoolingMethods):
             self.llm_engine = _connected(connect, model, engine_args)
         self._engine = self.llm_engine
         self._numbers = itertools.count()
-        self._one_batch = threading.Lock()  # batches of several threads take turns: `step` returns outputs of all
+        self._queue = RequestQueue(self.llm_engine)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -99,7 +91,7 @@ class LLM(EngineMethods, PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
@@ -113,7 +105,7 @@ class LLM(EngineMethods, PoolingMethods):
             sampling_params: one for all prompts or one each; None: `get_default_sampling_params()`.
             use_tqdm: show a progress bar; a callable is used in place of `tqdm.tqdm`.
             lora_request: the LoRA adapter of all prompts, or one or None for each.
-            priority: one each, lower first, under `scheduling_policy="priority"`.
+            priority: one for all prompts or one each, lower first, under `scheduling_policy="priority"`.
             prompt_token_ids: the older form of prompts of token ids: one list or several.
             prompt_adapter_request: virtual tokens before each prompt.
             tokenization_kwargs: ``add_special_tokens`` (default True) for prompts that are text.
@@ -139,87 +131,73 @@ class LLM(EngineMethods, PoolingMethods):
             if len(texts) != len(ids):
                 raise InvalidArgumentError(f"prompt_token_ids has {len(ids)} entries for {len(texts)} prompts")
             listed = [one_prompt(text, None, tokens) for text, tokens in zip(texts, ids, strict=True)]
-        params = self._one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
-        priorities = self._one_each("priority", 0 if priority is None else priority, len(listed))
-        loras = self._one_each("lora_request", lora_request, len(listed))
-        requests = []
-        for at, prompt in enumerate(listed):
-            with names_prompt(at, len(listed)):
-                request = self.llm_engine.input_processor.process_inputs(
-                    str(next(self._numbers)),
-                    prompt,
-                    params[at],
-                    None,
-                    tokenization_kwargs,
-                    priorities[at],
-                    lora_request=loras[at],
-                    prompt_adapter_request=prompt_adapter_request,
-                )
-                given = request.params.logits_processors or []
-                classes = functions_of(self._processors, self.llm_engine.vllm_config, request.params)
-                request.params.logits_processors = [*given, *classes]
-            request.params.output_kind = RequestOutputKind.FINAL_ONLY
-            requests.append(request)
-        if on_error == "raise":
-            self._check_in_core(requests)
-        with self._one_batch:
-            outputs = self._run(requests, use_tqdm)
+        more = (tokenization_kwargs, on_error, prompt_adapter_request)
+        requests = self._requests(listed, sampling_params, lora_request, priority, *more)
+        outputs = self._queue.run(requests, use_tqdm)
         if on_error == "raise":
             raise_first_failure(outputs)
         return outputs
 
-    def chat(
+    def enqueue(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: Progress = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         on_error: OnError = "raise",
-        priority: Sequence[int] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Reply to one conversation or to many, through the model's chat template.
+    ) -> list[str]:
+        """Send one prompt or many, and go on; `wait_for_completion` gives the outputs. Nothing is sent before every
+        prompt, grammar and adapter has been checked. The core begins at once, unless it is in this process: it then
+        computes only while a method waits for outputs.
+
+        Args: as `generate`.
+            use_tqdm: show a progress bar while the prompts are checked.
+            on_error: ``"return"``: grammars and adapters are not checked in advance.
+
+        Returns:
+            The id of each request.
+
+        Raises:
+            InvalidRequestError: as `generate`; nothing was sent.
+            EngineDeadError: the core is gone.
+        """
+        check_on_error(on_error)
+        listed = listed_prompts(prompts)
+        with ProgressBar(use_tqdm, len(listed), "Checking prompts") as progress:
+            more = (tokenization_kwargs, on_error, None, progress)
+            requests = self._requests(listed, sampling_params, lora_request, priority, *more)
+        self._queue.enqueue(requests)
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(
+        self,
+        output_type: OutputType | None = None,
+        *,
+        use_tqdm: Progress = True,
+        on_error: OnError = "raise",
+    ) -> list[Any]:
+        """Wait until all requests of `enqueue` and `enqueue_chat` have ended.
 
         Args:
-            messages: dicts with ``role`` and ``content``; a list of such lists is several conversations.
-            chat_template: the template's text, or the name of one of the model's; None: that of this object.
-            add_generation_prompt: end the prompt where the assistant's reply begins.
-            continue_final_message: have the last message continued instead; needs `add_generation_prompt=False`.
-            tools: JSON schemas of functions, for templates that show them.
-            chat_template_kwargs: more variables for the template.
-            on_error: as `generate`.
-            priority, tokenization_kwargs: as `generate`; special tokens are not added unless asked for.
+            output_type: the class that the outputs must have, or several; None: any.
+            use_tqdm, on_error: as `generate`.
 
-        Returns, raises: as `generate`.
+        Returns:
+            Their outputs, in the order of the requests; a second call gives those of later requests.
+
+        Raises:
+            InvalidArgumentError: an output will be of another type. All requests stay enqueued.
+            MainspringError, EngineDeadError, KeyboardInterrupt: as `generate`. An index in a message is that of the
+                output.
         """
-        tokenizer = self.get_tokenizer()
-        if not isinstance(messages, (list, tuple)):
-            raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
-        prompts = []
-        for at, conversation in enumerate(conversations):
-            with names_prompt(at, len(conversations)):
-                text = tokenizer.apply_chat_template(
-                    conversation,
-                    tools=tools,
-                    chat_template=self.chat_template if chat_template is None else chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **(chat_template_kwargs or {}),
-                )
-            prompts.append(cast(str, text))
-        # the template writes all special tokens itself
-        kwargs = {"add_special_tokens": False, **(tokenization_kwargs or {})}
-        more: dict[str, Any] = {"priority": priority, "tokenization_kwargs": kwargs, "on_error": on_error}
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **more)
+        check_on_error(on_error)
+        outputs = self._queue.run_enqueued(output_type, use_tqdm)
+        if on_error == "raise":
+            raise_first_failure(outputs)
+        return outputs
 
     def beam_search(
         self,
@@ -262,6 +240,34 @@ class LLM(EngineMethods, PoolingMethods):
         """What the checkpoint's generation config asks for; vLLM's defaults where it says nothing."""
         return default_sampling_params(self.llm_engine.generation_config)
 
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer from now on: for prompts, stop strings and the text of outputs. If its vocabulary is
+        not that of the model's, requests with structured outputs are refused, because the core compiles these.
+
+        Args:
+            tokenizer: one of transformers, of which a copy is used, or what `get_tokenizer` of an engine gives.
+
+        Raises:
+            InvalidArgumentError: it is neither.
+            InvalidRequestError: requests are unfinished.
+        """
+        self._queue.check_all_sent()
+        self.llm_engine.tokenizer = tokenizer
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """As `get_supported_tasks`."""
+        return self.get_supported_tasks()
+
+    @property
+    def renderer(self) -> InputProcessor:
+        """As `LLMEngine.renderer`."""
+        return self.llm_engine.renderer
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """The number of devices: 1."""
+        return 1
+
     def do_log_stats(self) -> None:
         """As `LLMEngine.do_log_stats`."""
         self.llm_engine.do_log_stats()
@@ -270,13 +276,47 @@ class LLM(EngineMethods, PoolingMethods):
         """End the core. Twice is once; also done when the object is collected or the interpreter ends."""
         self.llm_engine.shutdown()
 
-    @staticmethod
-    def _one_each(name: str, given: Any, count: int) -> list[Any]:
-        if not isinstance(given, Sequence):
-            return [given] * count
-        if len(given) != count:
-            raise InvalidArgumentError(f"{name} has {len(given)} entries for {count} prompts; give one for each")
-        return list(given)
+    def _requests(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: Any,
+        lora_request: Any,
+        priority: Any,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        on_error: OnError,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        progress: ProgressBar | None = None,
+    ) -> list[EngineCoreRequest]:
+        """A checked request for each prompt; under ``on_error="raise"`` the core has checked it, too."""
+        params = _one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
+        loras = _one_each("lora_request", lora_request, len(prompts))
+        requests = []
+        for at, prompt in enumerate(prompts):
+            with names_prompt(at, len(prompts)):
+                request = self.llm_engine.input_processor.process_inputs(
+                    str(next(self._numbers)),
+                    prompt,
+                    params[at],
+                    None,
+                    tokenization_kwargs,
+                    priorities[at],
+                    lora_request=loras[at],
+                    prompt_adapter_request=prompt_adapter_request,
+                )
+                if self._processors:
+                    from ..compat.logits_processors import functions_of
+
+                    given = request.params.logits_processors or []
+                    classes = functions_of(self._processors, self.llm_engine.vllm_config, request.params)
+                    request.params.logits_processors = [*given, *classes]
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
+            requests.append(request)
+            if progress is not None:
+                progress.add()
+        if on_error == "raise":
+            self._check_in_core(requests)
+        return requests
 
     def _check_in_core(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Let the core prepare all grammars and adapters, because only the core can tell whether they are usable."""
@@ -288,74 +328,13 @@ class LLM(EngineMethods, PoolingMethods):
                 with names_prompt(at, len(requests)):
                     self.llm_engine.engine_core.call("check_request", message)
 
-    def _run(self, requests: Sequence[EngineCoreRequest], use_tqdm: Progress) -> list[RequestOutput]:
-        engine = self.llm_engine
-        limits = engine.get_scheduler_config()
-        room = _Room(limits.max_requests_per_frontend, limits.max_tokens_per_frontend)
-        waiting = {request.request_id: at for at, request in enumerate(requests)}
-        unsent = deque(requests)
-        found: list[RequestOutput | None] = [None] * len(requests)
-        progress = _Progress(use_tqdm, len(requests))
-        pause, not_before, deadline = FIRST_PAUSE_S, 0.0, time.monotonic() + PATIENCE_S
-        try:
-            while waiting:
-                while unsent and time.monotonic() >= not_before and room.has(unsent[0]):
-                    request = unsent.popleft()
-                    room.take(request)
-                    engine.add_request(request.request_id, request)
-                if room.is_free:  # nothing is in flight: wait until requests may be sent again
-                    time.sleep(max(0.0, not_before - time.monotonic()))
-                for output in engine.step():
-                    at = waiting.get(output.request_id)
-                    if at is None:
-                        continue
-                    room.take(requests[at], -1)
-                    now = time.monotonic()
-                    refused = any(isinstance(error, OverloadedError) for error in errors_of(output))
-                    if refused and now < deadline and room.allows(requests[at]):
-                        unsent.append(requests[at])
-                        if now >= not_before:
-                            not_before, pause = now + pause, min(2 * pause, LONGEST_PAUSE_S)
-                            logger.info("the core is busy; sending again in %.2f s", not_before - now)
-                        continue
-                    del waiting[output.request_id]
-                    found[at] = output
-                    progress.add(output)
-                    pause, deadline = FIRST_PAUSE_S, now + PATIENCE_S
-        except BaseException:
-            engine._end_requests(waiting)
-            raise
-        finally:
-            progress.close()
-        return cast(list[RequestOutput], found)
 
-
-class _Room:
-    """Counts completions and tokens in flight against the core's limits of a frontend, to avoid refused requests."""
-
-    def __init__(self, *limits: int | None) -> None:
-        self._limits = [math.inf if limit is None else limit for limit in limits]
-        self._used = [0] * len(limits)
-
-    @property
-    def is_free(self) -> bool:
-        return not any(self._used)
-
-    def has(self, request: EngineCoreRequest) -> bool:
-        """Whether a request fits beside those in flight. A single request is always sent: the core may refuse it."""
-        return self.is_free or self.allows(request, self._used)
-
-    def allows(self, request: EngineCoreRequest, used: Sequence[int] = (0, 0)) -> bool:
-        return all(u + c <= limit for u, c, limit in zip(used, _cost(request), self._limits, strict=True))
-
-    def take(self, request: EngineCoreRequest, times: int = 1) -> None:
-        """Count a request `times` times; -1: it has ended."""
-        self._used = [u + times * c for u, c in zip(self._used, _cost(request), strict=True)]
-
-
-def _cost(request: EngineCoreRequest) -> tuple[int, int]:
-    n = request.params.width
-    return n, n * (len(request.prompt_token_ids) + (request.params.max_tokens or 0))
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidArgumentError(f"{name} has {len(given)} entries for {count} prompts; give one for each")
+    return list(given)
 
 
 def _connected(address: str, model: str | None, options: Mapping[str, Any]) -> LLMEngine:
@@ -370,29 +349,3 @@ def _connected(address: str, model: str | None, options: Mapping[str, Any]) -> L
             f"model mismatch: model is {model!r}, but the daemon at {address} serves {theirs!r}; leave model out"
         )
     return engine
-
-
-class _Progress:
-    """The progress bar of a batch, with tokens a second."""
-
-    def __init__(self, use_tqdm: Progress, total: int) -> None:
-        make: Any = use_tqdm
-        if use_tqdm is True:
-            from tqdm.auto import tqdm as make  # type: ignore[import-untyped,no-redef]
-        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if make and total else None
-        self._started = time.monotonic()
-        self._prompt_tokens = self._output_tokens = 0
-
-    def add(self, output: RequestOutput) -> None:
-        if self._bar is None:
-            return
-        self._prompt_tokens += len(output.prompt_token_ids or ())
-        self._output_tokens += num_tokens_of(output)
-        seconds = max(time.monotonic() - self._started, 1e-6)
-        speeds = self._prompt_tokens / seconds, self._output_tokens / seconds
-        self._bar.set_postfix_str("input: {:.0f} tokens/s, output: {:.0f} tokens/s".format(*speeds), refresh=False)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

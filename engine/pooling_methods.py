@@ -21,6 +21,7 @@ from .request.outputs import (
     ScoringRequestOutput,
 )
 from .request.prompts import Prompt, TokensPrompt, listed_prompts
+from .request_queue import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .llm_engine import LLMEngine
     from .text.tokenizer import Tokenizer
 
-Progress = bool | Callable[..., Any]  # False, True, or something like the class `tqdm`
 OnError = Literal["raise", "return"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeGuard
@@ -114,6 +114,16 @@ class SamplingParams:
         if params.logit_bias:
             params.logit_bias = {token: min(100.0, max(-100.0, bias)) for token, bias in params.logit_bias.items()}
         return params
+
+    def update_from_generation_config(
+        self, generation_config: Mapping[str, Any], eos_token_id: int | None = None
+    ) -> None:
+        """Stop at the end-of-sequence ids of a generation config too, but for `eos_token_id`, at which a request ends
+        anyway. `ignore_eos` leaves all of them out. An engine does this with its model's."""
+        found = generation_config.get("eos_token_id")
+        eos = {found} if isinstance(found, int) else set(found or ())
+        if not self.ignore_eos and (more := eos - {eos_token_id}):
+            self.stop_token_ids = sorted(more.union(self.stop_token_ids or ()))
 
     @property
     def width(self) -> int:

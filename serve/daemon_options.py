@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..engine.args import ALL_NAMES, FIELDS, EngineArgs, add_flags, check_least, check_port, typed
+from ..engine.args import FIELDS, EngineArgs, add_flags, all_names, check_least, check_port, typed
 from ..ipc.config import EngineConfig, Section, fields_of
 from ..ipc.errors import InvalidArgumentError, unknown_argument
 
@@ -57,10 +57,11 @@ def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig
     Raises:
         MainspringError: as `EngineArgs.create_engine_config`; or the file can't be read or holds what is unknown.
     """
-    flags = {name: getattr(args, name) for name in (*OPTIONS, *ALL_NAMES) if hasattr(args, name)}
+    names = all_names()
+    flags = {name: getattr(args, name) for name in (*OPTIONS, *names) if hasattr(args, name)}
     given = {**_DEFAULTS, **(_read(args.config) if args.config else {}), **flags}
     options = {name: typed(field, given[name]) for name, field in OPTIONS.items() if name in given}
-    engine = EngineArgs(**{name: value for name, value in given.items() if name in ALL_NAMES})
+    engine = EngineArgs(**{name: value for name, value in given.items() if name in names})
     found = DaemonOptions(**options)
     check_least("drain_timeout", found.drain_timeout, 0)
     check_port("http_port", found.http_port)

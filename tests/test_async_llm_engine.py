@@ -49,7 +49,7 @@ from mainspring.ipc.errors import (
     WrongEventLoopError,
     WrongProcessError,
 )
-from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs
+from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Started
 from stand_in_core import StandInOwner, stand_in
 
 EOS = 2
@@ -104,10 +104,9 @@ class ScriptedClient:
         self.closed += 1
         self.die("the engine was shut down")
 
-    def say(self, *tokens: tuple[int, int], finished: Sequence[Finished] = ()) -> None:
-        self._said.append(
-            Outputs([handle for handle, _ in tokens], [token for _, token in tokens], finished=[*finished])
-        )
+    def say(self, *tokens: tuple[int, int], finished: Sequence[Finished] = (), started: Sequence[Started] = ()) -> None:
+        handles, token_ids = [handle for handle, _ in tokens], [token for _, token in tokens]
+        self._said.append(Outputs(handles, token_ids, finished=[*finished], started=[*started]))
         self._news.set()
 
     def die(self, reason: str = "the core is gone") -> None:
@@ -731,8 +730,30 @@ def test_facts_of_the_engine_are_available_as_coroutines(engine: AsyncLLMEngine,
         assert await engine.get_cache_config() is config.cache_config
         assert await engine.get_scheduler_config() is config.scheduler_config
         assert await engine.get_parallel_config() is config.parallel_config
+        assert await engine.get_vllm_config() is config
+        assert await engine.is_tracing_enabled() is False
+        assert engine.is_stopped is False
         assert await engine.get_supported_tasks() == ("generate",)
         assert await engine.reset_prefix_cache() is True
+
+    run(main())
+
+
+def test_requests_and_prompt_tokens_in_flight_are_counted(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (0, 0)
+        tasks = [
+            await begun(engine, collected(engine.generate(ids, GREEDY, name)))
+            for name, ids in {"a": [5, 6], "b": [7]}.items()
+        ]
+        assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (2, 3)
+        first = core(engine).added[0].handle
+        core(engine).say((first, 50), started=[Started(first, 0.0, 0.0, 0)])
+        await settled(lambda: not core(engine)._said)
+        assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (2, 1)
+        await engine.abort(["a", "b"])
+        await asyncio.gather(*tasks)
+        assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (0, 0)
 
     run(main())
 

@@ -356,6 +356,18 @@ def test_fields_of_params_that_only_vllm_has() -> None:
         mainspring.PoolingParams(output_kind=mainspring.RequestOutputKind.DELTA)  # type: ignore[call-arg]
 
 
+def test_a_generation_config_adds_the_ids_that_end_a_request() -> None:
+    params = SamplingParams(stop_token_ids=[9])
+    params.update_from_generation_config({"temperature": 0.5})
+    params.update_from_generation_config({"eos_token_id": 2}, 2)
+    assert params == SamplingParams(stop_token_ids=[9]), "2 ends the request anyway"
+    params.update_from_generation_config({"eos_token_id": [2, 7, 3]}, model_eos_token_id=2)  # type: ignore[call-arg]
+    assert params.stop_token_ids == [3, 7, 9]
+    params = SamplingParams(ignore_eos=True)
+    params.update_from_generation_config({"eos_token_id": [2, 7]}, 2)
+    assert params.stop_token_ids == []
+
+
 def test_temperatures_are_clamped_as_in_vllm() -> None:
     greedy = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)
     assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
@@ -374,7 +386,7 @@ VLLM = {
         "class AsyncEngineArgs(EngineArgs):\n    enable_log_requests: bool = False\n"
     ),
     "entrypoints/llm.py": (
-        "class MoreMixin:\n    def enqueue(self, any): pass\n    def unheard_of(self): pass\n"
+        "class MoreMixin:\n    def release_kv_cache_memory(self, any): pass\n    def unheard_of(self): pass\n"
         "class LLM(MoreMixin):\n    def __init__(self, model, nnodes, wrong): pass\n"
         "    def generate(self, prompts, mm_processor_kwargs, wrong): pass\n"
     ),

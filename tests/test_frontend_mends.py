@@ -398,7 +398,7 @@ def llm(no_core: None) -> LLM:
 
 def test_the_older_form_of_token_ids(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(llm, "_run", lambda requests, use_tqdm: asked.extend(requests) or [])
+    monkeypatch.setattr(llm._queue, "run", lambda requests, use_tqdm: asked.extend(requests) or [])
     llm.generate(prompt_token_ids=[3, 4])
     llm.generate(prompt_token_ids=[[5], [6, 7]])
     llm.generate("shown", prompt_token_ids=[8])

@@ -3,14 +3,20 @@ later."""
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from harness import Finished, make_core, message, run_core
 from mainspring.core import loop
+from mainspring.core.calls import MAX_PREPARING
 from mainspring.core.loop import EngineCore
+from mainspring.core.plan.control import PrepareGrammar
 from mainspring.core.plan.step import PROMPT_LOGITS
+from mainspring.ipc import codec
+from mainspring.ipc.errors import OverloadedError
 from mainspring.ipc.messages import AddRequest, Sampling
 
 
@@ -114,6 +120,39 @@ def test_max_num_queued_requests_counts_requests_beyond_max_num_seqs() -> None:
     assert "max_num_queued_requests is 1" in finished.error_text
     core.add_request(1, message(4, resumed=True))
     assert not refused(core)
+
+
+def test_checks_of_requests_that_wait_are_limited_for_each_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, compiling = core_with(), deque[Future[None]]()
+
+    def control(record: Any) -> Any:
+        if isinstance(record, PrepareGrammar):
+            compiling.append(Future())
+            return compiling[-1]
+
+    monkeypatch.setattr(core.worker, "control", control)
+
+    def check(frontend: int, text: str) -> Any:
+        request = AddRequest(0, "", [0], Sampling(1, grammar=["regex", text]))
+        return core.call("check_request", codec.encode_value([request]), frontend)
+
+    waiting = [check(0, f"a{at}") for at in range(MAX_PREPARING)]
+    with pytest.raises(OverloadedError, match=f"{MAX_PREPARING} calls of this frontend .* for check_request the limit"):
+        check(0, "b")
+    with pytest.raises(OverloadedError, match="for add_lora the limit"):
+        core.call("add_lora", codec.encode_value([[1, "a", "/a"]]), 0)
+    assert len(compiling) == MAX_PREPARING, "the refused one is not begun"
+    assert codec.decode_value(core.call("is_paused", codec.encode_value([]), 0)) is False, "others are answered"
+    assert not check(1, "c").done(), "another frontend has its own limit"
+    compiling[7].set_result(None)
+    core.step()
+    assert [call.done() for call in waiting].count(True) == 1
+    assert not check(0, "d").done()
+    with pytest.raises(OverloadedError):
+        check(0, "e")
+    core.disconnect(0)
+    core.connect(0)
+    assert not check(0, "f").done()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ import pytest
 import stand_in_core
 from mainspring import LLM, RequestOutput, SamplingParams
 from mainspring.demo import MODEL_PATH
-from mainspring.engine import llm as llm_module
-from mainspring.engine import llm_engine
+from mainspring.engine import llm_engine, request_queue
 from mainspring.ipc.config import EngineConfig, ModelConfig
 from mainspring.ipc.errors import (
     InvalidArgumentError,
@@ -296,7 +295,7 @@ def test_a_batch_fills_a_frontends_limits_and_never_passes_them(
 
 
 def test_requests_that_a_busy_core_refuses_are_sent_again_until_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(request_queue, "FIRST_PAUSE_S", 0.001)
     llm, client = busy_llm(monkeypatch, {}, limit=3)  # a limit unknown to the client
     outputs = llm.generate([[at] for at in range(30)], SamplingParams(max_tokens=5), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [[at] for at in range(30)]
@@ -304,8 +303,8 @@ def test_requests_that_a_busy_core_refuses_are_sent_again_until_accepted(monkeyp
 
 
 def test_patience_with_a_busy_core_ends_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(llm_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(request_queue, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(request_queue, "PATIENCE_S", 0.2)
     llm, client = busy_llm(monkeypatch, {}, limit=0)
     with pytest.raises(OverloadedError, match="busy") as raised:
         llm.generate([[5]], use_tqdm=False)

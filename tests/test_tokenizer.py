@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.tokenizer import SlowTokenizer, Tokenizer, load_tokenizer
-from mainspring.ipc.errors import InvalidRequestError, ModelNotFoundError, NotSupportedError
+from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, ModelNotFoundError, NotSupportedError
 
 TEXTS = ["hello", "Hello, world!  two  spaces", "naïve café 東京 🙂", "a<|end|>b", "\n\ttabs\n", "<extra>x</s>"]
 
@@ -249,6 +249,67 @@ def test_parts_that_are_text_are_answered_as_text(name: str, tmp_path: Path) -> 
     if name != "parts":
         with pytest.raises(InvalidRequestError, match="message 0 has a part that is no text"):
             tokenizer.apply_chat_template([{"role": "user", "content": [{"x": 1}]}])
+
+
+# prints the content of each message as the template gets it
+SHOWS = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+ONLY_PARTS = (
+    "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'text' %}[{{ p['text'] }}]{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+TWO_TEXTS = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("content_format", "text", "parts", "answer"),
+    [
+        ("string", "one", "one\ntwo", "one\ntwo"),
+        (
+            "openai",
+            [{"type": "text", "text": "one"}],
+            [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+            "one\ntwo",  # of tools templates expect a text
+        ),
+        ("auto", "one", "one\ntwo", "one\ntwo"),
+    ],
+)
+def test_contents_have_the_form_that_is_asked_for(
+    content_format: str, text: Any, parts: Any, answer: str, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path, {"chat_template": SHOWS})
+    ours = load_tokenizer(tmp_path)
+
+    def seen(content: Any, role: str = "user") -> Any:
+        conversation = [{"role": role, "content": content}]
+        found = ours.apply_chat_template(conversation, tokenize=False, chat_template_content_format=content_format)
+        return json.loads(found)
+
+    assert seen("one") == text
+    assert seen(TWO_TEXTS) == parts
+    assert seen(TWO_TEXTS, "tool") == answer
+    assert seen("one", "tool") == "one"
+
+
+def test_auto_is_the_form_that_a_template_prints(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {"chat_template": ONLY_PARTS})
+    ours = load_tokenizer(tmp_path)
+    plain = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert ours.apply_chat_template(plain, tokenize=False) == "[one][two]"
+    assert ours.apply_chat_template(plain, tokenize=False, continue_final_message=True) == "[one][two"
+    mixed = [{"role": "user", "content": TWO_TEXTS}, {"role": "assistant", "content": "three"}]
+    assert ours.apply_chat_template(mixed, tokenize=False) == "[one][two][three]"
+    assert ours.apply_chat_template(plain, tokenize=False, chat_template_content_format="string") == ""
+    for template in (CHAT_TEMPLATES["parts"], "{{ bos_token + messages[0].content }}"):
+        found = ours.apply_chat_template(plain[:1], tokenize=False, chat_template=template)
+        assert "one" in str(found), "these read text"
+
+
+def test_a_content_format_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {"chat_template": SHOWS})
+    with pytest.raises(InvalidArgumentError, match="chat_template_content_format is 'json'; it must be one of"):
+        load_tokenizer(tmp_path).apply_chat_template(CONVERSATIONS[0], chat_template_content_format="json")
+    with pytest.raises(InvalidRequestError, match="a conversation is 5"):
+        load_tokenizer(tmp_path).apply_chat_template([5])
 
 
 def test_a_tools_answer_may_be_data(tmp_path: Path) -> None:

@@ -462,7 +462,7 @@ def test_weights_for_which_the_host_has_no_memory_are_refused_and_the_trainer_do
     group = joined_by(engine)
     engine.start_weight_update()
     received = in_thread(engine.update_weights, {**NAMED, "shapes": [[1 << 50]]})
-    with pytest.raises(ConnectError, match="closed by peer|reset by peer"):
+    with pytest.raises(ConnectError, match=r"closed by peer|reset by peer"):
         group.broadcast(torch.zeros(64 << 20))
     with pytest.raises(OutOfMemoryError, match="do not fit in host memory"):
         received.result()
@@ -543,7 +543,7 @@ def test_when_one_side_leaves_the_other_waits_no_longer() -> None:
     trainer, worker = pair_of_groups()
     received = in_thread(worker.broadcast, torch.zeros(3))
     trainer.close()
-    with pytest.raises(ConnectError, match="closed by peer|reset by peer"):
+    with pytest.raises(ConnectError, match=r"closed by peer|reset by peer"):
         received.result()
     with pytest.raises(ConnectError, match="is closed"):
         worker.broadcast(torch.zeros(3))

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
-from ...ipc.errors import InvalidRequestError, shown, unknown_argument
+from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
 from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
-from ...ipc.request_check import RequestCheck
 from ...ipc.structured import trace_spec
-from .late_chunking import LateChunkingMetadata, chunks_of
 from .prompts import ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
     from ...ipc.codec import Array
+    from ...ipc.request_check import RequestCheck
     from ..text.tokenizer import Tokenizer
+    from .late_chunking import LateChunkingMetadata
 
 
 ALL_TOKENS = 2**31 - 1
@@ -66,7 +66,7 @@ class InputProcessor:
     Args:
         tokenizer: None with `skip_tokenizer_init`: prompts must be token ids or embeddings.
         check: the facts and limits of the core that gets the requests.
-        eos_token_ids: tokens that end every request that does not ignore them.
+        eos_token_ids: tokens that end every request that does not ignore them, beside the tokenizer's.
         stream_interval: the default of requests that set none.
     """
 
@@ -77,10 +77,20 @@ class InputProcessor:
         eos_token_ids: Iterable[int],
         stream_interval: int = 1,
     ) -> None:
-        self.tokenizer = tokenizer
         self._request_check, self.model = check, check.model
         self._stream_interval = stream_interval
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self._models_tokenizer, self._models_eos = tokenizer, frozenset(eos_token_ids)
+        self.use_tokenizer(tokenizer)
+
+    def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Use this tokenizer from now on."""
+        self.tokenizer, models = tokenizer, self._models_tokenizer
+        eos = None if tokenizer is None else tokenizer.eos_token_id
+        self.eos_token_ids = self._models_eos if eos is None else self._models_eos | {eos}
+        # the core compiles structured outputs for the model's vocabulary
+        self._fits_grammars = tokenizer is models or bool(
+            tokenizer and models and tokenizer.get_vocab() == models.get_vocab()
+        )
 
     def process_inputs(
         self,
@@ -131,10 +141,17 @@ class InputProcessor:
         if pooling is not None and pooling.late_chunking_params is not None:
             if pooling.task != "token_embed":
                 raise InvalidRequestError(f"late_chunking_params is for token_embed, and the task is {pooling.task}")
+            from .late_chunking import chunks_of
+
             special = (tokenization_kwargs or {}).get("add_special_tokens", True)
             size = pooling.late_chunking_params.chunk_size
             chunking = chunks_of(parsed.text, token_ids, size, self.tokenizer, special)
         form = params.structured_outputs or params.guided_decoding
+        if form is not None and not self._fits_grammars:
+            raise NotSupportedError(
+                "structured outputs are compiled for the model's own vocabulary, and the tokenizer that was set has "
+                "another one; leave them out, or set a tokenizer with the model's vocabulary"
+            )
         spec: tuple[str, str] | None = None if form is None else form.spec()
         if params.trace_decode_token_ids is not None:
             spec, params.ignore_eos = trace_spec(params.trace_decode_token_ids), True
@@ -165,6 +182,22 @@ class InputProcessor:
         )
         self._request_check.check(core_message(request, 0))
         return request
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; none of an empty one.
+
+        Raises:
+            InvalidRequestError: there is no tokenizer, or the text is not valid Unicode.
+        """
+        tokenizer = self._checked_text(text)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
+
+    def _checked_text(self, text: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
+        if not is_text(text):
+            raise InvalidRequestError(f"the prompt is {shown(text)}, which holds half a surrogate pair")
+        return self.tokenizer
 
     def check_adapters(self, lora: object, prompt_adapter: object = None) -> None:
         """Raise for an adapter that the core does not serve, or that is not one."""
@@ -203,20 +236,13 @@ class InputProcessor:
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
             return [0] * len(parsed.embeds.values)
+        special = tokenization_kwargs.get("add_special_tokens", True)
         if parsed.token_ids is not None:
             token_ids = parsed.token_ids
-        elif self.tokenizer is None:
-            raise InvalidRequestError("a prompt is text, but skip_tokenizer_init=True; give prompt_token_ids")
-        elif not is_text(parsed.text):
-            raise InvalidRequestError(f"the prompt is {shown(parsed.text)}, which holds half a surrogate pair")
+        elif pooled and keep is not None and parsed.text:
+            token_ids = self._checked_text(parsed.text).encode_first(parsed.text, special, keep)
         else:
-            special = tokenization_kwargs.get("add_special_tokens", True)
-            if not parsed.text:
-                token_ids = []
-            elif pooled and keep is not None:
-                token_ids = self.tokenizer.encode_first(parsed.text, special, keep)
-            else:
-                token_ids = self.tokenizer.encode(parsed.text, add_special_tokens=special)
+            token_ids = self.encode(parsed.text or "", special)
         if keep is None:
             return token_ids
         return token_ids[:keep] if pooled else token_ids[-keep:]

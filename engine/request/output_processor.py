@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs, Routed
 from ..text.tokenizer import Tokenizer
-from .beam_search import BeamRequest
-from .expert_rows import ExpertRows, row_bytes
 from .input_processor import EngineCoreRequest
 from .outputs import Logprob
-from .pooling_state import PoolingState
 from .request_state import Completion, RequestState
 
 if TYPE_CHECKING:
     from ..observe.metrics import StatLoggerManager
     from ..observe.tracing import Tracer
+    from .pooling_state import PoolingState
 
 
 class Processed(NamedTuple):
@@ -39,14 +37,28 @@ class OutputProcessor:
         self.statistics: StatLoggerManager | None = None
         self.tracer: Tracer | None = None
 
+    def use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Use this tokenizer from now on. No request may be in flight."""
+        self._tokenizer, self._pieces = tokenizer, {}
+
     def __len__(self) -> int:
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that have not started, as far as the core has told."""
+        waiting = (state for state in self._requests.values() if state.metrics.first_token_time is None)
+        return sum(len(state.source.prompt_token_ids) for state in waiting)
+
     def add(self, request: EngineCoreRequest, handles: Sequence[int], now: float) -> RequestState:
-        make = PoolingState if request.pooling else BeamRequest if request.params.use_beam_search else RequestState
+        make = RequestState
+        if request.pooling:
+            from .pooling_state import PoolingState as make
+        elif request.params.use_beam_search:
+            from .beam_search import BeamRequest as make
         state = self._requests[request.request_id] = make(request, handles, self._tokenizer, now)
         for completion in state.completions:
             self._completions[completion.handle] = completion
@@ -81,7 +93,7 @@ class OutputProcessor:
             self._take_experts(outputs.routed)
         for vectors in outputs.pooled:
             if (completion := completions.get(vectors.handle)) is not None and completion.request.source.pooling:
-                cast(PoolingState, completion.request).vectors = vectors
+                cast("PoolingState", completion.request).vectors = vectors
         for said in outputs.started:
             completion = completions.get(said.handle)
             if completion is not None:
@@ -126,6 +138,8 @@ class OutputProcessor:
         return Processed([state for state in changed if self._shows(state, now)], aborts, adds)
 
     def _take_experts(self, routed: Routed) -> None:
+        from .expert_rows import ExpertRows, row_bytes
+
         size, rows, at = row_bytes(routed), memoryview(routed.experts), 0
         for handle, start, count in zip(routed.handles, routed.starts, routed.counts, strict=True):
             end = at + count * size

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ...ipc.errors import MainspringError, RequestFailedError
 from ...ipc.messages import FinishReason
-from .late_chunking import LateChunkingMetadata
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from .late_chunking import LateChunkingMetadata
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.messages import Pooled
-from .late_chunking import chunk_vectors
 from .outputs import PoolingOutput, PoolingRequestOutput
 from .request_state import RequestState
 
@@ -28,6 +27,8 @@ class PoolingState(RequestState):
             data = np.frombuffer(self.vectors.values, "<f4").reshape(self.vectors.shape)
         source, chunking = self.source, None
         if data.size and source.pooling is not None and source.chunking is not None:
+            from .late_chunking import chunk_vectors
+
             chunking = source.chunking
             data = chunk_vectors(data, chunking, source.pooling.activate is not False)
         return PoolingRequestOutput(

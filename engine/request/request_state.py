@@ -13,7 +13,6 @@ from ...ipc.params import RequestOutputKind
 from ..text.detokenizer import TextStream, text_stream
 from ..text.stop_strings import StopStrings
 from ..text.tokenizer import Tokenizer
-from .expert_rows import ExpertRows
 from .input_processor import EngineCoreRequest
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     import asyncio
 
     import numpy as np
+
+    from .expert_rows import ExpertRows
 
 logger = logging.getLogger(__name__)
 

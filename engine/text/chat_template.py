@@ -11,16 +11,17 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 
 import msgspec
 
-from ...ipc.errors import InvalidRequestError, NotSupportedError, shown
+from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
 
 if TYPE_CHECKING:
     import jinja2
 
 Message = Mapping[str, Any]
+ContentFormat = Literal["auto", "string", "openai"]  # what a template gets as content: text, or a list of parts
 
 _MODALITIES = "text"  # of every model that can be served
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
@@ -41,15 +42,22 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
+    content_format: ContentFormat = "auto",
 ) -> str:
     """The prompt text of a conversation. `variables` are what the template sees besides: special tokens, user's own.
+    `content_format` "auto": parts stay parts, and text stays text, if the template prints them.
 
     Raises:
+        InvalidArgumentError: there is no such `content_format`.
         InvalidRequestError: the arguments contradict each other, or the template refuses the conversation.
         NotSupportedError: a message has a part that is no text, such as an image.
     """
     import jinja2
 
+    if content_format not in get_args(ContentFormat):
+        raise InvalidArgumentError(
+            f"chat_template_content_format is {shown(content_format)}; it must be one of {get_args(ContentFormat)}"
+        )
     messages = _checked(conversation)
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidRequestError("tools must be a list of dicts, each the JSON schema of a function")
@@ -62,7 +70,7 @@ def render_chat(
             **{"documents": None, **_plain(variables)},  # a template may ask whether there are any
         )
 
-    _unify_content(messages, template, render)
+    _unify_content(messages, template, render, content_format)
     final = ""
     if continue_final_message:
         if add_generation_prompt:
@@ -75,7 +83,9 @@ def render_chat(
     return _cut_at_mark(text, final) if continue_final_message else text
 
 
-def _checked(conversation: Sequence[Message]) -> list[dict[str, Any]]:
+def _checked(conversation: Any) -> list[dict[str, Any]]:
+    if isinstance(conversation, str) or not isinstance(conversation, Sequence):
+        raise InvalidRequestError(f"a conversation is {shown(conversation)}; it must be a list of messages")
     if not conversation:
         raise InvalidRequestError("the conversation is empty; give at least one message")
     for message in conversation:
@@ -85,8 +95,10 @@ def _checked(conversation: Sequence[Message]) -> list[dict[str, Any]]:
     return [{key: value for key, value in _plain(message).items() if value is not None} for message in conversation]
 
 
-def _unify_content(messages: list[dict[str, Any]], template: str, render: Callable[..., str]) -> None:
-    """Refuse parts of messages that are no text. Join the parts that are text, unless the template reads parts."""
+def _unify_content(
+    messages: list[dict[str, Any]], template: str, render: Callable[..., str], content_format: ContentFormat
+) -> None:
+    """Refuse parts of messages that are no text. Give all contents that are text the form that the template reads."""
     lists: dict[int, list[str | None]] = {}  # index of a message → the texts of its parts; None: a part is no text
     for at, message in enumerate(messages):
         content, speaks = message.get("content"), message["role"] in _SPEAKERS
@@ -100,14 +112,23 @@ def _unify_content(messages: list[dict[str, Any]], template: str, render: Callab
         if parts is not None and (speaks or None not in texts):
             lists[at] = texts
             both = zip(parts, texts, strict=True)
-            message["content"] = [part if text is None else {"type": "text", "text": text} for part, text in both]
-    if lists and not _reads_parts(messages, lists, render):
-        for at, texts in lists.items():
+            message["content"] = [part if text is None else _text_part(text) for part, text in both]
+    texts_at = [at for at, one in enumerate(messages) if isinstance(one.get("content"), str) and one["role"] != "tool"]
+    if content_format == "auto":
+        join = bool(lists) and not _reads_parts(messages, lists, render)
+        split = not (join or _reads_text(template)) and _reads_only_parts(messages, texts_at, render)
+    else:
+        join, split = content_format == "string", content_format == "openai"
+    for at, texts in lists.items():
+        is_answer = messages[at]["role"] == "tool" and None not in texts  # of which templates expect a text
+        if join or (is_answer and content_format == "openai"):
             if None in texts:
                 raise InvalidRequestError(
                     f"message {at} has a part that is no text, but the chat template reads only text"
                 )
             messages[at]["content"] = "\n".join(cast(list[str], texts))
+    for at in texts_at if split else ():
+        messages[at]["content"] = [_text_part(messages[at]["content"])]
 
 
 def _no_text(part: Any, template: str, speaks: bool) -> str | None:
@@ -129,18 +150,43 @@ def _text(part: Any) -> str | None:
     return part if isinstance(part, str) else None
 
 
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
 def _reads_parts(messages: Sequence[Message], at: Iterable[int], render: Callable[..., str]) -> bool:
     """Whether a template prints the text of parts. Others print a list as Python or JSON, leave it out, or fail."""
     marks = {index: f"TEXT_OF_MESSAGE_{index}." for index in at}
-    tried = [
-        {**message, "content": [{"type": "text", "text": marks[index]}]} if index in marks else message
-        for index, message in enumerate(messages)
-    ]
-    try:
-        text = render(tried)
-    except Exception:  # whatever is wrong with the conversation is raised when it is rendered
-        return False
+    text = _tried(messages, {index: [_text_part(mark)] for index, mark in marks.items()}, render)
     return all(mark in text and not re.search(rf"""['"]: ?['"]{mark}""", text) for mark in marks.values())
+
+
+def _reads_only_parts(messages: Sequence[Message], at: Sequence[int], render: Callable[..., str]) -> bool:
+    """Whether a template prints no content that is text, but would if it were a list of parts."""
+    marks = {index: f"TEXT_OF_MESSAGE_{index}." for index in at}
+    text = _tried(messages, marks, render)
+    return not any(mark in text for mark in marks.values()) and bool(at) and _reads_parts(messages, at, render)
+
+
+@functools.lru_cache(maxsize=32)
+def _reads_text(template: str) -> bool:
+    """Whether a template certainly prints content that is text."""
+    ask: Message = {"role": "user", "content": "TEXT_OF_MESSAGE_0."}
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    return ask["content"] in _tried([ask], {}, lambda messages: _compile(template).render(messages=messages, **tokens))
+
+
+def _tried(messages: Sequence[Message], contents: Mapping[int, Any], render: Callable[..., str]) -> str:
+    """The prompt with these contents of messages; empty if the template refuses them."""
+    try:
+        return render(
+            [
+                {**message, "content": contents[index]} if index in contents else message
+                for index, message in enumerate(messages)
+            ]
+        )
+    except Exception:  # whatever is wrong with the conversation is raised when it is rendered
+        return ""
 
 
 def _plain(value: Any) -> Any:

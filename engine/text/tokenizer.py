@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...ipc.errors import InvalidRequestError, ModelNotFoundError, NotSupportedError
-from .batch_encoding import BatchEncoding, Row, as_arrays, pad, truncated, width_of
-from .chat_template import Message, render_chat
+from ...ipc.errors import InvalidArgumentError, InvalidRequestError, ModelNotFoundError, NotSupportedError, shown
 from .model_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as RustTokenizer
+
+    from .batch_encoding import BatchEncoding
+    from .chat_template import ContentFormat, Message
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SETTINGS: dict[str, Any] = {
@@ -109,6 +112,8 @@ class Tokenizer:
             InvalidArgumentError: an argument has a wrong value, or there is no token to pad with.
             NotSupportedError: `return_tensors` is not ``np``.
         """
+        from .batch_encoding import BatchEncoding, Row, as_arrays, pad, truncated, width_of  # few frontends call it
+
         one = isinstance(text, str) or (is_split_into_words and isinstance((*text, "")[0], str))
         if one:
             texts: Sequence[Any] = [(text, text_pair)] if text_pair else [text]
@@ -300,15 +305,20 @@ class Tokenizer:
         return_dict: bool = False,
         return_assistant_tokens_mask: bool = False,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         **variables: Any,
     ) -> Any:
         """The prompt of a conversation, or of each in a list: as token ids, as what a call returns (`return_dict`), or
-        as text. The template writes all special tokens itself and sees `variables`.
+        as text. The template writes all special tokens itself and sees `variables`. It gets contents as text with
+        `chat_template_content_format` "string", as lists of parts with "openai", and as it reads them with "auto".
 
         Raises:
+            InvalidArgumentError: there is no such content format.
             InvalidRequestError: there is no template, or it refuses the conversation.
             NotSupportedError: `return_assistant_tokens_mask` is set.
         """
+        from .chat_template import render_chat  # imported here, because not all frontends chat
+
         if return_assistant_tokens_mask:
             raise NotSupportedError("return_assistant_tokens_mask is not supported yet")
         several = bool(conversation) and not isinstance(conversation[0], Mapping)
@@ -321,8 +331,9 @@ class Tokenizer:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                content_format=chat_template_content_format,
             )
-            for messages in cast(Sequence[Sequence[Message]], conversation if several else [conversation])
+            for messages in cast("Sequence[Sequence[Message]]", conversation if several else [conversation])
         ]
         if not tokenize:
             return texts if several else texts[0]
@@ -410,11 +421,37 @@ def load_tokenizer(folder: Path, mode: str = "auto", trust_remote_code: bool = F
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFoundError(f"transformers can't load the tokenizer in {folder}: {error}") from error
+    return _wrapped(hf, getattr(hf, "backend_tokenizer", None))
+
+
+def as_tokenizer(given: Any) -> Tokenizer:
+    """The tokenizer that the user gives: one of ours, or one of transformers, whose Rust part is copied.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    if isinstance(given, Tokenizer):
+        return given
+    transformers = sys.modules.get("transformers")  # a tokenizer of it can only come from a process that has it
+    if transformers is None or not isinstance(given, transformers.PreTrainedTokenizerBase):
+        raise InvalidArgumentError(
+            f"tokenizer is {shown(given)}; it must be a tokenizer of transformers, or what get_tokenizer() gives"
+        )
+    try:
+        backend = copy.deepcopy(getattr(given, "backend_tokenizer", None))
+    except Exception:  # a part that is written in Python can't be copied
+        backend = None
+    if backend is not None:  # calls of the user's set these
+        backend.no_truncation()
+        backend.no_padding()
+    return _wrapped(given, backend)
+
+
+def _wrapped(hf: Any, backend: RustTokenizer | None) -> Tokenizer:
     named = {name: text for name, text in hf.special_tokens_map.items() if isinstance(text, str)}
-    backend = getattr(hf, "backend_tokenizer", None)
-    return (
-        SlowTokenizer(hf, named) if backend is None else Tokenizer(backend, named, hf.chat_template, _settings_of(hf))
-    )
+    if backend is None:
+        return SlowTokenizer(hf, named)
+    return Tokenizer(backend, named, hf.chat_template, _settings_of(hf))
 
 
 def _load_rust(folder: Path) -> Tokenizer:

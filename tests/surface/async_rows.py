@@ -91,11 +91,11 @@ async def drain(at: Place) -> None:
 
 
 @row("AsyncLLMEngine.check_health", "AsyncLLMEngine.errored", "AsyncLLMEngine.dead_error", "AsyncLLMEngine.is_running",
-     says="Whether the core can serve, and why not.")  # fmt: skip
+     "AsyncLLMEngine.is_stopped", says="Whether the core can serve, and why not.")  # fmt: skip
 async def health(at: Place) -> None:
     engine = at.fresh(AsyncLLMEngine)
     assert await text(at, engine)
-    assert (engine.errored, engine.dead_error, engine.is_running) == (False, None, True)
+    assert (engine.errored, engine.dead_error, engine.is_running, engine.is_stopped) == (False, None, True, False)
     assert await engine.check_health() is None
     engine.shutdown()
     assert (engine.errored, engine.is_running) == (True, False)
@@ -111,6 +111,27 @@ async def health(at: Place) -> None:
 async def tokenizer(at: Place) -> None:
     for one in (await at.aengine().get_tokenizer(), at.aengine().tokenizer):
         assert one.decode(one.encode(STORY), skip_special_tokens=True).strip() == STORY
+
+
+@row("AsyncLLMEngine.get_num_unfinished_requests", "AsyncLLMEngine.get_num_queued_tokens")
+async def in_flight(at: Place) -> None:
+    engine = at.aengine()
+    stream = await engine.add_request(at.id(), [5, 6, 7], LONG)
+    assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (1, 3)
+    await anext(stream)
+    assert (engine.get_num_unfinished_requests(), engine.get_num_queued_tokens()) == (1, 0)
+
+
+@row("AsyncLLMEngine.is_tracing_enabled")
+async def is_tracing_enabled(at: Place) -> None:
+    assert await at.aengine().is_tracing_enabled() is False
+    engine = at.fresh(AsyncLLMEngine, otlp_traces_endpoint="http://127.0.0.1:1/traces")
+    assert await engine.is_tracing_enabled() is True
+
+
+@row("AsyncLLMEngine.get_vllm_config")
+async def vllm_config(at: Place) -> None:
+    assert await at.aengine().get_vllm_config() is at.aengine().vllm_config
 
 
 @row("AsyncLLMEngine.get_model_config", "AsyncLLMEngine.model_config", says="What the model is, as the core found it.")

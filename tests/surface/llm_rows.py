@@ -18,6 +18,7 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from mainspring.demo import MODEL_PATH
 
 from .engine_rows import RABBIT, Listener
 from .harness import BASE, OWN, Place, row
@@ -91,6 +92,71 @@ def beam_search_on_error(at: Place) -> None:
         at.llm().beam_search("Once upon a time", params, on_error="ignore")  # type: ignore[arg-type]
 
 
+@row(
+    "LLM.chat, chat_template_content_format", says="Contents as text, as lists of parts, or as the template reads them."
+)
+def chat_template_content_format(at: Place) -> None:
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    template = "{{ 'Once upon a time' if messages[0].content is string else 'What is 2 plus 3?' }}"
+    found = {
+        name: at.llm().chat(ask, GREEDY, False, chat_template=template, chat_template_content_format=name)[0].prompt
+        for name in ("string", "openai", "auto")
+    }
+    assert found == {"string": "Once upon a time", "openai": "What is 2 plus 3?", "auto": "Once upon a time"}
+
+
+@row("LLM.enqueue", "LLM.wait_for_completion")
+def enqueue(at: Place) -> None:
+    llm = at.fresh(LLM)  # a shared one would keep what is enqueued and not waited for
+    ids = llm.enqueue(["Once upon a time", [5, 6, 7]], GREEDY, use_tqdm=False)
+    found = llm.wait_for_completion(use_tqdm=False)
+    assert [one.request_id for one in found] == ids
+    assert found[0].outputs[0].text.startswith(RABBIT)
+    llm.enqueue("a", BAD, use_tqdm=False, on_error="return")
+    with pytest.raises(InvalidRequestError, match="regex can't be used"):
+        llm.wait_for_completion(use_tqdm=False)
+
+
+@row("LLM.enqueue_chat")
+def enqueue_chat(at: Place) -> None:
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    llm = at.fresh(LLM)
+    assert len(llm.enqueue_chat([ask, ask], GREEDY, use_tqdm=False)) == 2
+    assert [one.outputs[0].text.strip()[:5] for one in llm.wait_for_completion(use_tqdm=False)] == ["Paris"] * 2
+
+
+@row("LLM.preprocess_chat")
+def preprocess_chat(at: Place) -> None:
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    (prompt,) = at.llm().preprocess_chat(ask)
+    (found,) = at.llm().generate([prompt], GREEDY, use_tqdm=False)
+    assert found.prompt_token_ids == at.llm().chat(ask, GREEDY, use_tqdm=False)[0].prompt_token_ids
+    assert found.outputs[0].text.strip().startswith("Paris")
+
+
+@row("LLM.set_tokenizer")
+def set_tokenizer(at: Place) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    llm = at.fresh(LLM)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(MODEL_PATH / "tokenizer.json"), eos_token="z")
+    theirs.chat_template = "Once upon a time"
+    llm.set_tokenizer(theirs)
+    assert llm.get_tokenizer().eos_token == "z"
+    (found,) = llm.chat([{"role": "user", "content": "unread"}], GREEDY, use_tqdm=False)
+    assert (found.prompt, found.outputs[0].finish_reason) == ("Once upon a time", "length")
+
+
+@row("LLM.get_world_size")
+def get_world_size(at: Place) -> None:
+    assert at.llm().get_world_size() == at.llm().get_world_size(include_dp=False) == 1
+
+
+@row("LLM.renderer")
+def renderer(at: Place) -> None:
+    assert at.llm().renderer.process_inputs("a", "Once upon a time", GREEDY).prompt == "Once upon a time"
+
+
 @row("LLM.get_tokenizer")
 def tokenizer(at: Place) -> None:
     one = at.llm().get_tokenizer()
@@ -108,9 +174,9 @@ def get_metrics(at: Place) -> None:
     assert at.metric("generation_tokens", at.llm()) >= 8
 
 
-@row("LLM.get_supported_tasks")
+@row("LLM.get_supported_tasks", "LLM.supported_tasks")
 def tasks(at: Place) -> None:
-    assert "generate" in at.llm().get_supported_tasks()
+    assert at.llm().supported_tasks == at.llm().get_supported_tasks() == ("generate",)
 
 
 @row("LLM.do_log_stats")

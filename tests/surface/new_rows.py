@@ -41,6 +41,11 @@ def decoding_config(at: Place) -> None:
     assert at.engine().get_decoding_config().backend in ("auto", "guidance")
 
 
+@row("LLMEngine.get_vllm_config")
+def vllm_config(at: Place) -> None:
+    assert at.engine().get_vllm_config().cache_config.num_gpu_blocks == 300
+
+
 @row("LLMEngine.get_lora_config", says="Adapters: what is allowed.")
 def lora_config(at: Place) -> None:
     assert at.engine().get_lora_config().max_loras == 1

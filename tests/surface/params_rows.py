@@ -285,6 +285,16 @@ def clone(at: Place) -> None:
     assert at.outputs(at.engine(), at.engine().add_request(at.id(), STORY, other))
 
 
+@row("SamplingParams.update_from_generation_config")
+def update_from_generation_config(at: Place) -> None:
+    second = at.ids()[1]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    params.update_from_generation_config({"eos_token_id": [2, second]}, 2)
+    engine = at.engine()
+    found = at.outputs(engine, engine.add_request(at.id(), STORY, params))[-1].outputs[0]
+    assert (len(found.token_ids), found.finish_reason, found.stop_reason) == (2, "stop", second)
+
+
 @row("SamplingParams.from_optional")
 def from_optional(at: Place) -> None:
     params = SamplingParams.from_optional(top_p=None, max_tokens=None, temperature=0.0, logit_bias={"3": 500.0})
