@@ -59,6 +59,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"],
         "Older form of `runner`: `generate`, or the task of a pooling model.",
     ] = "auto"
+    logits_processors: Annotated[
+        list[str], "Classes, as `package.module:Class`, that change the logits of every request; the core imports them."
+    ] = []
 
     @property
     def shown_name(self) -> str:
