@@ -448,6 +448,39 @@ def test_a_class_of_a_script_without_a_main_guard_keeps_the_core_in_its_process(
     assert "names '__main__:Mine', which can't be imported: a class of a script needs a module of its own" in error
 
 
+VLLM_MODULE = """
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+class Fifth(AdapterLogitsProcessor):
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        def only(output, logits):
+            logits[:5] = logits[6:] = float("-inf")
+            return logits
+
+        return only
+"""
+VLLM_SCRIPT = """
+import sys
+from vllm import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], logits_processors=["written_for_vllm:Fifth"])
+print(list(llm.generate("One", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+def test_a_module_written_for_vllm_is_imported_where_that_name_is_known(model: str, folder: Path) -> None:
+    (folder / "written_for_vllm.py").write_text(VLLM_MODULE)
+    script = folder / "vllm_script.py"
+    script.write_text(VLLM_SCRIPT)
+    command = [sys.executable, "-P", "-m", "mainspring.compat.vllm", "--replace", str(script), model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout.splitlines()[-1] == "[5, 5, 5, 5]"
+
+
 def test_a_pooling_model_has_no_logits(tmp_path: Path, folder: Path) -> None:
     import pooled
 
