@@ -84,7 +84,7 @@ DEFAULT_ONLY = {
     "media input": "enable_mm_embeds=false enable_tower_connector_lora=false default_mm_loras mm_encoder_only=false",
     "KV connectors and events": "kv_transfer_config kv_events_config ec_transfer_config",
     "choosing the logprobs' stage": 'logprobs_mode="raw_logprobs"',
-    "logits processors outside LLM": "logits_processors logits_processor_pattern",
+    "older patterns of logits processors": "logits_processor_pattern",
     "processors of pooling plugins": "io_processor_plugin",
     "configs other than Hugging Face's": 'config_format="auto"|"hf" hf_config_path code_revision',
     "whitespace and additional properties by configuration (set them in StructuredOutputsParams)": (

@@ -91,6 +91,7 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
         status,
         launch.config.service_config,
     )
+    sys.path += [folder for folder in launch.import_path if folder not in sys.path]
     gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
     from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
     from .loop import EngineCore

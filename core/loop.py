@@ -19,6 +19,7 @@ from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
+from ..ipc.logits_processors import MAX_EXTRA_ARGS_BYTES
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, Outputs
 from ..ipc.request_check import RequestCheck, check_embeds_values
 from ..ipc.structured import MAX_SPEC_BYTES
@@ -32,6 +33,7 @@ from .lifecycle import Lifecycle
 from .memory.cache_manager import CacheManager
 from .plan import request_limits
 from .plan.control import (
+    CheckSampling,
     DropFunctions,
     DropGrammar,
     Explain,
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
 MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue as if it had this one
+MAX_CHECKED_BYTES = MAX_SPEC_BYTES + MAX_EXTRA_ARGS_BYTES + MAX_ARGUMENT_BYTES  # of a request for `check_request`
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
@@ -168,9 +171,7 @@ class EngineCore:
             "stats": Method(self.stats),
             "explain_model": Method(lambda: worker.control(Explain())),
             "tokenizer_files": Method(lambda: read_files(model, folder)),
-            "check_request": Method(
-                self._check_request, gets_caller=True, prepares=True, max_bytes=MAX_SPEC_BYTES + MAX_ARGUMENT_BYTES
-            ),
+            "check_request": Method(self._check_request, gets_caller=True, prepares=True, max_bytes=MAX_CHECKED_BYTES),
             "is_paused": Method(lambda: lifecycle.state.paused),
             "is_sleeping": Method(lambda: lifecycle.sleeping),
             "reset_prefix_cache": Method(self.scheduler.reset_prefix_cache, admin=True),
@@ -278,6 +279,9 @@ class EngineCore:
         if (pooling := self.worker.facts.pooling) and message.pooling:
             pooling.check(message.pooling, request.prompt_len)
             request.keeps_rows = pooling.keeps_rows(message.pooling)
+        if self.config.model_config.logits_processors:
+            self.worker.control(CheckSampling(request.sampling))
+            request.processed = True
         waits = self.adapters.prepare(request, message, owner)
         if request.sampling.grammar:
             kind, text = request.sampling.grammar

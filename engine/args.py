@@ -30,6 +30,7 @@ from ..ipc.config import (
     StructuredOutputsConfig,
 )
 from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, shown, suggests_names
+from ..ipc.logits_processors import names_of
 
 if TYPE_CHECKING:
     import argparse
@@ -78,6 +79,7 @@ class EngineArgs:
     runner: Literal["auto", "generate", "pooling"] = _default("runner")
     task: Literal["auto", "generate", "embed", "encode", "classify", "score", "reward"] = _default("task")
     enable_return_routed_experts: bool = _default("enable_return_routed_experts")
+    logits_processors: list[str | type] = field(default_factory=_default("logits_processors").copy)
     load_format: Literal["auto", "safetensors", "dummy", "sharded_state"] = _default("load_format")
     download_dir: str | None = _default("download_dir")
     use_tqdm_on_load: bool = _default("use_tqdm_on_load")
@@ -171,6 +173,7 @@ def checked(given: EngineConfig) -> EngineConfig:
 
 def _with_values(base: EngineConfig, given: dict[str, Any]) -> EngineConfig:
     """`base` with the values of all fields that users set, after a check of each."""
+    given = {**given, "logits_processors": names_of(given["logits_processors"])}
     values = {name: typed(info, given[name]) for name, info in FIELDS.items()}
     _check_ranges(values)
     if values["speculative_config"] is not None:
@@ -251,6 +254,8 @@ def _flag_of(kind: Any) -> dict[str, Any]:
     if kind == list[int]:
         read = _reads(lambda text: [int(part) for part in text.split(",")], "a list like 1,2,4")
         return {"type": read, "metavar": "INT,INT,..."}
+    if kind == list[str]:
+        return {"nargs": "+", "metavar": "NAME"}
     return {"type": kind, "metavar": kind.__name__.upper()}
 
 
@@ -299,6 +304,7 @@ _NAMES = {
     str: "a str",
     bool: "True or False",
     list[int]: "a list of ints",
+    list[str]: "a list of strs",
     type(None): "None",
 }
 _AT_LEAST = {

@@ -41,10 +41,9 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
     Args:
         model: folder or Hugging Face id of a checkpoint; None: the embedded model.
         connect: address of a running daemon to use instead; `model`, if given, must then be the daemon's.
-        logits_processors: classes as in compat/logits_processors.py, or their dotted names, for all requests. The core
-            then runs in this process.
         chat_template: for `chat`, in place of the model's own.
-        engine_args: the fields of `EngineArgs`; under `connect` the options of `LLMEngine.connect`.
+        engine_args: the fields of `EngineArgs`; under `connect` the options of `LLMEngine.connect`. The core runs in
+            this process if `logits_processors` has a class of a script or notebook.
 
     Raises:
         MainspringError: an argument is wrong, the model is not found or not supported, or the core did not start.
@@ -55,20 +54,13 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         model: str | None = None,
         *,
         connect: str | None = None,
-        logits_processors: Sequence[type | str] | None = None,
         chat_template: str | None = None,
         **engine_args: Any,
     ) -> None:
         self.chat_template = chat_template
-        self._processors: list[Any] = []
-        if logits_processors:
-            from ..compat.logits_processors import processor_classes
-
-            self._processors = processor_classes(logits_processors)
         if connect is None:
             args = EngineArgs(model, **engine_args)
-            multiprocess = False if self._processors else None
-            self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS, None, multiprocess)
+            self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS)
         else:
             self.llm_engine = _connected(connect, model, engine_args)
         self._engine = self.llm_engine
@@ -304,12 +296,6 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
                     lora_request=loras[at],
                     prompt_adapter_request=prompt_adapter_request,
                 )
-                if self._processors:
-                    from ..compat.logits_processors import functions_of
-
-                    given = request.params.logits_processors or []
-                    classes = functions_of(self._processors, self.llm_engine.vllm_config, request.params)
-                    request.params.logits_processors = [*given, *classes]
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
             requests.append(request)
             if progress is not None:

@@ -15,6 +15,7 @@ from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, shown, wire_text
+from ..ipc.logits_processors import stay_here
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import EngineArgs
@@ -99,13 +100,17 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
         stat_loggers: StatLoggers | None = None,
         enable_multiprocessing: bool | None = None,
     ) -> Self:
-        """An engine for these arguments; `enable_multiprocessing=False` puts the core into this process."""
+        """An engine for these arguments; `enable_multiprocessing=False` puts the core into this process. So does None
+        if `logits_processors` has a class of a script or notebook, which no other process can import."""
+        config = engine_args.create_engine_config()
+        if enable_multiprocessing is None:
+            enable_multiprocessing = not stay_here(config.model_config.logits_processors)
         return cls(
-            engine_args.create_engine_config(),
+            config,
             log_stats=not engine_args.disable_log_stats,
             usage_context=usage_context,
             stat_loggers=stat_loggers,
-            multiprocess_mode=enable_multiprocessing is not False,
+            multiprocess_mode=enable_multiprocessing,
         )
 
     @classmethod

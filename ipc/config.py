@@ -62,6 +62,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     enable_return_routed_experts: Annotated[
         bool, "Give each completion `routed_experts`: which experts computed its tokens. For models with experts."
     ] = False
+    logits_processors: Annotated[
+        list[str], "Classes, as `package.module:Class`, that change the logits of every request; the core imports them."
+    ] = []
 
     @property
     def shown_name(self) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from .codec import Frame
+from .logits_processors import MAX_EXTRA_ARGS_BYTES
 from .messages import KIND_OF, MAX_ABORTED, Abort, AddRequest, ModelFacts, Sampling, UtilityCall
 from .params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .structured import MAX_SPEC_BYTES
@@ -41,6 +42,7 @@ class BodyLimits:
             _INTEGER_BYTES * (longest + 2 * vocabulary + MAX_BAD_WORD_TOKENS)  # prompt, output, sampling
             + (_INTEGER_BYTES + _FLOAT_BYTES) * vocabulary  # logit_bias
             + MAX_SPEC_BYTES
+            + MAX_EXTRA_ARGS_BYTES
             + SMALL_BODY_BYTES
         )
         ids, tokens = _at_most(list[int], longest), _at_most(list[int], vocabulary)
@@ -51,6 +53,7 @@ class BodyLimits:
             logit_bias=_at_most(dict[int, float], vocabulary),
             bad_words=_at_most(list[_at_most(list[int], longest)], MAX_BAD_WORDS),  # type: ignore[misc]
             grammar=_at_most(list[str], 2),
+            extra_args=_at_most(bytes, MAX_EXTRA_ARGS_BYTES),
         )
         request = _narrowed(AddRequest, prompt_token_ids=ids, output_token_ids=ids, sampling=sampling)
         self._request_decoder = msgspec.msgpack.Decoder(request)

@@ -45,6 +45,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     allowed_token_ids: list[int] = []  # empty: all tokens
     bad_words: list[list[int]] = []  # token sequences that the output must not contain
     grammar: list[str] = []  # the form of the output as [kind, text], see ipc/structured.py; empty: free
+    extra_args: bytes = b""  # for the classes of `logits_processors`: a msgpack map with names as keys; empty: none
 
     @property
     def is_penalised(self) -> bool:

@@ -71,7 +71,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     guided_decoding: StructuredOutputsParams | None = None  # its older name
     logits_processors: list[Callable[..., Any]] | None = None  # see core/worker/logit_rules.py
-    extra_args: dict[str, Any] | None = None  # for extensions; the engine ignores it
+    extra_args: dict[str, Any] | None = None  # for the classes of the engine's logits_processors: plain data
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     use_beam_search: bool = False  # `best_of` beams (or `n`), by sum of log probabilities; see beam_search.py
     length_penalty: float = 1.0  # of beams: the sum is divided by the length to this power

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 from .adapters import PromptAdapterRequest
 from .config import EngineConfig
 from .errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
+from .logits_processors import unpacked
 from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
 from .params import CORE_RANGES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS
 from .structured import MAX_SPEC_BYTES, TOKENS, Kind, trace_of
@@ -144,6 +145,7 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError(f"top_p is {shown(sampling.top_p)}; it must be above 0 and at most 1")
         if not all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values()):
             raise InvalidRequestError(f"a value of logit_bias is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        unpacked(sampling.extra_args)
         kinds = (*get_args(Kind), TOKENS)
         if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in kinds):
             raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(kinds)}")

@@ -86,6 +86,7 @@ class Supervisor:
             crash_fd=self._crash_file.fileno(),
             runtime_dir=runtime_dir,
             drain_timeout=drain_timeout,
+            import_path=[os.path.abspath(p) for p in sys.path] if config.model_config.logits_processors else [],
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._reports: int | None = None  # from the core; None when it has closed its end

@@ -59,6 +59,7 @@ class CoreLaunch(msgspec.Struct):
     state: DesiredState = DesiredState()
     restarts: int = 0
     last_crash: str = ""
+    import_path: list[str] = []  # folders, after the core's own, with the modules of `logits_processors`
 
 
 def make_runtime_dir() -> str:

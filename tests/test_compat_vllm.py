@@ -10,10 +10,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,15 +31,6 @@ from mainspring.compat.engine_fields import (
     VALUES,
     WITHOUT_EFFECT,
     ProfilerConfig,
-)
-from mainspring.compat.logits_processors import (
-    AdapterLogitsProcessor,
-    BatchUpdate,
-    LogitsProcessor,
-    MoveDirectionality,
-    functions_of,
-    process_dict_updates,
-    processor_classes,
 )
 from mainspring.compat.missing import ARGUMENTS, MISSING
 from mainspring.compat.vllm.finder import Finder
@@ -411,105 +400,3 @@ def test_names_of_a_source_that_are_unknown_are_found(tmp_path: Path, capsys: py
         "LLM.generate(wrong)",
         "SamplingParams.wrong",
     ]
-
-
-# ---------------------------------------------------------------------- logits processors
-
-
-class Only(AdapterLogitsProcessor):
-    """Leaves only the token that the request names; it counts what it saw."""
-
-    seen: list[tuple[list[int], list[int]]] = []  # noqa: RUF012
-
-    @classmethod
-    def validate_params(cls, params: SamplingParams) -> None:
-        if (params.extra_args or {}).get("token", 0) < 0:
-            raise ValueError("token is negative")
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        token = (params.extra_args or {}).get("token")
-
-        def only(prompt: list[int], output: list[int], logits: Any) -> Any:
-            self.seen.append((list(prompt), list(output)))
-            kept = logits[token].item()
-            logits[:] = -np.inf
-            logits[token] = kept
-            return logits
-
-        return None if token is None else only
-
-
-def logits_like(*numbers: float) -> Any:
-    """A row as torch gives it: it knows its device."""
-
-    class Row(np.ndarray):
-        device = SimpleNamespace(type="cpu")
-
-    return np.array(numbers, np.float32).view(Row)
-
-
-def test_an_adapter_sees_prompt_and_output_of_its_request() -> None:
-    Only.seen.clear()
-    (function,) = functions_of([Only], None, SamplingParams(extra_args={"token": 1}))
-    assert function([7, 8], [], logits_like(3, 2, 1)).tolist() == [-np.inf, 2, -np.inf]
-    assert function([7, 8], [1], logits_like(5, 4, 1)).tolist() == [-np.inf, 4, -np.inf]
-    assert Only.seen == [([7, 8], []), ([7, 8], [1])]
-    (nothing,) = functions_of([Only], None, SamplingParams())
-    assert nothing([7], [], logits_like(3, 2, 1)).tolist() == [3, 2, 1]
-
-
-def test_parameters_and_classes_are_checked() -> None:
-    with pytest.raises(InvalidArgumentError, match="Only refuses the parameters: token is negative"):
-        functions_of([Only], None, SamplingParams(extra_args={"token": -1}))
-    with pytest.raises(NotSupportedError, match="n above 1"):
-        functions_of([Only], None, SamplingParams(n=2))
-    assert functions_of([], None, SamplingParams(n=2)) == []
-    named = "mainspring.compat.logits_processors:AdapterLogitsProcessor"
-    assert processor_classes([named, Only]) == [AdapterLogitsProcessor, Only]
-    for wrong in ("nothing.There", int, lambda ids, logits: logits):
-        with pytest.raises(InvalidArgumentError, match="logits_processors"):
-            processor_classes([wrong])  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        LogitsProcessor(None, None, False)  # type: ignore[abstract]
-
-
-def test_the_state_of_a_batch_is_followed() -> None:
-    states: dict[int, str] = {}
-    params = [SamplingParams(max_tokens=number) for number in (1, 2, 3)]
-
-    def state(given: SamplingParams, prompt: Any, output: list[int]) -> str | None:
-        return None if given.max_tokens == 2 else f"{given.max_tokens} {prompt}"
-
-    def update(**changes: Any) -> bool:
-        return process_dict_updates(
-            states, BatchUpdate(**{"batch_size": 3, "removed": [], "added": [], "moved": [], **changes}), state
-        )
-
-    assert not process_dict_updates(states, None, state)
-    assert update(added=[(row, given, [row], []) for row, given in enumerate(params)])
-    assert states == {0: "1 [0]", 2: "3 [2]"}
-    assert update(moved=[(0, 2, MoveDirectionality.SWAP)])
-    assert states == {2: "1 [0]", 0: "3 [2]"}
-    assert update(moved=[(2, 0, MoveDirectionality.UNIDIRECTIONAL)])
-    assert states == {0: "1 [0]"}
-    assert update(removed=[0])
-    assert not states
-    assert not update(removed=[0])
-
-
-@pytest.mark.slow
-def test_an_llm_asks_a_class_of_processors(tmp_path: Path) -> None:
-    model = tiny.make("llama", tmp_path / "model", tokenizer=True)
-    with mainspring.LLM(str(model), logits_processors=[Only]) as llm:
-        params = [SamplingParams(extra_args={"token": token}, max_tokens=4, ignore_eos=True) for token in (5, 9)]
-        free = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-        outputs = llm.generate(["One", "Two", "Three"], [*params, free], use_tqdm=False)
-        assert [list(one.outputs[0].token_ids) for one in outputs[:2]] == [[5] * 4, [9] * 4]
-        with pytest.raises(InvalidArgumentError, match="prompt 1: Only refuses"):
-            llm.generate(["One", "Two"], [free, SamplingParams(extra_args={"token": -1})], use_tqdm=False)
-    with mainspring.LLM(str(model)) as plain:
-        expected = plain.generate("Three", free, use_tqdm=False)[0].outputs[0].token_ids
-    assert outputs[2].outputs[0].token_ids == expected

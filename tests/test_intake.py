@@ -14,6 +14,7 @@ import pytest
 from mainspring.ipc import codec, intake
 from mainspring.ipc.errors import ProtocolError
 from mainspring.ipc.intake import ADMIN_BODY_BYTES, LARGE_BYTES, SMALL_BODY_BYTES, TURN_BYTES, BodyLimits, Turns
+from mainspring.ipc.logits_processors import MAX_EXTRA_ARGS_BYTES
 from mainspring.ipc.messages import (
     KIND_OF,
     MAX_ABORTED,
@@ -66,6 +67,7 @@ def the_largest() -> AddRequest:
         allowed_token_ids=[last] * VOCABULARY,
         bad_words=words,
         grammar=["regex", "x" * MAX_SPEC_BYTES],
+        extra_args=b"x" * MAX_EXTRA_ARGS_BYTES,
     )
     return AddRequest(2**63 - 1, "r", [last] * (LONGEST - 2), sampling, output_token_ids=[])
 

@@ -69,7 +69,9 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             "r-1",
             [5, 70000],
             Sampling(
-                16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2], 0.5, -0.5, 1.5, 5, 0, {7: 2.0}, [7, 8], [[3, 4]], ["re", "a"]
+                *(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2], 0.5, -0.5, 1.5, 5, 0, {7: 2.0}, [7, 8], [[3, 4]]),
+                ["re", "a"],
+                b"\x81\xa1a\x01",
             ),
             -1,
             [9],
@@ -83,8 +85,9 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             True,
         ),
         "9ecd012ca3722d319205ce00011170"
-        "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "dc001210fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
+        "c40481a16101"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
         "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3",
     ),
@@ -155,6 +158,10 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
 
 NOT_PATIENT: dict[str, Any] = {"patient": False}
 NO_ADAPTERS: dict[str, Any] = {"pooling": None, "lora": None, "prompt_adapter": None} | NOT_PATIENT
+# of a core without logits processors
+PLAIN = Sampling(
+    *(16, -2, 0.5, 0.25, 40, 0.125, 4, [1, 2], 0.5, -0.5, 1.5, 5, 0, {7: 2.0}, [7, 8], [[3, 4]]), ["re", "a"]
+)
 # Messages of earlier versions, with fewer fields: (kind, body, the missing fields)
 EARLIER: list[tuple[int, str, dict[str, Any]]] = [
     (1, "9401c402aabba57069642037cb4004000000000000", {"session": b""}),
@@ -176,7 +183,7 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3",
-        NO_ADAPTERS,
+        {"sampling": PLAIN} | NO_ADAPTERS,
     ),
     (
         4,
@@ -185,7 +192,16 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
         "94a5656d62656408c2029401a161a22f61009402a162a22f6204",
-        NOT_PATIENT,
+        {"sampling": PLAIN} | NOT_PATIENT,
+    ),
+    (
+        4,
+        "9ecd012ca3722d319205ce00011170"
+        "dc001110fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3",
+        {"sampling": PLAIN},
     ),
     (6, "9307a470696e679101", {"tensors": []}),
     (

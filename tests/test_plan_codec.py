@@ -123,6 +123,7 @@ CONTROLS: dict[type, Control] = {
     control.PrepareGrammar: control.PrepareGrammar(1, "regex", "a+"),
     control.DropGrammar: control.DropGrammar(1),
     control.DropFunctions: control.DropFunctions((1, 2)),
+    control.CheckSampling: control.CheckSampling(Sampling(3, extra_args=b"\x81\xa1a\x01")),
     control.Sleep: control.Sleep(2),
     control.Wake: control.Wake(True, False),
     control.SetParameters: SetParameters([ParameterRows("w", 3, np.arange(6, dtype=np.uint16).reshape(2, 3))]),

@@ -25,6 +25,7 @@ from mainspring.ipc import (
     codec,
     connection_limits,
     intake,
+    logits_processors,
     messages,
     params,
     server,
@@ -186,12 +187,13 @@ def test_the_limits_are_those_of_the_code() -> None:
     words, tokens = params.MAX_BAD_WORDS, params.MAX_BAD_WORD_TOKENS
     assert limits["`bad_words`"] == f"{words:,} sequences, {tokens:,} tokens together"
     assert limits["text of a `grammar`"] == f"{structured.MAX_SPEC_BYTES >> 10} KiB"
+    assert limits["`extra_args`"] == f"{logits_processors.MAX_EXTRA_ARGS_BYTES >> 10} KiB"
     less = connection_limits.OWN_DESCRIPTORS + connection_limits.SPARE
     assert limits["connections of all clients"] == f"¾ of the core's limit of open files, less {less}"
     model = messages.ModelFacts(150_000, 64, 100_000, "float32")
-    largest = 9 * (100_000 + 300_000 + tokens) + 18 * 150_000 + 327_680
+    largest = 9 * (100_000 + 300_000 + tokens) + 18 * 150_000 + 393_216
     assert intake.BodyLimits(model).of(messages.KIND_OF[messages.AddRequest], admin=False) == largest
-    assert "9 × (`max_model_len` + 2 × `vocab_size` + 65,536) + 18 × `vocab_size` + 327,680" in SECTIONS["Limits"]
+    assert "9 × (`max_model_len` + 2 × `vocab_size` + 65,536) + 18 × `vocab_size` + 393,216" in SECTIONS["Limits"]
     assert limits["`args` of a utility call"] == f"{calls.MAX_ARGUMENT_BYTES >> 10} KiB"
     assert limits["`session`"] == f"0 or {server.SESSION_BYTES} bytes"
     assert limits["`client_name`"] == f"{server.MAX_NAME} characters"

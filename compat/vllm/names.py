@@ -85,12 +85,12 @@ _TABLE = {
     "v1.metrics.loggers": {"": "StatLoggerBase"},
     "v1.metrics.reader": {"engine.observe.metrics": "Metric Counter Gauge Histogram Vector"},
     "v1.sample.logits_processor": {
-        "compat.logits_processors": (
+        "ipc.logits_processors": (
             "LogitsProcessor AdapterLogitsProcessor BatchUpdate MoveDirectionality AddedRequest MovedRequest "
             "RemovedRequest RequestLogitsProcessor"
         )
     },
-    "v1.sample.logits_processor.builtin": {"compat.logits_processors": "process_dict_updates"},
+    "v1.sample.logits_processor.builtin": {"ipc.logits_processors": "process_dict_updates"},
     "version": {"": "__version__"},
 }
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from ...ipc.messages import Adapter, ModelFacts
+from ...ipc.messages import Adapter, ModelFacts, Sampling
 from ..memory.updates import LayerGroup
 from .pooling_facts import PoolingFacts
 from .step import StepPlan, StepResult
@@ -45,6 +45,12 @@ class DropFunctions(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget user functions that `Worker.lend_functions` numbered."""
 
     numbers: tuple[int, ...]
+
+
+class CheckSampling(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ask the classes of ``logits_processors`` whether they take a request. Error: InvalidRequestError if not."""
+
+    sampling: Sampling
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -127,6 +133,7 @@ Control = (
     | PrepareGrammar
     | DropGrammar
     | DropFunctions
+    | CheckSampling
     | Sleep
     | Wake
     | SetParameters

@@ -36,8 +36,8 @@ class Request:
         (
             "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
             "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_routed num_scored num_virtual pending pooling priority prompt_len queued room root "
-            "sampling seq slot started stop_tokens tables timed tokens"
+            "num_preemptions num_routed num_scored num_virtual pending pooling priority processed prompt_len queued "
+            "room root sampling seq slot started stop_tokens tables timed tokens"
         ).split()
     )
 
@@ -72,6 +72,7 @@ class Request:
         self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
         self.functions = functions
+        self.processed = False  # whether the classes of logits processors see its logits
         self.grammar = 0  # the number of its grammar; 0: none
         # Prompt tokens whose log probabilities were sent or are not wanted. The first prompt token has none.
         wanted = self.sampling.prompt_logprobs >= 0 and not message.output_token_ids
@@ -124,7 +125,7 @@ class Request:
     @property
     def looks_back(self) -> bool:
         """Whether the host must know all previous tokens before the next one can be chosen."""
-        return bool(self.functions) or self.sampling.looks_back
+        return self.processed or bool(self.functions) or self.sampling.looks_back
 
     @property
     def may_speculate(self) -> bool:

@@ -28,6 +28,7 @@ from .block_count import count_slots, free_host_bytes, offloading_bytes
 from .device import tensor_of
 from .draft import Drafter, load_draft
 from .grammar import GrammarCompiler
+from .processors import Processors
 from .registry import Registry
 from .runner import ModelRunner
 from .sampler import Sampled
@@ -53,6 +54,7 @@ class GenerationWorker(LocalWorker):
     def __init__(
         self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
     ) -> None:
+        processors = Processors(config.model_config.logits_processors)  # before the weights are read, which takes long
         scheduler, host_bytes = config.scheduler_config, offloading_bytes(config.cache_config)
         super().__init__(config, decisions)
         self._offload = offloaded_bytes(config, self._device)
@@ -64,7 +66,7 @@ class GenerationWorker(LocalWorker):
         limits = None if self._loras is None else lora_limits(config, model, self._loras)
         if config.model_config.enable_return_routed_experts:
             model.experts = _recorder(model, scheduler.max_num_batched_tokens)
-        self._registry = Registry(lambda: _grammar_compiler(config, model), limits, model.hidden_size)
+        self._registry = Registry(lambda: _grammar_compiler(config, model), limits, model.hidden_size, processors)
         self._explained = model.explain()
         self.layout = lay_out(config.cache_config, model, self._backend)
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
@@ -86,6 +88,8 @@ class GenerationWorker(LocalWorker):
         self._drafter: Drafter | None = None
         self._make_runners()
         self.facts = replace(self.facts, asynchronous=self.runner.device.asynchronous)
+        known = replace(config.model_config, max_model_len=max_model_len, dtype=self.facts.model.dtype)
+        processors.start(replace(config, model_config=known), self._device)
 
     def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> tuple[PagedModel, str]:
         return load_paged(

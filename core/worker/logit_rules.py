@@ -19,6 +19,7 @@ from ...ipc.errors import InvalidRequestError, RequestFailedError
 from ..plan.step import NewSequence
 from .device import Device
 from .grammar import Matcher, Replay
+from .processors import ProcessedSequence
 from .registry import Function, Registry
 
 State = TypeVar("State")
@@ -84,6 +85,27 @@ class UserFunctions(Rule[tuple[NewSequence, list[tuple[Function, bool]]]]):
                 for function, takes_prompt in functions:
                     changed = function(prompt, output, changed) if takes_prompt else function(output, changed)
                 logits[row] = changed.to(logits).view_as(logits[row])
+            except Exception as error:  # ends this request only
+                text = f"a logits processor failed: {type(error).__name__}: {error}"
+                step.errors[slot] = RequestFailedError(text)
+
+
+class UserClasses(Rule[ProcessedSequence]):
+    """``logits_processors`` of the configuration. Each sequence has objects of its own, so an error ends its request
+    only."""
+
+    def state(self, sequence: NewSequence) -> ProcessedSequence | None:
+        processors = self.registry.processors
+        return ProcessedSequence(sequence, processors) if processors.classes else None
+
+    def release(self, slot: int) -> None:
+        if (state := self.of_slot.pop(slot, None)) is not None:
+            state.release()
+
+    def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
+        for row, slot in rows:
+            try:
+                logits[row] = self.of_slot[slot].apply(step.tokens[slot], logits[row : row + 1].clone())[0]
             except Exception as error:  # ends this request only
                 text = f"a logits processor failed: {type(error).__name__}: {error}"
                 step.errors[slot] = RequestFailedError(text)
@@ -232,7 +254,7 @@ class Penalties(Rule[tuple[int, list[float]]]):
         return self.bring([self.of_slot[slot][0] for _, slot in rows])
 
 
-RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, Bias, MinTokens, BadWords, GrammarMask, Penalties)
+RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, UserClasses, Bias, MinTokens, BadWords, GrammarMask, Penalties)
 
 
 class LogitRules:

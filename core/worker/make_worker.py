@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidArgumentError
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.pooling import wants_pooling
 from .generation_worker import GenerationWorker
@@ -25,4 +26,6 @@ def make_worker(
         kept: for a first core: decisions of fusing from an earlier start.
     """
     kind = PoolingWorker if wants_pooling(config.model_config, config.load_config) else GenerationWorker
+    if kind is PoolingWorker and config.model_config.logits_processors:
+        raise InvalidArgumentError("logits_processors are given, but a pooling model has no logits to choose from")
     return kind(config, None if decisions is None else msgspec.convert(decisions, Decisions), kept)

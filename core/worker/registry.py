@@ -17,6 +17,7 @@ from ..model.run.lora import LoRA
 from ..plan.control import AdapterFacts
 from .adapter_files import LoRALimits, read_lora, read_prompt_adapter
 from .grammar import GrammarCompiler, Matcher, Replay
+from .processors import Processors
 
 Function = Callable[..., Any]
 
@@ -28,6 +29,7 @@ class Registry:
         make_compiler: makes the compiler for the first grammar; raises if the checkpoint can't have grammars.
         limits: the limits of LoRA adapters; None: LoRA is disabled.
         hidden_size: the model's hidden size, which prompt adapters must have.
+        processors: the classes of logits processors.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Registry:
         make_compiler: Callable[[], GrammarCompiler] | None = None,
         limits: LoRALimits | None = None,
         hidden_size: int = 0,
+        processors: Processors | None = None,
     ) -> None:
+        self.processors = processors or Processors()
         self.matchers: dict[int, Future[Matcher | Replay]] = {}  # by grammar number, with the state of its request
         self.adapters: dict[int, Future[LoRA]] = {}
         self.functions: dict[int, Function] = {}

@@ -70,7 +70,7 @@ class Sampler:
     def __init__(
         self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int, registry: Registry
     ) -> None:
-        self._device, self._backend = device, backend
+        self._device, self._backend, self._registry = device, backend, registry
         self._rules = LogitRules(vocab_size, device, registry)
         self._num_logprobs = np.full(max_num_seqs, -1)
         self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
@@ -88,7 +88,7 @@ class Sampler:
         self._rules.admit(sequence)
         if sampling.prompt_logprobs >= 0:
             self._scored[slot] = sequence
-        if sampling.looks_back or sequence.functions:
+        if sampling.looks_back or sequence.functions or self._registry.processors.classes:
             self._known[slot] = sequence.tokens.tolist()
 
     def release(self, slot: int) -> None:

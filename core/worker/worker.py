@@ -80,6 +80,7 @@ class LocalWorker(Worker):
             records.PrepareGrammar: lambda r: self._registry.prepare_grammar(r.number, r.kind, r.text),
             records.DropGrammar: lambda r: self._registry.drop_grammar(r.number),
             records.DropFunctions: lambda r: self._registry.drop_functions(r.numbers),
+            records.CheckSampling: lambda r: self._registry.processors.check(r.sampling),
             records.Sleep: lambda r: self.sleep(r.level),
             records.Wake: lambda r: self.wake(r.weights, r.kv_cache),
             records.SetParameters: lambda r: self.set_parameters(r.rows),

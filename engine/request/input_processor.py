@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
 from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ...ipc.logits_processors import packed
 from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
@@ -33,6 +36,7 @@ _BY_TYPE: dict[Any, Callable[[Any], Any]] = {  # type of a field of `Sampling` â
 }
 _MADE = {  # fields of `Sampling` that `core_message` computes; the others are copied from the field of the same name
     "max_tokens", "seed", "top_k", "stop_token_ids", "logprobs", "prompt_logprobs", "bad_words", "grammar",
+    "extra_args",
 }  # fmt: skip
 _COPIED = {name: _BY_TYPE[kind] for name, kind in Sampling.__annotations__.items() if name not in _MADE}
 
@@ -58,6 +62,7 @@ class EngineCoreRequest:
     pooling: PoolingParams | None = None  # of a request to a pooling model; `params` are then without effect
     chunking: LateChunkingMetadata | None = None  # of a request with late chunking
     second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
+    extra_args: bytes | None = None  # for the core's logits processors; None: it has none
 
 
 class InputProcessor:
@@ -130,6 +135,9 @@ class InputProcessor:
             raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
         if parsed.embeds is not None and params.use_beam_search:
             raise InvalidRequestError("use_beam_search needs a prompt of token ids, but this one is embeddings")
+        processed = bool(self._request_check.config.model_config.logits_processors)
+        if processed and params.use_beam_search:  # each of its rounds has the beam so far as its prompt
+            raise NotSupportedError("use_beam_search is not supported by an engine with logits_processors")
         if self.tokenizer is None and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer; this engine has skip_tokenizer_init=True")
         virtual = prompt_adapter_request.prompt_adapter_num_virtual_tokens if prompt_adapter_request else 0
@@ -179,6 +187,7 @@ class InputProcessor:
             pooling=pooling,
             chunking=chunking,
             second=parsed.second,
+            extra_args=packed(params.extra_args) if processed else None,
         )
         self._request_check.check(core_message(request, 0))
         return request
@@ -257,10 +266,14 @@ def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[Ad
 
 def check_message(request: EngineCoreRequest) -> AddRequest | None:
     """The message for the core's method ``check_request``, with only what the core checks; None: there is nothing."""
-    if not (request.grammar or request.pooling or request.lora_request or request.prompt_adapter_request):
+    adapters, processed = request.lora_request or request.prompt_adapter_request, request.extra_args is not None
+    if not (request.grammar or request.pooling or adapters or processed):
         return None
     whole = core_message(replace(request, second=0), 0)
     sampling, pooling = Sampling(1, grammar=whole.sampling.grammar), whole.pooling
+    if processed:  # of a request that is not greedy the seed differs from prompt to prompt
+        none: Any = {"seed": 0, "stop_token_ids": [], "logit_bias": {}, "allowed_token_ids": [], "bad_words": []}
+        sampling = msgspec.structs.replace(whole.sampling, **none)
     return AddRequest(0, "", [0], sampling, pooling=pooling, lora=whole.lora, prompt_adapter=whole.prompt_adapter)
 
 
@@ -294,6 +307,7 @@ def core_message(
             prompt_logprobs=_count(prompt_logprobs if index == 0 else None),
             bad_words=request.bad_words,
             grammar=[str.__str__(text) for text in request.grammar],
+            extra_args=request.extra_args or b"",
         ),
         priority=int(request.priority),
         cache_salt=str.__str__(request.cache_salt),

@@ -204,6 +204,21 @@ def worker_extension_cls(at: Place) -> None:
     assert engine.collective_rpc("greet", kwargs={"name": "you"}) == ["hello you"]
 
 
+PROCESSED = {"logits_processors": ["surface.extension:Only"]}
+
+
+@row("EngineArgs.logits_processors")
+def logits_processors(at: Place) -> None:
+    engine = at.engine(**PROCESSED)
+    assert at.ids(engine=engine, extra_args={"token": 88}) == [88] * 8
+    assert at.ids(engine=engine) == at.ids()
+
+
+@row("SamplingParams.extra_args", says="Plain data for the classes of the engine's `logits_processors`.")
+def extra_args(at: Place) -> None:
+    assert at.ids(engine=at.engine(**PROCESSED), extra_args={"token": 89}) == [89] * 8
+
+
 @row("LLMEngine.apply_model", modes=(IN,), why="a function can't go to another process")
 def apply_model(at: Place) -> None:
     (count,) = at.engine().apply_model(layers)

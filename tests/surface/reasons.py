@@ -1,7 +1,6 @@
 """Rows without their own test, with the reason, and descriptions of fields that have no other documentation."""
 
 WITHOUT_EFFECT = {
-    "SamplingParams.extra_args": "it is for extensions; there are none",
     "StructuredOutputsParams.disable_fallback": "there is one implementation, and nothing to fall back to",
     "StructuredOutputsParams.backend": "as `disable_fallback`; a field of the older `GuidedDecodingParams`",
     **{f"{owner}.reset_{kind}_cache": "no model takes images: there is nothing in it"
