@@ -88,6 +88,10 @@ class Decoder(Protocol):
     """All layers, the final norm and the output layer."""
 
     @property
+    def runs_steps(self) -> bool:
+        """Whether `run` may be called. If not, each step is computed layer by layer with `linear`."""
+
+    @property
     def weights(self) -> Mapping[int, PackedWeight]:
         """By the ``id`` of the tensor that `Backend.decoder` was given."""
 

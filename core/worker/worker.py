@@ -191,9 +191,9 @@ def load_paged(
     )
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
     bits = BITS.get(wanted.quantization or "")
-    if not isinstance(backend, AdaptedBackend):
-        make_whole(model, backend, bits)
     model.is_quantized = bits is not None or model.quantized is not None
+    if model.is_quantized or not isinstance(backend, AdaptedBackend):
+        make_whole(model, backend, bits)
     model.quantized = model.verified = None
     return model, weights
 
@@ -204,8 +204,6 @@ def lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend, 
     Args:
         prefix: of the model's path in a larger one, under which adapters may name its layers, too.
     """
-    if model.is_quantized:
-        raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
     places = loras.attach(model)
     model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
     saved = 2 * 4 * model.hidden_size * model.vocab_size  # fp32 copies of the output layer and the embedding

@@ -31,6 +31,8 @@ _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 class NativeDecoder:
     """See `decoder.Decoder`. Takes the memory of the weights over: the tensors given are empty afterwards."""
 
+    runs_steps = True
+
     def __init__(
         self,
         library: ctypes.CDLL,
