@@ -225,6 +225,8 @@ def test_fields_that_work_in_another_way(monkeypatch: pytest.MonkeyPatch) -> Non
     assert EngineArgs(compilation_config={"cudagraph_capture_sizes": [4], "mode": 3}).cudagraph_capture_sizes == [4]
     assert EngineArgs(compilation_config=3) == EngineArgs(convert="none") == EngineArgs()
     assert EngineArgs(convert="embed").task == "embed"
+    assert EngineArgs(load_format="bitsandbytes").quantization == "bitsandbytes"
+    assert EngineArgs(load_format="bitsandbytes", quantization="bitsandbytes").load_format == "auto"
     assert EngineArgs(dtype=type("dtype", (), {"__str__": lambda self: "torch.float16"})()).dtype == "float16"
     assert EngineArgs(served_model_name=["a", "b"]).served_model_name == "a"
     given = {"backend": "xgrammar", "disable_any_whitespace": False, "reasoning_parser": ""}

@@ -22,17 +22,19 @@ from mainspring.core.worker.worker import load_paged, lora_limits
 from mainspring.ipc.config import EngineConfig, LoRAConfig, ModelConfig
 from mainspring.ipc.messages import Adapter
 from mainspring.kernels.contract import Backend
+from mainspring.kernels.decoder_contract import NF4
 from mainspring.kernels.native.native_backend import NativeBackend
 from native_here import why_not
 from peft_folders import make_lora
 from plain import collect, make_engine
-from test_quantized import error_of, load, logits_of, make_awq
+from quantized_folders import BNB, GPTQ, bnb_of, gptq_of, make_awq, make_quantized
+from test_quantized import error_of, load, logits_of
 from tiers import fast_only
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 EACH_LAYER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FORMS = ["int8", "int4", "awq"]
+FORMS = ["int8", "int4", "bitsandbytes", "awq", "gptq", "bitsandbytes checkpoint"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,6 +49,10 @@ def checkpoint(form: str, folder: Path) -> tuple[Path, str | None]:
     """A checkpoint, and the option with which it runs."""
     if form == "awq":
         return make_awq(folder)[0], None
+    if form == "gptq":
+        return make_quantized(folder, gptq_of, GPTQ)[0], None
+    if form == "bitsandbytes checkpoint":
+        return make_quantized(folder, bnb_of, BNB)[0], None
     return tiny.make("llama", folder / "plain"), form
 
 
@@ -75,7 +81,7 @@ def test_an_adapter_adds_what_it_adds_to_the_weights_that_the_integers_stand_for
     )
     adapted = AdaptedBackend(native, 2, 1)
     model, _ = load_paged(config, config.model_config, torch.device("cpu"), cast(Backend, adapted))
-    assert {weight.kind for weight in model.whole.decoder.weights.values()} & {4, 8}  # type: ignore[union-attr]
+    assert {weight.kind for weight in model.whole.decoder.weights.values()} & {4, 8, NF4}  # type: ignore[union-attr]
     without = logits_of(model, cast(Backend, adapted))
     lora = read_lora(Adapter("a", 1, str(adapter)), lora_limits(config, model, adapted))
     for slot in (0, 1):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from ...ipc.config import CacheConfig, EngineConfig, ModelConfig
-from ...ipc.errors import NotSupportedError, wire_name, wire_text
+from ...ipc.errors import wire_name, wire_text
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import Backend
@@ -190,7 +190,7 @@ def load_paged(
         offload,
     )
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
-    bits = BITS.get(wanted.quantization or "")
+    bits = BITS.get(wanted.quantization or "") if model.quantized is None else None
     model.is_quantized = bits is not None or model.quantized is not None
     if model.is_quantized or not isinstance(backend, AdaptedBackend):
         make_whole(model, backend, bits)

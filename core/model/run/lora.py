@@ -191,7 +191,7 @@ class AdaptedDecoder:
         """See `Decoder.linear`."""
         return self._adapted.add(self._decoder.linear(x, weight, bias), x, self.keys[id(weight)])
 
-    def run(self, *_: Any) -> torch.Tensor:
+    def run(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError
 
 
