@@ -14,6 +14,7 @@ from pathlib import Path
 from ...engine.request.pooling_state import PoolingState
 from .finder import Finder
 from .helpers import tensor_of
+from .without_accelerator import WithoutAccelerator
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
                 fill_hub_cache(Path(cache), json.loads(Path(given.models).read_text()))
             except (OSError, ValueError) as error:
                 parser.error(f"--models {given.models}: {error}")
-        sys.meta_path.insert(0, Finder("vllm"))
+        sys.meta_path[:0] = [Finder("vllm"), WithoutAccelerator()]
         PoolingState.data_of = staticmethod(tensor_of)  # scripts call methods of tensors on vectors
         sys.argv = [given.script, *given.args]
         runpy.run_path(given.script, run_name="__main__")
