@@ -220,6 +220,8 @@ def test_numbers_of_a_codebook_are_looked_up_and_inputs_are_not_rounded(
             size = (x.double().abs() @ exact.double().abs().T + bias.double().abs()).amax()
             got = linear(library, x, packed, bias)
             assert (got.double() - want).abs().max() <= PRODUCT_ERROR[dtype] * size
+        packed.replace(signs := torch.randn(out, 384, generator=generator).sign().to(dtype) * 2)
+        assert torch.equal(packed.unpack(), signs), "NF4 has -1 and 1"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -67,7 +67,7 @@ def plain_equivalent(path: Path, form: str | None, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", fast_only(["awq", "bitsandbytes"], FORMS))
 def test_an_adapter_adds_what_it_adds_to_the_weights_that_the_integers_stand_for(form: str, tmp_path: Path) -> None:
     path, option = checkpoint(form, tmp_path)
     plain = plain_equivalent(path, option, tmp_path / "equivalent")
@@ -112,7 +112,7 @@ def run(engine: LLMEngine, names: list[str], loras: dict[str, LoRARequest]) -> d
 
 
 @pytest.mark.parametrize("form", fast_only(["awq"], FORMS))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", fast_only(["bfloat16"], ["bfloat16", "float32"]))
 def test_a_request_has_the_same_bits_alone_and_among_those_of_other_adapters(
     form: str, dtype: str, tmp_path: Path
 ) -> None:

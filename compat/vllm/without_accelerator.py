@@ -4,6 +4,7 @@ each engine. In their processes it does nothing there, as `torch.cuda.empty_cach
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -29,9 +30,7 @@ class WithoutAccelerator(MetaPathFinder):
 
             @functools.wraps(empty_cache)
             def tolerant() -> None:
-                import torch
-
-                if torch.accelerator.is_available():
+                if sys.modules["torch"].accelerator.is_available():
                     empty_cache()
 
             module.empty_cache = tolerant  # type: ignore[attr-defined]

@@ -838,16 +838,16 @@ constexpr float NF4[Coded::CODES] = {
 };
 
 // rows [columns, K] → a panel of the nearest numbers of NF4. The scale of a block of 64 values of the flattened rows is the
-// largest absolute one; so a block may end in the next row, and the last may be shorter. group: 64, or 32 where K is no
-// multiple of 64.
+// largest absolute one; so a block may end in the next row, and the last may be shorter. group: 32 where K is no multiple
+// of 64, else 64; or more, which then is the block.
 template <class T>
 void quantize_nf4(const T* rows, int columns, int K, int group, char* panel) {
-    constexpr int BLOCK = 64;
+    const int block = std::max(64, group);
     const size_t total = (size_t)columns * K;
     std::vector<uint8_t> q(total);
     std::vector<float> scales(total / group), nearest(LANES);
     for (size_t first = 0, end; first < total; first = end) {
-        end = std::min(total, first + BLOCK);
+        end = std::min(total, first + block);
         F32 size = zero();
         for (size_t i = first; i < end; i += LANES) size = max(size, abs(load(rows + i)));
         const float top = largest(size);
