@@ -56,7 +56,7 @@ class Checkpoint(NamedTuple):
     """A small checkpoint: `maker` and `fields` say of which kind."""
 
     maker: str  # causal, or a class of transformers for models that give vectors; lora: an adapter of `architecture`;
-    # trained: one that knows by heart what a script expects the model to say
+    # trained: one that knows by heart what a script expects the model to say; awq, gptq: quantized
     architecture: str
     names: str  # on the hub
     fields: Mapping[str, Any] = MappingProxyType({})
@@ -111,7 +111,13 @@ CHECKPOINTS = [
         {"num_labels": 1, "max_position_embeddings": 514},
     ),
     Checkpoint("AutoModelForTokenClassification", "bert", "boltuix/NeuroBERT-NER", {"num_labels": 5}),
-    Checkpoint("lora", "llama", "jeeejeee/llama32-3b-text2sql-spider"),
+    Checkpoint(
+        "lora",
+        "llama",
+        "jeeejeee/llama32-3b-text2sql-spider timdettmers/qlora-flan-7b jashing/tinyllama-colorist-lora",
+    ),
+    Checkpoint("awq", "llama", "TheBloke/TinyLlama-1.1B-Chat-v0.3-AWQ", {"max_position_embeddings": 2048}),
+    Checkpoint("gptq", "llama", "TheBloke/TinyLlama-1.1B-Chat-v0.3-GPTQ", {"max_position_embeddings": 2048}),
     Checkpoint("lora", "qwen3-forsequenceclassification", "AmirMohseni/skywork-qwen3-0.6b-reward-lora"),
     Checkpoint("lora", "llama-2", "yard1/llama-2-7b-sql-lora-test"),
 ]
@@ -158,7 +164,7 @@ EXPECTED: dict[str, list[tuple[str, int]]] = {
     "custom_req_init.py": [(_OUTPUT, 4)],  # it masks on a GPU only
     "dry.py": [(r".+", 1)],
     "multilora": [(r"RequestOutput\(.*finished=True", 4), (r"lora_name='sql-lora", 2)],
-    "lora_with_quantization": [(r"Output: .+", 8)],
+    "lora_with_quantization": [(r"Output: ", 12), (r"Output: .+", 8)],
     "mlpspeculator": [(r"text: '.+'", 2)],
     "embed_jina": [(r"Embeddings for text matching: \[-?\d.*\(size=64\)", 6)],
     "embed_matryoshka": [(r"Embeddings: .*\(size=32\)", 4)],
@@ -276,6 +282,7 @@ def make_checkpoints(folder: Path, by_heart: list[str]) -> dict[str, str]:
 
     import peft_folders
     import pooled
+    import quantized_folders
     import tiny
 
     pooled.ENCODERS.setdefault("xlm-roberta", {})
@@ -290,6 +297,11 @@ def make_checkpoints(folder: Path, by_heart: list[str]) -> dict[str, str]:
                 peft_folders.make_lora(
                     folder / one.architecture, place, seed=1, r=4, target_modules=["q_proj", "v_proj"]
                 )
+            elif one.maker in ("awq", "gptq"):
+                of_layer = getattr(quantized_folders, f"{one.maker}_of")
+                config = getattr(quantized_folders, one.maker.upper())
+                quantized_folders.make_quantized(place, of_layer, config, one.architecture, **fields)
+                make_tokenizer(place / one.maker, pair=False)
             elif one.maker in ("causal", "trained"):
                 tiny.make(one.architecture, place, **fields)
                 make_tokenizer(place, pair=False, more=by_heart if one.maker == "trained" else [])
@@ -299,6 +311,8 @@ def make_checkpoints(folder: Path, by_heart: list[str]) -> dict[str, str]:
                 auto = getattr(transformers, one.maker)
                 pooled.make(one.architecture, place, auto, **fields)
                 make_tokenizer(place, pair=one.architecture in ("bert", "xlm-roberta"))
+        if one.maker in ("awq", "gptq"):
+            place /= one.maker
         places |= dict.fromkeys(one.names.split(), str(place))
     return places
 

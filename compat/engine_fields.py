@@ -142,7 +142,12 @@ MAPPED = {  # field → how it works here
 VALUES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "tokenizer_mode": {"slow": "hf"},
-    "load_format": {"hf": "auto", "fastsafetensors": "safetensors", "runai_streamer": "safetensors"},
+    "load_format": {
+        "hf": "auto",
+        "bitsandbytes": "auto",
+        "fastsafetensors": "safetensors",
+        "runai_streamer": "safetensors",
+    },
     "attention_backend": {
         None: "auto",
         "FLASHINFER": "flashinfer",
@@ -150,6 +155,7 @@ VALUES: dict[str, dict[Any, Any]] = {
     },
     "distributed_executor_backend": {None: "uni"},
     "seed": {None: 0},
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "task": {None: "auto"},
 }
 _NONE_IS_DEFAULT = "block_size enable_chunked_prefill enable_prefix_caching max_num_batched_tokens max_num_seqs".split()
@@ -207,6 +213,8 @@ def resolve_fields(given: Mapping[str, Any], theirs: frozenset[str]) -> dict[str
         elif name in RESTRICTED:
             feature, values = RESTRICTED[name]
             check_default(name, value, values, feature)
+    if found.get("load_format") == "bitsandbytes" and found.get("quantization") is None:
+        found["quantization"] = "bitsandbytes"
     for name in VALUES.keys() & found.keys():
         value = str(found[name]).removeprefix("torch.") if type(found[name]).__name__ == "dtype" else found[name]
         found[name] = VALUES[name].get(value, value) if isinstance(value, str | None) else value

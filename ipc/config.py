@@ -39,9 +39,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "Dtype of weights and activations; `auto`: the checkpoint's own.",
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4", "awq"] | None,
-        "`int8`, `int4`: round the weights as they are loaded, for native kernels on a CPU; `awq`: require an AWQ "
-        "checkpoint, which is recognised without this option, too.",
+        Literal["int8", "int4", "awq", "gptq", "bitsandbytes"] | None,
+        "`int8`, `int4`, `bitsandbytes` (NF4, 4 bits): round the weights as they are loaded, for native kernels on a "
+        "CPU; `awq`, `gptq`: require such a checkpoint. Checkpoints of the last three are recognised without this "
+        "option, too.",
     ] = None
     seed: Annotated[int, "Seed of `load_format=dummy` weights."] = 0
     max_model_len: Annotated[int | None, "Most tokens of a request, prompt and output; none: the model's."] = None

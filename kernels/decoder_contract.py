@@ -62,13 +62,20 @@ LayerTensors = DecoderLayer[Norm, Linear, torch.Tensor, GatedMLP | nn.Module]
 LayerNames = DecoderLayer[str, str, str, str]  # paths in the layer's module
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight ``[out, in]`` as small integers. Neighbours along ``in`` form groups, and a value is ``scale * (number -
-    zero)`` with the scale and the zero of its group."""
+NF4 = 5
+"""In the place of the number of bits to which weights are rounded: 4 bits, with the codebook of QLoRA's normal floats,
+and the largest absolute value of each 64 values as their scale."""
 
-    numbers: torch.Tensor  # uint8 [out, in], each below 16
+
+class QuantizedWeight(NamedTuple):
+    """A weight ``[out, in]`` as integers. Neighbours along ``in`` form groups, and a value is ``scale * (number -
+    zero)`` with the scale and the zero of its group, or ``scale * codebook[number]``. Numbers have 4 bits, or 8 where
+    there are neither zeros nor a codebook: the zero is then 128."""
+
+    numbers: torch.Tensor  # uint8 [out, in]
     scales: torch.Tensor  # fp32 [out, groups]
-    zeros: torch.Tensor  # fp32 [out, groups]
+    zeros: torch.Tensor | None  # fp32 [out, groups]
+    codebook: torch.Tensor | None = None  # fp32 [16]
 
 
 class PackedWeight(Protocol):
@@ -86,6 +93,10 @@ class PackedWeight(Protocol):
 
 class Decoder(Protocol):
     """All layers, the final norm and the output layer."""
+
+    @property
+    def runs_steps(self) -> bool:
+        """Whether `run` may be called. If not, each step is computed layer by layer with `linear`."""
 
     @property
     def weights(self) -> Mapping[int, PackedWeight]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -36,6 +36,7 @@ from mainspring.compat.missing import ARGUMENTS, MISSING
 from mainspring.compat.vllm.finder import Finder
 from mainspring.compat.vllm.helpers import FlexibleArgumentParser, Platform, get_ip, get_open_port, print_embeddings
 from mainspring.compat.vllm.names import PLACES, refusal
+from mainspring.compat.vllm.without_accelerator import WithoutAccelerator
 from mainspring.engine.args import FIELDS, dashed
 from mainspring.ipc.errors import MissingNameError
 
@@ -94,6 +95,23 @@ def test_the_finder_leaves_other_modules_alone() -> None:
     assert finder.find_spec("torch") is None
     assert finder.find_spec("vllm") is not None
     assert importlib.util.find_spec("vllm") is None, "importing the package installs nothing under vllm's own name"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_accelerators_cache_may_be_emptied_where_there_is_none(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: bool(emptied.append(True)))
+    spec = WithoutAccelerator().find_spec("torch.accelerator.memory", torch.accelerator.__path__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.empty_cache()
+    assert emptied == [True] * there
+    assert WithoutAccelerator().find_spec("torch.accelerator") is None
 
 
 def test_a_script_runs_with_our_names_and_its_own_arguments(tmp_path: Path) -> None:
@@ -224,6 +242,8 @@ def test_fields_that_work_in_another_way(monkeypatch: pytest.MonkeyPatch) -> Non
     assert EngineArgs(compilation_config={"cudagraph_capture_sizes": [4], "mode": 3}).cudagraph_capture_sizes == [4]
     assert EngineArgs(compilation_config=3) == EngineArgs(convert="none") == EngineArgs()
     assert EngineArgs(convert="embed").task == "embed"
+    assert EngineArgs(load_format="bitsandbytes").quantization == "bitsandbytes"
+    assert EngineArgs(load_format="bitsandbytes", quantization="bitsandbytes").load_format == "auto"
     assert EngineArgs(dtype=type("dtype", (), {"__str__": lambda self: "torch.float16"})()).dtype == "float16"
     assert EngineArgs(served_model_name=["a", "b"]).served_model_name == "a"
     given = {"backend": "xgrammar", "disable_any_whitespace": False, "reasoning_parser": ""}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mainspring.kernels.decoder_contract import NF4, QuantizedWeight
 from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native import weights as native_weights
 from mainspring.kernels.native.weights import PanelWeight, linear, pack, pack_quantized
@@ -51,6 +52,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def all_kinds(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
     return [pack(library, weight, gated), pack(library, weight, gated, bits=8), pack(library, weight, gated, bits=4)]
+
+
+def coded(library: ctypes.CDLL, weight: torch.Tensor) -> list[PanelWeight]:
+    return [] if weight.shape[1] % 64 else [pack(library, weight, bits=NF4)]
 
 
 def gated_where_it_may_be(out: int) -> tuple[bool, ...]:
@@ -144,7 +149,7 @@ def test_the_bits_of_a_row_depend_on_no_other_row_and_on_no_number_of_threads(
 ) -> None:
     weight = draw(*shape, dtype=dtype)
     x = draw(70, shape[1], seed=2, dtype=dtype)
-    for packed in all_kinds(library, weight):
+    for packed in all_kinds(library, weight) + coded(library, weight):
         torch.set_num_threads(1)
         together = linear(library, x, packed)
         for threads, rows in itertools.product((1, 2, 3), (1, 2, 5, 14, 33, 70)):
@@ -176,10 +181,74 @@ def test_given_numbers_scales_and_zeros_are_taken_as_they_are(library: ctypes.CD
     scales = torch.rand(96, 384 // group, generator=generator).half().float()
     zeros = torch.randint(0, 16, (96, 384 // group), generator=generator).float()
     exact = (q.view(96, -1, group) - zeros[..., None]) * scales[..., None]
-    packed = pack_quantized(library, q, scales, zeros, torch.float32, gated)
+    packed = pack_quantized(library, QuantizedWeight(q, scales, zeros), torch.float32, gated)
     assert torch.equal(packed.unpack(), exact.view(96, 384))
     x = 127 * torch.eye(384)  # which rounding to 8 bits leaves as it is
     assert torch.equal(linear(library, x, packed), 127 * exact.view(96, 384).T)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_given_numbers_of_8_bits_have_their_zero_in_the_middle(library: ctypes.CDLL, gated: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 256, (96, 384), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(96, 3, generator=generator).half().float()
+    exact = ((q.view(96, 3, -1).float() - 128) * scales[..., None]).view(96, 384)
+    packed = pack_quantized(library, QuantizedWeight(q, scales, None), torch.float32, gated)
+    assert packed.kind == 8
+    assert torch.equal(packed.unpack(), exact)
+    assert torch.equal(linear(library, 127 * torch.eye(384), packed), 127 * exact.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("gated", [False, True])
+def test_numbers_of_a_codebook_are_looked_up_and_inputs_are_not_rounded(
+    library: ctypes.CDLL, dtype: torch.dtype, group: int, gated: bool
+) -> None:
+    generator = torch.Generator().manual_seed(group)
+    for out in (96, 128) if gated else (1, 33, 96):
+        q = torch.randint(0, 16, (out, 384), generator=generator, dtype=torch.uint8)
+        scales, codebook = torch.rand(out, 384 // group, generator=generator), torch.randn(16, generator=generator)
+        exact = (codebook[q.long()].view(out, -1, group) * scales[..., None]).view(out, 384)
+        packed = pack_quantized(library, QuantizedWeight(q, scales, None, codebook), dtype, gated)
+        assert torch.equal(packed.unpack(), exact.to(dtype))
+        assert packed.memory.nbytes == -(-out // 32) * 32 * (384 // 2 + 384 // group * 4 + 2)
+        bias = torch.randn(out, generator=generator).to(dtype)
+        for rows in (1, 2, 3, 5, 13, 40):
+            x = torch.randn(rows, 384, generator=generator).to(dtype)
+            want = x.double() @ exact.double().T + bias.double()
+            size = (x.double().abs() @ exact.double().abs().T + bias.double().abs()).amax()
+            got = linear(library, x, packed, bias)
+            assert (got.double() - want).abs().max() <= PRODUCT_ERROR[dtype] * size
+        packed.replace(signs := torch.randn(out, 384, generator=generator).sign().to(dtype) * 2)
+        assert torch.equal(packed.unpack(), signs), "NF4 has -1 and 1"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 320), (97, 320), (160, 96), (35, 96), (640, 1056)], ids=str)
+def test_nf4_is_the_nearest_code_of_64_values_over_the_largest(
+    library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    code = torch.tensor(
+        [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+         0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+    )  # fmt: skip
+    out, width = shape
+    weight = draw(*shape, dtype=dtype) * torch.arange(1, out + 1)[:, None].to(dtype)
+    weight.view(-1)[640:704] = 0
+    blocks = torch.nn.functional.pad(weight.float().flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    scaled = torch.where(absmax > 0, blocks * (1 / absmax), 0)
+    distances, order = (scaled[..., None] - code).abs().sort(dim=-1)
+    exact = (code[order[..., 0]] * absmax).flatten()[: weight.numel()].view(shape).to(dtype)
+    in_the_middle = (distances[..., 1] - distances[..., 0] < 1e-6).flatten()[: weight.numel()].view(shape)
+    assert int(in_the_middle.sum()) < 1e-4 * weight.numel() + 1
+    for gated in gated_where_it_may_be(out):
+        packed = pack(library, weight, gated, bits=NF4)
+        assert bool(((packed.unpack() == exact) | in_the_middle).all())
+        scales = -(-width // 64) if width % 64 == 0 else width // 32
+        assert packed.memory.nbytes == -(-out // 32) * 32 * (width // 2 + 4 * scales + 2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
@@ -187,7 +256,8 @@ def test_the_largest_sums_are_exact(library: ctypes.CDLL, rows: int) -> None:
     x = torch.full((rows, 256), 127.0)
     x[::2] = -127
     ones = torch.ones(32, 2)
-    largest = pack_quantized(library, torch.full((32, 256), 15, dtype=torch.uint8), ones, 0 * ones, torch.float32)
+    numbers = torch.full((32, 256), 15, dtype=torch.uint8)
+    largest = pack_quantized(library, QuantizedWeight(numbers, ones, 0 * ones), torch.float32)
     assert torch.equal(linear(library, x, largest), 15 * x.sum(1, keepdim=True).expand(rows, 32))
     for sign in (1, -1):
         weight = pack(library, sign * torch.full((32, 256), 127.0), bits=8)
@@ -218,8 +288,11 @@ def test_a_weight_that_cannot_be_packed_is_reported(library: ctypes.CDLL) -> Non
         pack(library, torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="48 rows of gate and up; each must have a multiple of 16"):
         pack(library, torch.zeros(48, 32), gated=True, bits=8)
+    numbers = torch.zeros(8, 96, dtype=torch.uint8)
     with pytest.raises(ValueError, match="a group must be a multiple of 32"):
-        pack_quantized(library, torch.zeros(8, 96, dtype=torch.uint8), *torch.zeros(2, 8, 2), torch.float32)
+        pack_quantized(library, QuantizedWeight(numbers, *torch.zeros(2, 8, 2)), torch.float32)
+    with pytest.raises(ValueError, match="rows of 80 values; for NF4 it must be a multiple of 32"):
+        pack(library, torch.zeros(8, 80), bits=NF4)
 
 
 def test_weights_lie_in_huge_pages_one_after_another_and_go_with_the_last(library: ctypes.CDLL) -> None:

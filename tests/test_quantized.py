@@ -1,34 +1,47 @@
-"""Quantized models: the requested or detected quantization runs, AWQ exactly, or is refused with one sentence."""
+"""Quantized models: the requested or detected quantization runs, that of a checkpoint exactly, or is refused with one
+sentence."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import tiny
 from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import load_model
-from mainspring.core.model.load.quantized import BITS, AwqWeights, JoinedWeights, unpack
+from mainspring.core.model.load.quantized import BITS, JoinedWeights, PackedWeights
+from mainspring.core.model.load.quantized_forms import AWQ_COLUMNS, Awq, BitsAndBytes, Gptq, unpack
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
+from mainspring.kernels.decoder_contract import NF4
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
+from quantized_folders import (
+    BNB,
+    GPTQ,
+    GROUP,
+    awq_of,
+    bnb_of,
+    gptq_of,
+    make_awq,
+    make_quantized,
+    pack_columns,
+)
 
 REASON = why_not()
 needs_native = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CPU = torch.device("cpu")
-GROUP = 32
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,54 +55,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def native() -> NativeBackend:
     return NativeBackend()
-
-
-def pack_columns(numbers: torch.Tensor) -> torch.Tensor:
-    """Pack as AutoAWQ does: integers below 16, ``[rows, columns]`` → int32 ``[rows, columns / 8]``."""
-    packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
-    for i, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
-        packed |= numbers[:, column::8].long() << 4 * i
-    return packed.to(torch.int32)  # wraps
-
-
-def awq_of(weight: torch.Tensor, group: int = GROUP) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The three tensors of a linear layer, and the weight ``[out, in]`` that they encode."""
-    grouped = weight.float().view(len(weight), -1, group)
-    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    numbers = (grouped / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
-    stands_for = ((numbers - zeros[..., None]) * scales.float()[..., None]).flatten(1).half()
-    tensors = {
-        "qweight": pack_columns(numbers.flatten(1).T),
-        "qzeros": pack_columns(zeros.T),
-        "scales": scales.T.contiguous(),
-    }
-    return tensors, stands_for
-
-
-def make_awq(
-    folder: Path, architecture: str = "llama", but: Sequence[str] = (), **settings: Any
-) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    """An AWQ checkpoint, the equivalent plain one, and the values of its quantized weights."""
-    plain = tiny.make(architecture, folder / "plain", dtype=torch.float16)
-    tensors = load_file(plain / "model.safetensors")
-    awq: dict[str, torch.Tensor] = {}
-    values: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        path = name.removesuffix(".weight")
-        if tensor.dim() == 2 and "layers" in name and not any(part in name for part in but):
-            of_layer, values[name] = awq_of(tensor)
-            awq |= {f"{path}.{kind}": part for kind, part in of_layer.items()}
-        else:
-            awq[name] = tensor
-    save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})
-    quantized = folder / "awq"
-    quantized.mkdir()
-    config = json.loads((plain / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {**AWQ, **settings}}))
-    save_file(awq, quantized / "model.safetensors", metadata={"format": "pt"})
-    return quantized, plain, values
 
 
 def load(path: Path, backend: Backend, quantization: str | None = None, **fields: Any) -> PagedModel:
@@ -114,19 +79,21 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def test_eight_columns_lie_in_a_word_in_awqs_order() -> None:
-    assert unpack(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert unpack(torch.tensor([[0x75316420]], dtype=torch.int32), 4, AWQ_COLUMNS).tolist() == [list(range(8))]
     numbers = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    assert torch.equal(unpack(pack_columns(numbers)), numbers)
+    assert torch.equal(unpack(pack_columns(numbers), 4, AWQ_COLUMNS), numbers)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 384])
 def test_numbers_scales_and_zeros_are_read_as_they_are(group: int) -> None:
     weight = torch.randn(16, 384, generator=torch.Generator().manual_seed(group))
     tensors, values = awq_of(weight, group)
-    weights = AwqWeights({f"a.b.{kind}": tensor for kind, tensor in tensors.items()} | {"a.b.bias": torch.zeros(16)})
+    named = {f"a.b.{kind}": tensor for kind, tensor in tensors.items()} | {"a.b.bias": torch.zeros(16)}
+    weights = PackedWeights(named, Awq())
     assert list(weights) == ["a.b.weight"]
     assert torch.equal(weights.plain("a.b.weight"), values)
-    numbers, scales, zeros = weights["a.b.weight"]
+    numbers, scales, zeros, _ = weights["a.b.weight"]
+    assert zeros is not None
     assert scales.shape == zeros.shape == (16, 384 // min(group, 128)), "inputs are rounded in groups of 128 at most"
     wide = (numbers.view(16, -1, min(group, 128)) - zeros[..., None]) * scales[..., None]
     assert torch.equal(wide.flatten(1).half(), values)
@@ -177,7 +144,7 @@ def test_a_joined_weight_of_which_a_part_is_plain_stays_plain(native: NativeBack
 
 
 def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
-    weights = AwqWeights({f"model.other.{kind}": t for kind, t in awq_of(torch.randn(8, 32))[0].items()})
+    weights = PackedWeights({f"model.other.{kind}": t for kind, t in awq_of(torch.randn(8, 32))[0].items()}, Awq())
     model = load_model(ModelConfig(model=str(tiny.make("llama", tmp_path))), LoadConfig(), CPU)
     with pytest.raises(UnsupportedModelError, match=r"no parameter 'model.other.weight'"):
         JoinedWeights(weights, model.parameters)
@@ -186,10 +153,134 @@ def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit_together_are_named() -> None:
     tensors, _ = awq_of(torch.randn(8, 64), 16)
     with pytest.raises(UnsupportedModelError, match=r"'a' has .* a group must be a multiple of 32"):
-        AwqWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()})
+        PackedWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()}, Awq())
     del tensors["qzeros"]
     with pytest.raises(UnsupportedModelError, match=r"has 'a.qweight', but no 'a.qzeros'"):
-        AwqWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()})
+        PackedWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()}, Awq())
+
+
+# ------------------------------------------------------------------ GPTQ
+
+GPTQ_KINDS = [(4, True, 1), (4, False, 1), (4, False, 0), (8, True, 1), (8, True, 0)]
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "stored_less"), GPTQ_KINDS)
+@pytest.mark.parametrize("group", [32, 64, 128, 384])
+def test_a_weight_of_gptq_is_its_scale_times_the_number_less_its_zero(
+    bits: int, symmetric: bool, stored_less: int, group: int
+) -> None:
+    weight = torch.randn(16, 384, generator=torch.Generator().manual_seed(group))
+    weight[3] = weight[3].abs()  # its zero is 0, or 1
+    weight[4] = -weight[4].abs()
+    tensors, values = gptq_of(weight, group, bits, symmetric, stored_less)
+    weights = PackedWeights({f"a.{end}": tensor for end, tensor in tensors.items()}, Gptq(bits, stored_less))
+    assert torch.equal(weights.plain("a.weight"), values)
+    # one by one, from the bits of the file
+    for out, i in [(0, 0), (3, 383), (4, 100), (9, 31), (15, 200)]:
+        per, g = 32 // bits, i // group
+        number = (int(tensors["qweight"][i // per, out]) & 0xFFFFFFFF) >> bits * (i % per) & (1 << bits) - 1
+        zero = (int(tensors["qzeros"][g, out // per]) & 0xFFFFFFFF) >> bits * (out % per) & (1 << bits) - 1
+        value = float(tensors["scales"][g, out]) * (number - (zero + stored_less))
+        assert float(values[out, i]) == pytest.approx(value, rel=1e-3)
+    if bits == 4 and stored_less:
+        tensors["qzeros"][:] = -1  # a zero of 16
+        grouped = (weights["a.weight"].numbers.view(16, -1, group).float() - 16) * tensors["scales"].T[..., None]
+        assert torch.equal(weights.plain("a.weight"), grouped.flatten(1).half())
+
+
+@needs_native
+@pytest.mark.parametrize(("bits", "symmetric", "stored_less"), GPTQ_KINDS)
+def test_a_gptq_checkpoint_runs_with_its_own_numbers(
+    native: NativeBackend, bits: int, symmetric: bool, stored_less: int, tmp_path: Path
+) -> None:
+    more = {"bits": bits, "sym": symmetric} | ({} if stored_less else {"checkpoint_format": "gptq_v2"})
+    of_layer = partial(gptq_of, bits=bits, symmetric=symmetric, stored_less=stored_less)
+    path, plain, values = make_quantized(tmp_path, of_layer, {**GPTQ, **more})
+    model, exact = load(path, native, "gptq"), load(plain, native, dtype="float32")
+    packed = model.whole.decoder.weights  # type: ignore[union-attr]
+    assert [weight.kind for weight in packed.values()].count(bits) == 2 * 4
+    for name, value in values.items():
+        assert torch.equal(model.parameters.get(name).half(), value), name
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+def test_weights_of_gptq_that_kernels_do_not_take_are_named() -> None:
+    def refused(form: Gptq, words: str, **changed: torch.Tensor) -> None:
+        tensors = {**gptq_of(torch.randn(8, 64), bits=form.bits, symmetric=form.bits == 8)[0], **changed}
+        with pytest.raises(UnsupportedModelError, match=words):
+            PackedWeights({f"a.{end}": tensor for end, tensor in tensors.items()}, form)
+
+    order = torch.arange(64).flip(0).int() // GROUP
+    refused(Gptq(4, 1), r"'a' has a g_idx with groups of inputs that are not neighbours \(desc_act\)", g_idx=order)
+    refused(Gptq(8, 0), r"only symmetric weights of 8 bits")
+    refused(Gptq(4, 1), "a group must be a multiple of 32", scales=torch.ones(4, 8).half())
+    refused(Gptq(4, 1), "a group must be a multiple of 32", qzeros=torch.ones(2, 2).int())
+
+
+# ------------------------------------------------------------------ bitsandbytes
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("shape", "block"), [((16, 384), 64), ((100, 192), 128), ((6, 64), 128), ((24, 96), 64)])
+def test_a_weight_of_bitsandbytes_is_its_code_times_the_scale_of_its_block(
+    nested: bool, shape: tuple[int, int], block: int
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(block))
+    tensors, values = bnb_of(weight, nested, block)
+    named = {f"a.{end}": tensor for end, tensor in tensors.items()}
+    weights = PackedWeights({**named, "b.weight": torch.zeros(3, 3)}, BitsAndBytes())
+    assert list(weights) == ["a.weight"]
+    assert "b.weight" not in weights.sources
+    torch.testing.assert_close(weights.plain("a.weight"), values, rtol=1e-3, atol=0)
+    group = math.gcd(shape[1], block)
+    assert weights["a.weight"].scales.shape == (shape[0], shape[1] // group)
+
+
+@needs_native
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_bitsandbytes_checkpoint_runs_with_its_own_numbers(
+    native: NativeBackend, nested: bool, tmp_path: Path
+) -> None:
+    path, plain, values = make_quantized(tmp_path, partial(bnb_of, nested=nested), BNB)
+    for quantization in (None, "bitsandbytes"):
+        model, exact = load(path, native, quantization), load(plain, native)
+        kinds = [weight.kind for weight in model.whole.decoder.weights.values()]  # type: ignore[union-attr]
+        assert kinds.count(NF4) == 2 * 4
+        for name, value in values.items():
+            torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=1e-3, atol=0)
+        assert error_of(logits_of(model, native), logits_of(exact, native)) < 2e-3
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bitsandbytes_as_an_option_rounds_the_linear_layers_but_the_last(
+    native: NativeBackend, dtype: Any, tmp_path: Path
+) -> None:
+    path = tiny.make("qwen3", tmp_path / "plain")
+    before = load(path, native, dtype=dtype)
+    original = {name: before.parameters.get(name) for name in before.parameters.names()}
+    model = load(path, native, "bitsandbytes", dtype=dtype)
+    packed = model.whole.decoder.weights  # type: ignore[union-attr]
+    assert [weight.kind for weight in packed.values()].count(NF4) == 2 * 4
+    for name, weight in original.items():
+        kept = weight.dim() != 2 or "layers" not in name
+        rounded_to = weight if kept else bnb_of(weight)[1]
+        torch.testing.assert_close(
+            model.parameters.get(name).float(), rounded_to.float(), rtol=0 if kept else 2**-8, atol=0
+        )
+    nibbles = sum(weight.memory.nbytes for weight in packed.values() if weight.kind == NF4)
+    assert nibbles < 0.65 * sum(x.numel() for name, x in original.items() if x.dim() == 2 and "layers" in name)
+    config = {name: model.parameters.get(name) for name in original}
+    save_file({name: x.contiguous() for name, x in config.items()}, path / "model.safetensors", {"format": "pt"})
+    exact = logits_of(load(path, native, dtype=dtype), native)
+    assert error_of(logits_of(model, native), exact) < {"bfloat16": 0.02, "float32": 1e-5}[dtype]
+
+
+@needs_native
+def test_rows_that_are_no_multiple_of_32_values_are_refused(native: NativeBackend, tmp_path: Path) -> None:
+    path = tiny.make("llama", tmp_path, intermediate_size=80)
+    with pytest.raises(UnsupportedModelError, match="rows of 80 values; for NF4 it must be a multiple of 32"):
+        load(path, native, "bitsandbytes")
 
 
 # ------------------------------------------------------------------ by option
@@ -209,7 +300,7 @@ def test_weights_are_quantized_as_they_are_loaded(
 # ------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "awq"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "awq", "gptq", "bitsandbytes"])
 def test_a_backend_that_cannot_says_so(quantization: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=f"quantization is '{quantization}', which needs the native backend"):
         load(tiny.make("llama", tmp_path), ReferenceBackend(), quantization)
@@ -223,9 +314,13 @@ def test_a_backend_that_cannot_says_so(quantization: str, tmp_path: Path) -> Non
     ("settings", "asked", "error", "words"),
     [
         ({"quant_method": "gptq"}, None, UnsupportedModelError, r"quantized \(gptq, 4 bits, gemm\)"),
-        ({"bits": 8}, None, UnsupportedModelError, "of 4 bits in gemm form"),
+        ({"quant_method": "gptq", "version": None, "bits": 3}, None, UnsupportedModelError, r"\(gptq, 3 bits\)"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None, UnsupportedModelError, r"\(bitsandbytes, "),
+        ({"bits": 8}, None, UnsupportedModelError, r"\(awq, 8 bits, gemm\); of quantized checkpoints AWQ's"),
         ({"version": "gemv"}, "awq", UnsupportedModelError, "gemv"),
-        ({}, "int8", InvalidArgumentError, "an AWQ checkpoint, quantized already"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None, UnsupportedModelError, "holds no such weights"),
+        ({}, "int8", InvalidArgumentError, "a checkpoint of awq, quantized already"),
+        ({}, "bitsandbytes", InvalidArgumentError, "a checkpoint of awq, quantized already"),
         ({"quant_method": None}, "awq", UnsupportedModelError, "quantized"),
     ],
 )
@@ -240,8 +335,9 @@ def test_a_checkpoint_that_does_not_match_the_request_is_refused(
     path, plain, _ = make_awq(tmp_path, **settings)
     with pytest.raises(error, match=words):
         load(path, native, asked)
-    with pytest.raises(InvalidArgumentError, match="is no AWQ checkpoint"):
-        load(plain, native, "awq")
+    for form in ("awq", "gptq"):
+        with pytest.raises(InvalidArgumentError, match=f"quantization is '{form}', but .* is no checkpoint of that"):
+            load(plain, native, form)
 
 
 @needs_native

@@ -15,6 +15,7 @@ from ...engine.request.pooling_state import PoolingState
 from ...ipc import logits_processors
 from .finder import Finder
 from .helpers import tensor_of
+from .without_accelerator import WithoutAccelerator
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
                 fill_hub_cache(Path(cache), json.loads(Path(given.models).read_text()))
             except (OSError, ValueError) as error:
                 parser.error(f"--models {given.models}: {error}")
-        sys.meta_path.insert(0, Finder("vllm"))
+        sys.meta_path[:0] = [Finder("vllm"), WithoutAccelerator()]
         logits_processors.only_here = True  # no core of its own knows the name vllm
         PoolingState.data_of = staticmethod(tensor_of)  # scripts call methods of tensors on vectors
         sys.argv = [given.script, *given.args]

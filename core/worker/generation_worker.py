@@ -182,6 +182,8 @@ class GenerationWorker(LocalWorker):
             model, _ = self._load(self.decisions.fusing)
             if model.whole is not None:
                 self._model = model
+                if self._loras is not None:
+                    self._registry.limits = lora_limits(self._config, model, self._loras)
             else:  # keep the tensor objects, because other parts of the worker refer to them
                 for tensor, loaded in zip(_resident(self._model), _resident(model), strict=True):
                     tensor.data = loaded.data

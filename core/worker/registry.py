@@ -45,7 +45,7 @@ class Registry:
         self.functions: dict[int, Function] = {}
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
-        self._limits, self._hidden_size = limits, hidden_size
+        self.limits, self._hidden_size = limits, hidden_size
         self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
         self._next_function = 1
 
@@ -75,9 +75,9 @@ class Registry:
         embeddings are part of the returned facts."""
         if adapter.num_virtual_tokens:
             return self._thread.submit(read_prompt_adapter, adapter, self._hidden_size)
-        if self._limits is None:
+        if self.limits is None:
             raise NotSupportedError("this core serves no LoRA adapters: start it with enable_lora=True")
-        self.adapters[number] = reading = self._thread.submit(read_lora, adapter, self._limits)
+        self.adapters[number] = reading = self._thread.submit(read_lora, adapter, self.limits)
         # The planner drops only adapters that could be read.
         reading.add_done_callback(lambda done: self.drop_adapter(number) if done.exception() else None)
         return _then(reading, lambda lora: AdapterFacts(lora.digest))

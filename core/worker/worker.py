@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from ...ipc.config import CacheConfig, EngineConfig, ModelConfig
-from ...ipc.errors import NotSupportedError, wire_name, wire_text
+from ...ipc.errors import wire_name, wire_text
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import Backend
@@ -196,10 +196,10 @@ def load_paged(
         offload,
     )
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
-    bits = BITS.get(wanted.quantization or "")
-    if not isinstance(backend, AdaptedBackend):
-        make_whole(model, backend, bits)
+    bits = BITS.get(wanted.quantization or "") if model.quantized is None else None
     model.is_quantized = bits is not None or model.quantized is not None
+    if model.is_quantized or not isinstance(backend, AdaptedBackend):
+        make_whole(model, backend, bits)
     model.quantized = model.verified = None
     return model, weights
 
@@ -210,8 +210,6 @@ def lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend, 
     Args:
         prefix: of the model's path in a larger one, under which adapters may name its layers, too.
     """
-    if model.is_quantized:
-        raise NotSupportedError("enable_lora with quantized weights is not supported yet: choose one of them")
     places = loras.attach(model)
     model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
     saved = 2 * 4 * model.hidden_size * model.vocab_size  # fp32 copies of the output layer and the embedding

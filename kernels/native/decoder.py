@@ -11,7 +11,7 @@ import torch
 
 from .. import host_memory
 from ..contract import LayerCache
-from ..decoder_contract import GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
+from ..decoder_contract import NF4, GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
 from .weights import GATE, PanelWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
@@ -31,6 +31,8 @@ _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 class NativeDecoder:
     """See `decoder.Decoder`. Takes the memory of the weights over: the tensors given are empty afterwards."""
 
+    runs_steps = True
+
     def __init__(
         self,
         library: ctypes.CDLL,
@@ -40,8 +42,8 @@ class NativeDecoder:
         bits: int | None = None,
         quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> None:
-        """bits: 8 or 4, of weights that are to be quantized; None: they stay as they are. quantized: weights that are,
-        by the ``id`` of the tensor that stands for them."""
+        """bits: 8, 4 or `NF4`, of weights that are to be quantized; None: they stay as they are. quantized: weights
+        that are, by the ``id`` of the tensor that stands for them."""
         self._library = library
         for name in ("new", "forget", "bind", "run", "phases"):
             getattr(library, f"mainspring_decoder_{name}").argtypes = [ctypes.c_void_p, ctypes.c_char_p]
@@ -56,7 +58,7 @@ class NativeDecoder:
         self._dtype, self._vocab = norm.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
         words = _DECODER.pack(DTYPES[self._dtype], len(norm.weight), len(layers)) + self._norm(norm)
-        words += self._linear(head, _HEAD_BITS if bits else None) + b"".join(packed)
+        words += self._linear(head, None if bits in (None, NF4) else _HEAD_BITS) + b"".join(packed)
         del self._quantized
         self._handle = library.mainspring_decoder_new(words)
 
@@ -152,7 +154,7 @@ class NativeDecoder:
         given = self._quantized.get(id(weight))
         if given is not None:
             host_memory.give_back(weight)
-            return pack_quantized(self._library, *given, weight.dtype, gated)
+            return pack_quantized(self._library, given, weight.dtype, gated)
         return pack(self._library, weight, gated, release=True, bits=bits)
 
 

@@ -1,6 +1,7 @@
 // Linear layers: y[M, N] = x[M, K] * W[N, K]^T, with what follows it (bias, residual, act(gate) * up) in the same pass.
 //
-// W is packed once. Sums are fp32; W and x are bf16, fp16 or fp32; W may also be int8 or 4-bit, in groups.
+// W is packed once. Sums are fp32; W and x are bf16, fp16 or fp32; W may also be int8 or 4-bit, in
+// groups, of whole numbers or with a codebook.
 //
 // Clockwork: an element of y is ONE fp32 accumulator that takes the products of its row in order of K. No tile, split
 // between threads, block of K or number of rows changes that order, so none changes a bit. (Which rows share a tile, and
@@ -716,6 +717,154 @@ void quantize_weight(const T* weight, int N, int K, int group, char* packed, int
     }
 }
 
+// ---------------------------------------------------------------- 4-bit weights with a codebook
+
+// Groups of 32, 64, … values along K of one column share a scale; w = scale * codebook[q], 16 numbers of any kind. They are
+// looked up in registers, and x, widened to fp32, is not rounded: two instructions for 16 weights (five for 8 with AVX2),
+// then one for each row. The sum of a group is fp32, in order of K; the groups' sums, times their scales, are added up in
+// order of K.
+//
+// Packed: panels of 32 columns, narrow ones filled up with zeros; K is a multiple of the group. A panel is the codebook,
+// fp32 [16]; then for each group [group/8][32] words of 8 values of K, the first in the lowest bits, and scales [32] fp32.
+struct Coded {
+    static constexpr int MAX_ROWS = LANES == 16 ? 12 : 4;  // accumulators: 24, or 8 of half a panel
+    static constexpr int PANELS_AT_A_TIME = 1;
+    static constexpr int ALONE = 4096;
+    static constexpr int PER_WORD = 8, CODES = 16;
+
+    const char* data;  // as `pack_coded` left it
+    int N, K, group;   // group: a multiple of 32, and K one of it
+
+    int groups() const { return K / group; }
+    size_t values_bytes() const { return (size_t)group / PER_WORD * PANEL * 4; }
+    size_t group_bytes() const { return values_bytes() + PANEL * sizeof(float); }
+    size_t panel_bytes() const { return CODES * sizeof(float) + groups() * group_bytes(); }
+    size_t bytes() const { return ceil_div(N, PANEL) * panel_bytes(); }
+    size_t row_bytes() const { return (size_t)K * sizeof(float); }
+    size_t row_bytes_at_a_time() const { return row_bytes(); }
+    size_t sums_bytes(int) const { return MAX_ROWS * PANEL * sizeof(float); }
+    size_t piece_bytes() const { return 0; }
+
+    template <class X>
+    void pack(const X* x, char* tile, int rows, int r) const {
+        pack_row<Fma<float>>(x, K, tile, rows, r);
+    }
+
+    // c[ROWS][32] = the whole product of a panel. x: [K/16][ROWS][16].
+    template <int ROWS>
+    MAINSPRING_NOINLINE void tile(const char* panel, const char* x, float* c) const {
+        constexpr int VECS = LANES == 8 ? VECTORS / 2 : VECTORS;  // at a time
+        const Codebook codebook((const float*)panel);
+        const char* w = panel + CODES * sizeof(float);
+        for (int i = 0; i < ROWS * PANEL; i += LANES) store(c + i, zero());
+        for (int k0 = 0; k0 < K; k0 += group, w += group_bytes(), x += (size_t)group / LINE * ROWS * 64)
+            for (int v0 = 0; v0 < VECTORS; v0 += VECS) {
+                F32 acc[ROWS][VECS];
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; ++v) acc[r][v] = zero();
+                const char* words = w + v0 * LANES * 4;
+                for (int k = 0; k < group; k += PER_WORD, words += PANEL * 4) {
+                    const char* from = x + (size_t)(k / LINE) * ROWS * 64 + k % LINE * 4;
+                    if (v0 == 0)
+                        for (int byte = 0; byte < PANEL * 4; byte += 64) _mm_prefetch(words + AHEAD + byte, _MM_HINT_T0);
+                    I32 q[VECS];
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; ++v) q[v] = load_bytes(words + v * LANES * 4);
+#pragma GCC unroll 8
+                    for (int i = 0; i < PER_WORD; ++i) {
+                        F32 values[VECS];
+#pragma GCC unroll 4
+                        for (int v = 0; v < VECS; ++v) values[v] = codebook.at(q[v]), q[v] = shift_4(q[v]);
+#pragma GCC unroll 16
+                        for (int r = 0; r < ROWS; ++r) {
+                            const F32 xr = set(*(const float*)(from + r * 64 + i * 4));
+#pragma GCC unroll 4
+                            for (int v = 0; v < VECS; ++v) acc[r][v] = fma(values[v], xr, acc[r][v]);
+                        }
+                    }
+                }
+                const float* scales = (const float*)(w + values_bytes()) + v0 * LANES;
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; ++v) {
+                        float* to = c + r * PANEL + (v0 + v) * LANES;
+                        store(to, fma(acc[r][v], load(scales + v * LANES), load(to)));
+                    }
+                asm volatile("" ::: "memory");  // or gcc keeps all of c in registers
+            }
+    }
+
+    template <int ROWS = MAX_ROWS>
+    void tile_of(int rows, const char* panel, const char* x, float* c) const {
+        if (rows == ROWS) return tile<ROWS>(panel, x, c);
+        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, panel, x, c);
+    }
+
+    template <class Done>
+    void multiply(int p, int, const Tiles& tiles, int first, int end, const char* packed, float* sums, char*,
+                  const Done& done) const {
+        for (int t = first; t < end; ++t) {
+            const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
+            tile_of(rows, data + p * panel_bytes(), packed + row * row_bytes(), sums);
+            for (int r = 0; r < rows; ++r) done(row + r, 0, sums + r * PANEL);
+        }
+    }
+};
+
+// q [columns, K], scales [columns, groups] and a codebook [16] → a panel.
+inline void pack_coded(const uint8_t* q, const float* scales, const float* codebook, int columns, int K, int group, char* panel) {
+    const Coded weight = {panel, columns, K, group};
+    std::memset(panel, 0, weight.panel_bytes());
+    std::memcpy(panel, codebook, Coded::CODES * sizeof(float));
+    char* to = panel + Coded::CODES * sizeof(float);
+    for (int g = 0; g < weight.groups(); ++g, to += weight.group_bytes())
+        for (int n = 0; n < columns; ++n) {
+            for (int i = 0; i < group; ++i)
+                ((uint32_t*)to)[i / Coded::PER_WORD * PANEL + n] |= (uint32_t)q[(size_t)n * K + g * group + i]
+                                                                    << (4 * (i % Coded::PER_WORD));
+            ((float*)(to + weight.values_bytes()))[n] = scales[(size_t)n * weight.groups() + g];
+        }
+}
+
+// NormalFloat of 4 bits: quantiles of a normal distribution, and 0 (Dettmers et al., 2023, appendix E).
+constexpr float NF4[Coded::CODES] = {
+    -1.0f,                 -0.6961928009986877f,  -0.5250730514526367f,  -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+    0.07958029955625534f,  0.16093020141124725f,  0.24611230194568634f,  0.33791524171829224f,
+    0.44070982933044434f,  0.5626170039176941f,   0.7229568362236023f,   1.0f,
+};
+
+// rows [columns, K] → a panel of the nearest numbers of NF4. The scale of a block of 64 values of the flattened rows is the
+// largest absolute one; so a block may end in the next row, and the last may be shorter. group: 32 where K is no multiple
+// of 64, else 64; or more, which then is the block.
+template <class T>
+void quantize_nf4(const T* rows, int columns, int K, int group, char* panel) {
+    const int block = std::max(64, group);
+    const size_t total = (size_t)columns * K;
+    std::vector<uint8_t> q(total);
+    std::vector<float> scales(total / group), nearest(LANES);
+    for (size_t first = 0, end; first < total; first = end) {
+        end = std::min(total, first + block);
+        F32 size = zero();
+        for (size_t i = first; i < end; i += LANES) size = max(size, abs(load(rows + i)));
+        const float top = largest(size);
+        for (size_t i = first; i < end; i += group) scales[i / group] = top;
+        const F32 inverse = set(top > 0 ? 1 / top : 0);
+        for (size_t i = first; i < end; i += LANES) {
+            const F32 value = mul(load(rows + i), inverse);
+            F32 number = zero();  // of the codes whose middle with the one before lies below
+            for (int code = 1; code < Coded::CODES; ++code)
+                number = add(number, where_less(set((NF4[code - 1] + NF4[code]) / 2), value, set(1), zero()));
+            store(nearest.data(), number);
+            for (int lane = 0; lane < LANES; ++lane) q[i + lane] = (uint8_t)nearest[lane];
+        }
+    }
+    pack_coded(q.data(), scales.data(), NF4, columns, K, group, panel);
+}
+
 // ---------------------------------------------------------------- linear
 
 // How the work is divided. Tiles of x times panels of W are numbered block of rows by block of rows, in a block panel by
@@ -773,7 +922,8 @@ size_t linear_workspace(const Weight& weight, int M, int num_threads) {
     return M * weight.row_bytes() + num_threads * (weight.sums_bytes(M + 2 * Weight::MAX_ROWS) + weight.piece_bytes() + alone);
 }
 
-// epilogue(x[M, K] * W[N, K]^T). x: rows of bf16, fp16 or fp32, `x_stride` elements apart. weight: `Packed` or `Quantized`.
+// epilogue(x[M, K] * W[N, K]^T). x: rows of bf16, fp16 or fp32, `x_stride` elements apart. weight: `Packed`, `Quantized` or
+// `Coded`.
 //
 // `workspace` is shared by the team. Calls `barrier` at most once, inside; the caller sees to it that all threads have
 // left one call before any enters another with the same workspace, and before any reads the result: a barrier after.

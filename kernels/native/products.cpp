@@ -45,6 +45,8 @@ void multiply(const Product& p, void* workspace, Team& team, int rank) {
                 return multiply_typed<T>(p, Quantized<8>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
             case WeightKind::int4:
                 return multiply_typed<T>(p, Quantized<4>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
+            case WeightKind::coded:
+                return multiply_typed<T>(p, Coded{(char*)p.weight.data, N, K, group}, workspace, team, rank);
             default:  // of the dtype itself
                 return multiply_typed<T>(p, Packed<T>{(const T*)p.weight.data, N, K}, workspace, team, rank);
         }

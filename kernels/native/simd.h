@@ -150,6 +150,13 @@ inline void store_as_shorts(void* p, I32 a) {
 }
 inline I32 nearest(F32 a) { return _mm512_cvtps_epi32(a); }
 inline I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+// 16 numbers in registers. `at`: of each lane, the one that its lowest 4 bits name.
+struct Codebook {
+    __m512 all;
+    explicit Codebook(const float* p) : all(_mm512_loadu_ps(p)) {}
+    F32 at(I32 a) const { return _mm512_permutexvar_ps(a, all); }
+};
+inline I32 shift_4(I32 a) { return _mm512_srli_epi32(a, 4); }
 
 #else  // AVX2
 
@@ -261,6 +268,15 @@ inline void store_as_shorts(void* p, I32 a) {
 }
 inline I32 nearest(F32 a) { return _mm256_cvtps_epi32(a); }
 inline I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
+struct Codebook {
+    __m256 low, high;
+    explicit Codebook(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+    F32 at(I32 a) const {
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(a, 28));  // the sign: whether it is 8 or more
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, a), _mm256_permutevar8x32_ps(high, a), upper);
+    }
+};
+inline I32 shift_4(I32 a) { return _mm256_srli_epi32(a, 4); }
 
 #endif
 

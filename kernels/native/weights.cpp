@@ -88,7 +88,7 @@ EXPORT void mainspring_weight_pack(const int64_t* a) {
     });
 }
 
-// [N, K] of any type → panels of int8 or 4-bit groups.
+// [N, K] of any type → panels of int8 or 4-bit groups; `coded` is by NF4.
 EXPORT void mainspring_weight_quantize(const int64_t* a) {
     const Weight weight = weight_at(a);
     const int N = weight.N, K = weight.K, group = weight.group;
@@ -100,26 +100,33 @@ EXPORT void mainspring_weight_quantize(const int64_t* a) {
             char* data = (char*)weight.data;
             if (weight.kind == WeightKind::int8)
                 quantize_weight<8>(rows, columns, K, group, data + p * Quantized<8>{data, N, K, group}.panel_bytes());
-            else
+            else if (weight.kind == WeightKind::int4)
                 quantize_weight<4>(rows, columns, K, group, data + p * Quantized<4>{data, N, K, group}.panel_bytes());
+            else
+                quantize_nf4(rows, columns, K, group, data + p * Coded{data, N, K, group}.panel_bytes());
         });
     });
 }
 
-// 4-bit values [N, K], a byte each, and fp32 scales and zeros [N, groups] → panels.
+// Values [N, K], a byte each, and fp32 scales [N, groups] → panels. Word 8: of 4 bits zeros [N, groups], of `coded` the
+// codebook [16].
 EXPORT void mainspring_weight_pack_quantized(const int64_t* a) {
     const Weight weight = weight_at(a);
-    const int N = weight.N, K = weight.K, group = weight.group;
-    const Quantized<4> packed = {(char*)weight.data, N, K, group};
+    const int N = weight.N, K = weight.K, group = weight.group, groups = ceil_div(K, group);
+    char* data = (char*)weight.data;
     for_panels(N, int(a[9]), [&](int p, int columns) {
-        std::vector<uint8_t> q;
-        std::vector<float> scales, zeros;
-        pack_quantized<4>(
-            rows_of_panel(at<const uint8_t>(a[6]), p, N, K, a[5], q),
-            rows_of_panel(at<const float>(a[7]), p, N, packed.groups(), a[5], scales),
-            rows_of_panel(at<const float>(a[8]), p, N, packed.groups(), a[5], zeros), columns, K, group,
-            (char*)packed.data + p * packed.panel_bytes()
-        );
+        std::vector<uint8_t> copy;
+        std::vector<float> scales_copy, zeros_copy;
+        const uint8_t* q = rows_of_panel(at<const uint8_t>(a[6]), p, N, K, a[5], copy);
+        const float* scales = rows_of_panel(at<const float>(a[7]), p, N, groups, a[5], scales_copy);
+        if (weight.kind == WeightKind::int8) {
+            pack_quantized<8>(q, scales, nullptr, columns, K, group, data + p * Quantized<8>{data, N, K, group}.panel_bytes());
+        } else if (weight.kind == WeightKind::int4) {
+            const float* zeros = rows_of_panel(at<const float>(a[8]), p, N, groups, a[5], zeros_copy);
+            pack_quantized<4>(q, scales, zeros, columns, K, group, data + p * Quantized<4>{data, N, K, group}.panel_bytes());
+        } else {
+            pack_coded(q, scales, at<const float>(a[8]), columns, K, group, data + p * Coded{data, N, K, group}.panel_bytes());
+        }
     });
 }
 

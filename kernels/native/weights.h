@@ -6,7 +6,7 @@
 
 namespace mainspring {
 
-enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, int8 = 8 };  // as weights.py numbers them
+enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, coded = 5, int8 = 8 };  // as weights.py numbers them
 
 struct Weight {
     WeightKind kind;
@@ -14,7 +14,7 @@ struct Weight {
     int N, K, group;  // of K; 0 where the weight is not quantized
 };
 
-// Calls body with the `Packed` or `Quantized` that `weight` is.
+// Calls body with the `Packed`, `Quantized` or `Coded` that `weight` is.
 template <class Body>
 inline void with_weight(const Weight& weight, Body&& body) {
     const int N = weight.N, K = weight.K, group = weight.group;
@@ -24,6 +24,7 @@ inline void with_weight(const Weight& weight, Body&& body) {
         case WeightKind::fp16: return body(Packed<fp16>{(const fp16*)weight.data, N, K});
         case WeightKind::int8: return body(Quantized<8>{(char*)weight.data, N, K, group});
         case WeightKind::int4: return body(Quantized<4>{(char*)weight.data, N, K, group});
+        case WeightKind::coded: return body(Coded{(char*)weight.data, N, K, group});
     }
 }
 
@@ -64,6 +65,19 @@ void read_row(const Quantized<BITS>& weight, int row, Y* out) {
             store_one(out + k0 + i, scale * ((BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15) - zero_point));
         }
     }
+}
+template <class Y>
+void read_row(const Coded& weight, int row, Y* out) {
+    const int n = row % PANEL, group = weight.group;
+    const char* panel = weight.data + row / PANEL * weight.panel_bytes();
+    const float* codebook = (const float*)panel;
+    const char* from = panel + Coded::CODES * sizeof(float);
+    for (int k0 = 0; k0 < weight.K; k0 += group, from += weight.group_bytes())
+        for (int i = 0; i < group; ++i) {
+            const uint32_t word = ((const uint32_t*)from)[i / Coded::PER_WORD * PANEL + n];
+            const float scale = ((const float*)(from + weight.values_bytes()))[n];
+            store_one(out + k0 + i, scale * codebook[word >> (4 * (i % Coded::PER_WORD)) & 15]);
+        }
 }
 
 }  // namespace mainspring

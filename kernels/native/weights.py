@@ -1,7 +1,7 @@
 """Weights of linear layers in the form the native kernels read (native/linear.h): panels, plain or quantized.
 
 Quantized, groups of weights along a row share a scale: w = scale * (q - zero), where the zero is the middle of 8 bits,
-and of 4 bits each group's own.
+and of 4 bits each group's own; or, of 4 bits, w = scale * codebook[q].
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import host_memory
+from ..decoder_contract import NF4, QuantizedWeight
 from .build import function
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
@@ -30,7 +31,7 @@ class PanelWeight(NamedTuple):
 
     kernels: ctypes.CDLL
     memory: torch.Tensor  # uint8
-    kind: int  # one of DTYPES, or 8 or 4: the bits of a quantized weight
+    kind: int  # one of DTYPES, or 8 or 4: the bits of a quantized weight; NF4: 4 bits with a codebook of any kind
     out_features: int
     in_features: int
     group: int  # values of a row that share a scale; 0: not quantized
@@ -73,7 +74,7 @@ class PanelWeight(NamedTuple):
 def pack(
     library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False, bits: int | None = None
 ) -> PanelWeight:
-    """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits`, group by group.
+    """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits` or NF4, group by group.
 
     gated: its rows are all of gate, then all of up, as many of each, a multiple of `GATE`. release: the memory of
     `weight` is given back to the system on the way, so that there are never two whole ones; what it then holds is
@@ -82,27 +83,30 @@ def pack(
     """
     kind, columns = _kind(weight), weight.shape[1]
     group = 0 if bits is None else next((g for g in GROUPS if columns % g == 0), GROUPS[-1])
+    if bits == NF4:
+        group = 64 if columns % 64 == 0 else 32  # blocks have 64, but not rows of 96
+        if columns % group:
+            raise ValueError(f"rows of {columns} values; for NF4 it must be a multiple of {group}")
     packed = _allocate(library, weight, bits or kind, group, weight.dtype, gated)
     packed.replace(weight, release)
     return packed
 
 
 def pack_quantized(
-    library: ctypes.CDLL,
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    dtype: torch.dtype,
-    gated: bool = False,
+    library: ctypes.CDLL, weight: QuantizedWeight, dtype: torch.dtype, gated: bool = False
 ) -> PanelWeight:
-    """Given 4-bit values, uint8 ``[out, in]``, with fp16 scales and zeros ``[out, groups]``; `dtype` is that of the
+    """A weight that is quantized already, with fp16 scales and zeros where it has no codebook; `dtype` is that of the
     rows it is to take. Raises ValueError where a group is no multiple of 32, and otherwise as `pack`."""
+    q, scales, zeros, codebook = weight
     group = q.shape[1] // scales.shape[1]
     if group * scales.shape[1] != q.shape[1] or group % GROUPS[-1]:
         raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
-    packed = _allocate(library, q, 4, group, dtype, gated)
-    q, scales, zeros = q.contiguous(), scales.float().contiguous(), zeros.float().contiguous()
-    packed._call("pack_quantized", q.data_ptr(), scales.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
+    more = zeros if codebook is None else codebook
+    kind = 8 if more is None else 4 if codebook is None else NF4
+    packed = _allocate(library, q, kind, group, dtype, gated)
+    q, scales, more = q.contiguous(), scales.float().contiguous(), None if more is None else more.float().contiguous()
+    at = 0 if more is None else more.data_ptr()
+    packed._call("pack_quantized", q.data_ptr(), scales.data_ptr(), at, torch.get_num_threads())
     return packed
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import GatedMLP, Linear, PackedWeight
+from ....kernels.decoder_contract import Decoder, GatedMLP, Linear, PackedWeight
 from ..load.quantized import JoinedWeights
 from ..run.paged_model import PagedModel
 from ..run.stack import StackedDecoder
@@ -42,7 +42,7 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
             # the model is as `verify` left it
             before = logits if logits is not None and on is backend else _logits(model, backend)
         tensors = None if model.quantized is None else JoinedWeights(model.quantized, model.parameters)
-        decoder = backend.decoder(stack.layers, stack.norm, head.linear, bits, tensors)
+        decoder = _decoder(backend, stack, head, bits, tensors)
         if decoder is None:
             raise NotRecognisedError(f"the {backend.name} backend runs layers one by one")
     except NotRecognisedError as reason:
@@ -61,7 +61,19 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
             f"the {backend.name} backend computes {type(model.model).__name__} wrongly as a whole (logits differ by "
             f"{error:.1e} standard deviations); this is a bug: attention_backend='reference' avoids it"
         )
-    model.notes.append(f"as a whole: logits within {error:.1e} standard deviations of those layer by layer")
+    how = "as a whole" if decoder.runs_steps else "with packed weights"
+    model.notes.append(f"{how}: logits within {error:.1e} standard deviations of those layer by layer")
+
+
+def _decoder(
+    backend: Backend, stack: StackedDecoder, head: Head, bits: int | None, weights: JoinedWeights | None
+) -> Decoder | None:
+    try:
+        return backend.decoder(stack.layers, stack.norm, head.linear, bits, weights)
+    except ValueError as error:
+        if bits is None and weights is None:
+            raise
+        raise NotRecognisedError(str(error)) from error
 
 
 def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:

@@ -33,7 +33,8 @@ from ..run.paged_model import PagedModel
 from ..run.streamed_layers import StreamedLayers, stream_layers
 from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
-from .quantized import AwqWeights, read_awq, settle_quantization
+from .quantized import PackedWeights, read_quantized, settle_quantization
+from .quantized_forms import Form
 from .refuse import refuse_class, refuse_config, trial_run
 from .sharded_state import read_parts
 from .sliced_reading import SlicesOf, reading
@@ -65,18 +66,18 @@ def load_model(
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
-    quantization = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
+    form = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
     refuse_config(config, name)
     model_class = _model_class(config, model_config)
     if model_class is not None:
         refuse_class(model_class)
-    quantized: AwqWeights | None = None
-    if quantization == "awq" and load_config.load_format != "dummy":
+    quantized: PackedWeights | None = None
+    if form is not None and load_config.load_format != "dummy":
         if slices_of is not None:
-            raise UnsupportedModelError(f"{name} is quantized (awq); only plain checkpoints are read in part")
+            raise UnsupportedModelError(f"{name} is quantized ({form.method}); only plain checkpoints are read in part")
         if model_class is None:
             raise UnsupportedModelError(f"{name!r} is quantized and brings its own code; only one may be")
-        model, quantized = _awq_model(config, model_class, model_config, load_config)
+        model, quantized = _quantized_model(form, config, model_class, model_config, load_config)
     else:
         first = torch.device("cpu") if offload else device
         model = build_model(config, model_config, load_config, first, slices_of=slices_of)
@@ -219,12 +220,12 @@ def build_model(
     return cast("PreTrainedModel", model.eval())
 
 
-def _awq_model(
-    config: PreTrainedConfig, model_class: Any, model_config: ModelConfig, load_config: LoadConfig
-) -> tuple[PreTrainedModel, AwqWeights]:
-    """The plain model that the weights of an AWQ checkpoint stand for, and those weights."""
+def _quantized_model(
+    form: Form, config: PreTrainedConfig, model_class: Any, model_config: ModelConfig, load_config: LoadConfig
+) -> tuple[PreTrainedModel, PackedWeights]:
+    """The plain model that the weights of a quantized checkpoint stand for, and those weights."""
     with _reading_weights(model_config, load_config) as path:
-        tensors, weights = read_awq(path, model_config.revision or "main", load_config.download_dir)
+        tensors, weights = read_quantized(form, path, model_config.revision or "main", load_config.download_dir)
         return model_of_tensors(path, model_class, config, tensors, model_config), weights
 
 

@@ -93,6 +93,10 @@ class ParameterMap:
         if not fits or (shape and not 0 <= start <= shape[0] - given[0]):
             raise ValueError(f"parameter {name!r} has shape {list(shape)}, but got {list(given)} from row {start} on")
 
+    def shape(self, name: str) -> torch.Size:
+        """In the checkpoint."""
+        return self._shapes[name]
+
     def dtype(self, name: str) -> torch.dtype:
         return self.slot(name).tensor.dtype
 

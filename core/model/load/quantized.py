@@ -1,12 +1,8 @@
-"""Quantized weights: what was asked for, what a checkpoint brings, and AWQ's form of it.
+"""Quantized weights: what was asked for, and what a checkpoint brings.
 
-A model is built as a plain one: an AWQ checkpoint's weights take the values that its whole numbers stand for, so that
-fusing and verification see the model itself. The numbers are kept beside, packed as they lie in the file, and go to the
-backend exactly as they are.
-
-AWQ (Lin et al., 2023, https://arxiv.org/abs/2306.00978) in AutoAWQ's "gemm" form has three tensors for a linear layer
-[out, in]: ``qweight`` int32 [in, out / 8], ``qzeros`` int32 [groups, out / 8], ``scales`` fp16 [groups, out]. An int32
-has 8 columns, the lowest 4 bits first, in the order `COLUMNS`. A weight is scale * (number - zero).
+A model is built as a plain one: the weights of a quantized checkpoint take the values that its integers stand for, so
+that fusing and verification see the model itself. The integers are kept beside, packed as they lie in the file, and go
+to the backend exactly as they are. quantized_forms.py knows how they are packed.
 """
 
 from __future__ import annotations
@@ -22,19 +18,19 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ....ipc.errors import InvalidArgumentError, UnsupportedModelError
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import QuantizedWeight
+from ....kernels.decoder_contract import NF4, QuantizedWeight
 from .parameters import ParameterMap
+from .quantized_forms import Form, form_of, values_of
 
-COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-BITS = {"int8": 8, "int4": 4}
-_SHORTEST, _LONGEST = 32, 128  # groups that kernels take, and take well: inputs are rounded group by group, too
+BITS = {"int8": 8, "int4": 4, "bitsandbytes": NF4}
+"""Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
 
 
-def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, backend: Backend) -> str | None:
-    """int8, int4, awq or None: what was asked for, or what the checkpoint is. Its own `config` loses the word of it.
+def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, backend: Backend) -> Form | None:
+    """The form of the checkpoint's quantized weights; None: it is a plain one. Its own `config` loses the word of it.
 
     Raises:
-        InvalidArgumentError: the checkpoint, or the backend, can't be had so.
+        InvalidArgumentError: the checkpoint, or the backend, can't be had as `asked`.
         UnsupportedModelError: the checkpoint is quantized in a way that is not known.
     """
     if asked is not None and backend.name != "native":
@@ -43,61 +39,51 @@ def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, 
         )
     own: Any = getattr(config, "quantization_config", None)
     if not own:
-        if asked == "awq":
-            raise InvalidArgumentError(f"quantization is 'awq', but {name} is no AWQ checkpoint")
-        return asked
-    own = own if isinstance(own, dict) else own.to_dict()
-    method, form = own.get("quant_method"), str(own.get("version") or own.get("format") or "gemm").lower()
-    if method != "awq" or own.get("bits") != 4 or form != "gemm":
-        raise UnsupportedModelError(
-            f"{name} is quantized ({method}, {own.get('bits')} bits, {form}); of quantized checkpoints only AWQ's of 4 "
-            "bits in gemm form are supported so far"
-        )
+        if asked is not None and asked not in BITS:
+            raise InvalidArgumentError(f"quantization is {asked!r}, but {name} is no checkpoint of that form")
+        return None
+    form = form_of(own if isinstance(own, dict) else own.to_dict(), name)
     if backend.name != "native":
         raise UnsupportedModelError(
-            f"{name} is quantized (awq), which needs the native backend on a CPU; this is the {backend.name} backend"
+            f"{name} is quantized ({form.method}), which needs the native backend on a CPU; this is the {backend.name} "
+            "backend"
         )
-    if asked not in (None, "awq"):
-        raise InvalidArgumentError(f"quantization is {asked!r}, but {name} is an AWQ checkpoint, quantized already")
+    if asked not in (None, form.method):
+        raise InvalidArgumentError(
+            f"quantization is {asked!r}, but {name} is a checkpoint of {form.method}, quantized already"
+        )
     del config.quantization_config
-    return "awq"
+    return form
 
 
-class AwqWeights(Mapping[str, QuantizedWeight]):
+class PackedWeights(Mapping[str, QuantizedWeight]):
     """The quantized weights of a checkpoint by the names they would have as plain ones (``….weight``).
 
     They stay packed, in the memory of the file, until they are asked for, and one asked for is not kept.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Of all `tensors` of a checkpoint, those of AWQ. Raises UnsupportedModelError for shapes that don't fit."""
-        self._packed: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        for name, qweight in tensors.items():
-            path, _, kind = name.rpartition(".")
-            if kind != "qweight":
+    def __init__(self, tensors: Mapping[str, torch.Tensor], form: Form) -> None:
+        """Of all `tensors` of a checkpoint, those of this form. Raises UnsupportedModelError for some that don't fit
+        together."""
+        self._form = form
+        self._packed: dict[str, dict[str, torch.Tensor]] = {}
+        self.sources: set[str] = set()  # names of tensors that are part of a quantized weight
+        for name in tensors:
+            mark = next((mark for mark in form.marks if name.endswith(f".{mark}")), None)
+            if mark is None:
                 continue
-            try:
-                qzeros, scales = tensors[f"{path}.qzeros"], tensors[f"{path}.scales"]
-            except KeyError as missing:
-                raise UnsupportedModelError(f"the checkpoint has {name!r}, but no {missing}") from None
-            groups, out = scales.shape
-            group = len(qweight) // groups
-            if qweight.shape != (groups * group, out // 8) or qzeros.shape != (groups, out // 8) or group % _SHORTEST:
-                shapes = ", ".join(str(list(tensor.shape)) for tensor in (qweight, qzeros, scales))
-                raise UnsupportedModelError(
-                    f"{path!r} has a qweight, qzeros and scales of {shapes}; a group must be a multiple of {_SHORTEST} "
-                    "inputs long and 8 outputs wide"
-                )
-            self._packed[f"{path}.weight"] = qweight, qzeros, scales
+            path = name.removesuffix(f".{mark}")
+            ends = [end for end in (mark, *form.needs, *form.may_have) if f"{path}.{end}" in tensors]
+            if lacks := next((end for end in form.needs if end not in ends), None):
+                raise UnsupportedModelError(f"the checkpoint has {name!r}, but no {f'{path}.{lacks}'!r}")
+            parts = {end: tensors[f"{path}.{end}"] for end in ends}
+            if reason := form.misfit(parts):
+                raise UnsupportedModelError(f"{path!r} has {reason}")
+            self._packed[f"{path}.weight"] = parts
+            self.sources.update(f"{path}.{end}" for end in ends)
 
     def __getitem__(self, name: str) -> QuantizedWeight:
-        qweight, qzeros, scales = self._packed[name]
-        numbers, zeros = unpack(qweight).T.contiguous(), unpack(qzeros).T.float()
-        group = len(qweight) // len(scales)
-        times = group // _LONGEST if group % _LONGEST == 0 else 1
-        return QuantizedWeight(
-            numbers, *(x.repeat_interleave(times, dim=1).contiguous() for x in (scales.T.float(), zeros))
-        )
+        return self._form.read(self._packed[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._packed)
@@ -106,10 +92,9 @@ class AwqWeights(Mapping[str, QuantizedWeight]):
         return len(self._packed)
 
     def plain(self, name: str) -> torch.Tensor:
-        """``[out, in]``, in the dtype of the scales: what the numbers stand for."""
-        numbers, scales, zeros = self[name]
-        grouped = numbers.view(*scales.shape, -1).float()
-        return grouped.sub_(zeros[..., None]).mul_(scales[..., None]).flatten(1).to(self._packed[name][2].dtype)
+        """``[out, in]``, in the dtype that the checkpoint would have without quantization: what the numbers stand
+        for."""
+        return values_of(self[name]).to(self._form.dtype(self._packed[name]))
 
 
 class JoinedWeights(Mapping[int, QuantizedWeight]):
@@ -132,8 +117,9 @@ class JoinedWeights(Mapping[int, QuantizedWeight]):
         self._names = {key: [name for _, name in sorted(of)] for key, of in parts.items() if not missing[key]}
 
     def __getitem__(self, key: int) -> QuantizedWeight:
-        parts = [self._weights[name] for name in self._names[key]]
-        return QuantizedWeight(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        numbers, scales, zeros, codebooks = zip(*(self._weights[name] for name in self._names[key]), strict=True)
+        joint = None if zeros[0] is None else torch.cat(zeros)
+        return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._names)
@@ -142,12 +128,14 @@ class JoinedWeights(Mapping[int, QuantizedWeight]):
         return len(self._names)
 
 
-def read_awq(name: str, revision: str | None, cache_dir: str | None) -> tuple[dict[str, torch.Tensor], AwqWeights]:
-    """All weights of an AWQ checkpoint, a folder or a hub id, as plain ones; and those that are quantized.
+def read_quantized(
+    form: Form, name: str, revision: str | None, cache_dir: str | None
+) -> tuple[dict[str, torch.Tensor], PackedWeights]:
+    """All weights of a checkpoint, a folder or a hub id, as plain ones; and those that are quantized.
 
     Raises:
         OSError: there are no safetensors files.
-        UnsupportedModelError: see `AwqWeights`.
+        UnsupportedModelError: no weight is quantized; or see `PackedWeights`.
     """
     where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
     index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
@@ -157,12 +145,8 @@ def read_awq(name: str, revision: str | None, cache_dir: str | None) -> tuple[di
     else:
         files, _ = get_checkpoint_shard_files(name, index, **where)
     tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing
-    weights = AwqWeights(tensors)
-    plain = {key: tensor for key, tensor in tensors.items() if not key.endswith((".qweight", ".qzeros", ".scales"))}
+    weights = PackedWeights(tensors, form)
+    if not weights:
+        raise UnsupportedModelError(f"{name} is quantized ({form.method}) by its config, but holds no such weights")
+    plain = {key: tensor for key, tensor in tensors.items() if key not in weights.sources}
     return {**plain, **{key: weights.plain(key) for key in weights}}, weights
-
-
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """int32 ``[rows, columns / 8]`` → uint8 ``[rows, columns]``."""
-    shifts = 4 * torch.tensor(COLUMNS, dtype=torch.int32).argsort().int()
-    return (packed[..., None] >> shifts).bitwise_and_(15).to(torch.uint8).flatten(1)

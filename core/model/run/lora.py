@@ -4,18 +4,22 @@ All linear layers compute through `Backend.linear`, where `AdaptedBackend` looks
 step's adapters add. Several checkpoint parameters may lie in one tensor; each adds to its own columns of the product.
 It is done in fp32, as PEFT does, for each adapter over its own rows, padded to a multiple of `ROW_MULTIPLE`: so a row's
 bits depend on no other row.
+
+Quantized weights are in the backend's `Decoder`. Their products come from `Decoder.linear`, and the same is added to
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from ....kernels.contract import ROW_MULTIPLE, Backend
+from ....kernels.contract import ROW_MULTIPLE, Backend, LayerCache
+from ....kernels.decoder_contract import Decoder, PackedWeight
 from ...worker.device import device_for
 from ..learn.fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 from ..learn.row_invariant import routed
@@ -26,7 +30,7 @@ from .paged_model import PagedModel
 class Place(NamedTuple):
     """Where a linear layer of the checkpoint is computed."""
 
-    weight: int  # `id` of the tensor that holds its weight
+    weight: int  # `id` of the tensor that holds its weight; in a decoder, the number of the weight
     start: int  # of its columns in that tensor's product
     num_outputs: int
     num_inputs: int
@@ -87,9 +91,17 @@ class AdaptedBackend:
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`."""
         out = self._backend.linear(x, weight, bias)
-        key = id(weight)
         if self._note is not None:
-            self._note(key, x.shape[:-1].numel())
+            self._note(id(weight), x.shape[:-1].numel())
+        return self.add(out, x, id(weight))
+
+    def decoder(self, *args: Any, **kwargs: Any) -> Decoder | None:
+        """See `Backend.decoder`."""
+        decoder = self._backend.decoder(*args, **kwargs)
+        return None if decoder is None else AdaptedDecoder(decoder, self)
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, key: int) -> torch.Tensor:
+        """Add to the product `out` of `x` what the step's adapters have for the weight `key` (see `Place`)."""
         for lora, padded, rows in self._of_logits if key == self._head else self._of_tokens:
             for down, up, scale, start in lora.deltas.get(key, ()):
                 inner = self._backend.linear(x.reshape(-1, x.shape[-1])[padded].float(), down)
@@ -102,6 +114,10 @@ class AdaptedBackend:
         """Compute the linear layers of `model`, which was loaded with this backend, here. Returns those that adapters
         may change, by module path: each that sees every row of a step once, in order, and the output layer."""
         self._device = device_for(model.device)
+        if model.whole is not None:
+            keys = cast(AdaptedDecoder, model.whole.decoder).keys
+            self._head = keys[id(model.whole.head.linear.weight)]
+            return _places(model, keys)
         for module in model.model.modules():
             if isinstance(module, nn.Linear) and is_plain_linear(module):
                 module.forward = routed(module, self.linear)  # type: ignore[method-assign]
@@ -114,12 +130,7 @@ class AdaptedBackend:
         if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
             able.add(id(head.weight))
             self._head = id(head.weight) if model.selects_rows else 0
-        places = {}
-        for name in model.parameters.names():
-            owner, attribute, start, _ = slot = model.parameters.slot(name)
-            if attribute == "weight" and isinstance(owner, nn.Linear | JoinedProjections) and id(slot.tensor) in able:
-                places[name.removesuffix(".weight")] = Place(id(slot.tensor), start, *slot.view().shape)
-        return places
+        return _places(model, {key: key for key in able})
 
     def admit(self, slot: int, place: int, lora: LoRA | None) -> None:
         """The request at `slot` has this adapter from now on, as one of at most `max_loras`; place 0: none."""
@@ -153,3 +164,43 @@ class AdaptedBackend:
             assert lora is not None
             shares.append(_Share(lora, on_device, on_device[: len(rows)]))
         return shares
+
+
+class AdaptedDecoder:
+    """A backend's decoder of whose products adapters may change each. It runs layer by layer, so that a row has the
+    same bits with and without another row's adapter."""
+
+    runs_steps = False
+
+    def __init__(self, decoder: Decoder, adapted: AdaptedBackend) -> None:
+        self._decoder, self._adapted = decoder, adapted
+        # Adapters outlive the tensors, which are other ones after the weights were dropped and loaded again.
+        self.keys = {tensor: number for number, tensor in enumerate(decoder.weights)}
+
+    @property
+    def weights(self) -> Mapping[int, PackedWeight]:
+        return self._decoder.weights
+
+    def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
+        self._decoder.bind(caches, sources)
+
+    def give_back(self) -> None:
+        self._decoder.give_back()
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Decoder.linear`."""
+        return self._adapted.add(self._decoder.linear(x, weight, bias), x, self.keys[id(weight)])
+
+    def run(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _places(model: PagedModel, keys: Mapping[int, int]) -> dict[str, Place]:
+    """The linear layers whose weight lies in a tensor of `keys`, ``id`` → `Place.weight`."""
+    places = {}
+    for name in model.parameters.names():
+        owner, attribute, start, _ = slot = model.parameters.slot(name)
+        key = keys.get(id(slot.tensor))
+        if attribute == "weight" and isinstance(owner, nn.Linear | JoinedProjections) and key is not None:
+            places[name.removesuffix(".weight")] = Place(key, start, *model.parameters.shape(name))
+    return places

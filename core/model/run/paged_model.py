@@ -15,7 +15,7 @@ from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCach
 from ...worker.kv_layout import KVLayout, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
-from ..load.quantized import AwqWeights
+from ..load.quantized import PackedWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
 from .expert_recorder import ExpertRecorder
 from .stack import position_ids
@@ -46,7 +46,7 @@ class PagedModel:
         self.notes = notes  # lines for --explain-model
         self.decisions = dict(fused.decisions)  # for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
-        self.quantized: AwqWeights | None = None  # weights that the checkpoint has as integers
+        self.quantized: PackedWeights | None = None  # weights that the checkpoint has as integers
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
         self.stack = fused.stack  # if it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory

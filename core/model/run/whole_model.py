@@ -52,7 +52,8 @@ class WholeModel:
         """As `PagedModel.forward`, from embeddings, which may be overwritten. `attend`: the step's attention calls, one
         after another."""
         kinds = {id(step): step for step in attention}
-        if len(positions) > 1 or any(step.backend is not self.backend for step in kinds.values()):
+        others = any(step.backend is not self.backend for step in kinds.values())
+        if others or len(positions) > 1 or not self.decoder.runs_steps:
             return self._layer_by_layer(embeddings, positions, attend, wanted)
         index = {key: i for i, key in enumerate(kinds)}
         logits = self.decoder.run(

@@ -1,0 +1,144 @@
+"""Quantized checkpoints as AutoAWQ, AutoGPTQ and bitsandbytes write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+
+GROUP = 32
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+# QLoRA, appendix E
+NORMAL_FLOATS = torch.tensor(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+)  # fmt: skip
+Layer = tuple[dict[str, torch.Tensor], torch.Tensor]  # tensors by the end of their names; the weight [out, in]
+
+
+def pack_columns(numbers: torch.Tensor) -> torch.Tensor:
+    """Pack as AutoAWQ does: integers below 16, ``[rows, columns]`` → int32 ``[rows, columns / 8]``."""
+    packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
+    for i, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+        packed |= numbers[:, column::8].long() << 4 * i
+    return packed.to(torch.int32)  # wraps
+
+
+def pack_in_order(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack as AutoGPTQ does: ``[rows, columns]`` → int32 ``[rows, columns * bits / 32]``."""
+    per = 32 // bits
+    packed = torch.zeros(len(numbers), numbers.shape[1] // per, dtype=torch.int64)
+    for i in range(per):
+        packed |= numbers[:, i::per].long() << bits * i
+    return packed.to(torch.int32)
+
+
+def rounded(weight: torch.Tensor, group: int, bits: int = 4, symmetric: bool = False) -> tuple[torch.Tensor, ...]:
+    """Numbers ``[out, groups, group]``, scales and zeros ``[out, groups]``, and the weight that they encode."""
+    grouped, top = weight.float().view(len(weight), -1, group), (1 << bits) - 1
+    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    scales = ((high - low) / top).half()
+    zeros = torch.full_like(low, (top + 1) // 2) if symmetric else (-low / scales.float()).round().clamp(0, top)
+    numbers = (grouped / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top)
+    stands_for = ((numbers - zeros[..., None]) * scales.float()[..., None]).flatten(1).half()
+    return numbers, scales, zeros, stands_for
+
+
+def awq_of(weight: torch.Tensor, group: int = GROUP) -> Layer:
+    numbers, scales, zeros, stands_for = rounded(weight, group)
+    tensors = {
+        "qweight": pack_columns(numbers.flatten(1).T),
+        "qzeros": pack_columns(zeros.T),
+        "scales": scales.T.contiguous(),
+    }
+    return tensors, stands_for
+
+
+def gptq_of(
+    weight: torch.Tensor, group: int = GROUP, bits: int = 4, symmetric: bool = True, stored_less: int = 1
+) -> Layer:
+    numbers, scales, zeros, stands_for = rounded(weight, group, bits, symmetric)
+    tensors = {
+        "qweight": pack_in_order(numbers.flatten(1), bits).T.contiguous(),
+        "qzeros": pack_in_order((zeros.T - stored_less).clamp_min(0), bits),  # a zero of 0 can't be stored less one
+        "scales": scales.T.contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // group).int(),
+    }
+    if stored_less:
+        zeros = zeros.clamp_min(1)
+        stands_for = ((numbers - zeros[..., None]) * scales.float()[..., None]).flatten(1).half()
+    return tensors, stands_for
+
+
+def bnb_of(weight: torch.Tensor, nested: bool = False, block: int = 64) -> Layer:
+    blocks = weight.float().flatten().view(-1, block)  # which may end in the next row
+    absmax = blocks.abs().amax(1)
+    codes = (blocks / absmax[:, None]).sub(NORMAL_FLOATS[:, None, None]).abs().argmin(0)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "float16", "shape": list(weight.shape)}
+    tensors = {
+        "weight": (codes.flatten()[::2] << 4 | codes.flatten()[1::2]).to(torch.uint8)[:, None],
+        "weight.quant_map": NORMAL_FLOATS,
+        "weight.absmax": absmax,
+    }
+    if nested:
+        offset, table = absmax.mean(), torch.linspace(-1, 1, 256)
+        inner = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % 256)).view(-1, 256)
+        outer = inner.abs().amax(1)
+        index = (inner / outer[:, None]).sub(table[:, None, None]).abs().argmin(0)
+        absmax = ((table[index] * outer[:, None]).flatten() + offset)[: len(absmax)]
+        tensors |= {
+            "weight.absmax": index.flatten()[: len(absmax)].to(torch.uint8),
+            "weight.nested_absmax": outer,
+            "weight.nested_quant_map": table,
+        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors["weight.quant_state.bitsandbytes__nf4"] = text
+    return tensors, (NORMAL_FLOATS[codes] * absmax[:, None]).view(weight.shape).half()
+
+
+def make_quantized(
+    folder: Path,
+    of_layer: Callable[[torch.Tensor], Layer],
+    config: Mapping[str, Any],
+    architecture: str = "llama",
+    but: Sequence[str] = (),
+    **fields: Any,
+) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """A quantized checkpoint, the equivalent plain one, and the values of its quantized weights."""
+    plain = tiny.make(architecture, folder / "plain", dtype=torch.float16, **fields)
+    tensors = load_file(plain / "model.safetensors")
+    packed: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        path = name.removesuffix(".weight")
+        if tensor.dim() == 2 and "layers" in name and not any(part in name for part in but):
+            layer, values[name] = of_layer(tensor)
+            packed |= {f"{path}.{end}": part.contiguous().clone() for end, part in layer.items()}
+        else:
+            packed[name] = tensor
+    save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})
+    quantized = folder / str(config["quant_method"])
+    quantized.mkdir()
+    text = json.loads((plain / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**text, "quantization_config": dict(config)}))
+    save_file(packed, quantized / "model.safetensors", metadata={"format": "pt"})
+    return quantized, plain, values
+
+
+def make_awq(
+    folder: Path, architecture: str = "llama", but: Sequence[str] = (), **settings: Any
+) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    return make_quantized(folder, awq_of, {**AWQ, **settings}, architecture, but)
