@@ -36,7 +36,7 @@ from .request.outputs import (
     num_tokens_of,
     raise_first_failure,
 )
-from .request.prompts import Prompt, listed_prompts
+from .request.prompts import Prompt, TokensPrompt, listed_prompts
 from .text.chat_template import Message
 from .text.model_files import default_sampling_params
 
@@ -203,19 +203,21 @@ class LLM(EngineMethods, PoolingMethods):
             raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
-        prompts = []
+        prompts: list[Prompt] = []
         for at, conversation in enumerate(conversations):
             with names_prompt(at, len(conversations)):
-                text = tokenizer.apply_chat_template(
+                made = tokenizer.apply_chat_template(
                     conversation,
                     tools=tools,
                     chat_template=self.chat_template if chat_template is None else chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    tokenize=False,
+                    tokenize=tokenizer.chats_in_tokens,
                     **(chat_template_kwargs or {}),
                 )
-            prompts.append(cast(str, text))
+            if tokenizer.chats_in_tokens:
+                made = TokensPrompt(prompt_token_ids=made, prompt=tokenizer.decode(made))
+            prompts.append(made)
         # the template writes all special tokens itself
         kwargs = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         more: dict[str, Any] = {"priority": priority, "tokenization_kwargs": kwargs, "on_error": on_error}
