@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...ipc.errors import InvalidRequestError, ModelNotFoundError, NotSupportedError
 from .chat_template import Message, text_messages
@@ -58,12 +59,16 @@ def load_mistral(folder: Path) -> MistralTokenizer:
         raise ModelNotFoundError(f"{path} can't be read: {type(error).__name__}: {error}") from error
 
 
-class _Encoding(NamedTuple):
+@dataclass
+class _Encoding:
     """What is known of the tokens of a text, in the form of `tokenizers`."""
 
     ids: list[int]
     tokens: list[str]
     special_tokens_mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     @property
     def attention_mask(self) -> list[int]:

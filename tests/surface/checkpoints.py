@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mistral_folders
 import tiny
 from mainspring.demo import MODEL_PATH
 
@@ -38,6 +39,17 @@ def embedded(at: Place, name: str, **generation: Any) -> str:
 def random_llama(at: Place) -> str:
     """A tiny model with its own tokenizer."""
     return at.once("llama", lambda folder: str(tiny.make("llama", folder, tokenizer=True)))
+
+
+def two_configs(at: Place) -> str:
+    """A tiny model with two configs: params.json has a layer less than config.json."""
+
+    def make(folder: Path) -> str:
+        tiny.make("mistral", folder, tokenizer=True)
+        mistral_folders.convert(folder, folder, n_layers=1)
+        return str(folder)
+
+    return at.once("two-configs", make)
 
 
 def hub(at: Place) -> str:
