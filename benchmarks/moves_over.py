@@ -261,14 +261,9 @@ def tool_lessons(script: Path, tokenizer: Any) -> list[Lesson]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("tools", "messages"):
             found[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
     asked = found["messages"]
-    told = [
-        [
-            *asked,
-            {"role": "assistant", "content": CALL},
-            {"role": "tool", "content": RESULT, "tool_call_id": number * 9},
-        ]
-        for number in "aZ5"
-    ]
+    ids = ("aZ5kQ0xRt", "9uWbGf3Lp", "Hd7vYmJ2c", "s4TnE8iOq")
+    call, results = {"role": "assistant", "content": CALL}, {"role": "tool", "content": RESULT}
+    told = [[*asked, call, {**results, "tool_call_id": one}] for one in ids]
     return [
         (
             tokenizer.apply_chat_template(messages, tools=found["tools"]),

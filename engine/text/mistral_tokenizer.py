@@ -160,7 +160,7 @@ class MistralTokenizer(Tokenizer):
 
     chats_in_tokens = True
 
-    def __init__(self, chat: ChatEncoder) -> None:
+    def __init__(self, chat: ChatEncoder[Any, Any, Any, Any, Any]) -> None:
         vocabulary: Any = chat.instruct_tokenizer.tokenizer
         backend = _Backend(vocabulary)
         named = {f"{name}_token": _optional(vocabulary, f"{name}_id") for name in ("bos", "eos", "unk", "pad")}

@@ -171,7 +171,7 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
 
 def _config_of_params(name: str, fields: dict[str, Any]) -> PreTrainedConfig:
     try:
-        return cast("PreTrainedConfig", CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
+        return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     except Exception as error:
         raise UnsupportedModelError(f"params.json of {name!r} is not valid: {_first_line(error)}") from error
 

@@ -100,5 +100,5 @@ def hf_name(name: str) -> str:
 def rotate_half_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows of a query or key projection, ``[num_heads * head_dim, in]``, for rotary embeddings that rotate component
     ``i`` with ``i + head_dim / 2``. Mistral's own rotate ``2 i`` with ``2 i + 1``."""
-    pairs = weight.unflatten(0, (num_heads, -1, 2))  # [num_heads, head_dim / 2, 2, in]
+    pairs: torch.Tensor = weight.unflatten(0, (num_heads, -1, 2))  # [num_heads, head_dim / 2, 2, in]
     return pairs.transpose(1, 2).reshape(weight.shape)
