@@ -298,7 +298,7 @@ def test_chat_sends_the_ids_of_the_conversation(folder: Path, tokenizer: Any) ->
             llm.chat(messages, chat_template="{{ messages }}")
 
 
-def test_text_stop_words_and_grammars_with_tekken(folder: Path, tokenizer: Any) -> None:
+def test_text_and_grammars_with_tekken(folder: Path, tokenizer: Any) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
     choice = StructuredOutputsParams(choice=["naïve 東京 🙂", "café"])
     with plain.make_engine(folder) as engine:
@@ -364,6 +364,8 @@ def test_sentencepiece_encodes_decodes_and_streams(tmp_path: Path) -> None:
 def test_folders_without_mistrals_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"holds no tekken\.json"):
         load_tokenizer(tmp_path, "mistral")
+    with pytest.raises(ModelNotFoundError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path / "none")
     pytest.importorskip("mistral_common")
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match=r"tekken\.json can't be read"):

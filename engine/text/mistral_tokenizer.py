@@ -31,7 +31,7 @@ def mistral_file(folder: Path) -> Path | None:
     """The file of Mistral's tokenizer: tekken.json, else SentencePiece of the highest version."""
     if (tekken := folder / "tekken.json").is_file():
         return tekken
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _VERSIONED.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in folder.glob("*.model.v*") if (match := _VERSIONED.fullmatch(path.name))]
     return max(found)[1] if found else None
 
 
