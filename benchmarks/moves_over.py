@@ -56,7 +56,8 @@ class Checkpoint(NamedTuple):
     """A small checkpoint: `maker` and `fields` say of which kind."""
 
     maker: str  # causal, or a class of transformers for models that give vectors; lora: an adapter of `architecture`;
-    # trained: one that knows by heart what a script expects the model to say; awq, gptq: quantized
+    # trained: one that knows by heart what a script expects the model to say; mistral: the same in Mistral's own format,
+    # beside an ordinary one with random weights; awq, gptq: quantized
     architecture: str
     names: str  # on the hub
     fields: Mapping[str, Any] = MappingProxyType({})
@@ -87,7 +88,7 @@ CHECKPOINTS = [
         {"num_labels": 1, "max_position_embeddings": 2048},
     ),
     Checkpoint("causal", "qwen3_moe", "Qwen/Qwen3-30B-A3B", {"max_position_embeddings": 4096}),
-    Checkpoint("causal", "mistral", "mistralai/Mistral-7B-Instruct-v0.3 mistralai/Ministral-8B-Instruct-2410"),
+    Checkpoint("mistral", "mistral", "mistralai/Mistral-7B-Instruct-v0.3 mistralai/Ministral-8B-Instruct-2410"),
     Checkpoint("AutoModelForSequenceClassification", "qwen2", "jason9693/Qwen2.5-1.5B-apeach", {"num_labels": 2}),
     Checkpoint(
         "AutoModelForSequenceClassification",
@@ -194,7 +195,7 @@ EXPECTED: dict[str, list[tuple[str, int]]] = {
         (r"All tests passed!", 1),
     ],
     "tpu.py": [(_TEXT, 3)],
-    "chat_with_tools": [(r".+", 2)],
+    "chat_with_tools": [(r"The weather in Dallas, TX is 85 degrees", 1)],
 }
 
 
@@ -245,6 +246,12 @@ def make_tokenizer(folder: Path, pair: bool, more: Sequence[str] = ()) -> None:
     tokenizer.save_pretrained(folder)
 
 
+CALL = '[{"name": "get_current_weather", "arguments": {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}}]'
+ANSWER = "The weather in Dallas, TX is 85 degrees fahrenheit."
+RESULT = "The weather in Dallas, TX is 85 degrees fahrenheit. It is partly cloudly, with highs in the 90's."
+Lesson = tuple[list[int], list[int]]  # token ids of a prompt and of the answer to learn
+
+
 def texts_by_heart(scripts: Iterable[Path]) -> list[str]:
     """Prompts with their answers, from the lists `prompts` and `answers` of scripts that assert what a model says."""
     found = []
@@ -259,26 +266,64 @@ def texts_by_heart(scripts: Iterable[Path]) -> list[str]:
     return found
 
 
-def train(folder: Path, texts: list[str]) -> None:
-    """Let a checkpoint learn texts by heart."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def tool_lessons(script: Path, tokenizer: Any) -> list[Lesson]:
+    """The answers that call the tool of a script, and that tell its result. The id of a call is random."""
+    found = {}
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("tools", "messages"):
+            found[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    asked = found["messages"]
+    ids = ("aZ5kQ0xRt", "9uWbGf3Lp", "Hd7vYmJ2c", "s4TnE8iOq")
+    call, results = {"role": "assistant", "content": CALL}, {"role": "tool", "content": RESULT}
+    told = [[*asked, call, {**results, "tool_call_id": one}] for one in ids]
+    return [
+        (
+            tokenizer.apply_chat_template(messages, tools=found["tools"]),
+            [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id],
+        )
+        for messages, answer in [(asked, CALL), *((messages, ANSWER) for messages in told)]
+    ]
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+def make_mistral(folder: Path, script: Path) -> None:
+    """Add Mistral's own files to an ordinary checkpoint; their model knows what `script` expects."""
+    import mistral_folders
+    import tiny
+    from mainspring.engine.text.tokenizer import load_tokenizer
+
+    size = mistral_folders.make_tekken(folder / "tokenizer.json", folder)
+    with tempfile.TemporaryDirectory() as place:
+        fields = {"vocab_size": size, "max_position_embeddings": 2048}
+        trained = tiny.make("mistral", place, bos_token_id=1, eos_token_id=2, **fields)
+        train(trained, tool_lessons(script, load_tokenizer(folder, "mistral")))
+        mistral_folders.convert(trained, folder)
+
+
+def train(folder: Path, lessons: list[Lesson]) -> None:
+    """Let a checkpoint learn answers by heart."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
     torch.set_num_threads(1)  # small products: more threads only wait for each other
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batch = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    not_learned = -100
+    batch = [
+        (torch.tensor([[*prompt, *answer]]), torch.tensor([[*([not_learned] * len(prompt)), *answer]]))
+        for prompt, answer in lessons
+    ]
     for _ in range(80):
-        loss = sum(model(input_ids=ids, labels=ids).loss for ids in batch)
+        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.save_pretrained(folder)
 
 
-def make_checkpoints(folder: Path, by_heart: list[str]) -> dict[str, str]:
+def make_checkpoints(folder: Path, by_heart: list[str], tool_script: Path | None) -> dict[str, str]:
     """→ hub name → folder."""
     import transformers
+    from transformers import AutoTokenizer
 
     import peft_folders
     import pooled
@@ -302,11 +347,15 @@ def make_checkpoints(folder: Path, by_heart: list[str]) -> dict[str, str]:
                 config = getattr(quantized_folders, one.maker.upper())
                 quantized_folders.make_quantized(place, of_layer, config, one.architecture, **fields)
                 make_tokenizer(place / one.maker, pair=False)
-            elif one.maker in ("causal", "trained"):
+            elif one.maker in ("causal", "trained", "mistral"):
+                more = {"trained": by_heart, "mistral": [CALL, RESULT]}.get(one.maker, [])
                 tiny.make(one.architecture, place, **fields)
-                make_tokenizer(place, pair=False, more=by_heart if one.maker == "trained" else [])
+                make_tokenizer(place, pair=False, more=more)
                 if one.maker == "trained" and by_heart:
-                    train(place, by_heart)
+                    encode = AutoTokenizer.from_pretrained(place).encode
+                    train(place, [([], encode(text)) for text in by_heart])
+                if one.maker == "mistral" and tool_script is not None:
+                    make_mistral(place, tool_script)
             else:
                 auto = getattr(transformers, one.maker)
                 pooled.make(one.architecture, place, auto, **fields)
@@ -381,6 +430,7 @@ def main() -> int:
         return min(1, sum(vllm_names.compare(source) for source in args.sources))
     scripts: dict[str, Path] = {}
     by_heart: list[str] = []
+    tool_script: Path | None = None
     for source in args.sources:
         examples = sorted((source / "examples").rglob("*.py"))
         by_heart += texts_by_heart(examples)
@@ -390,6 +440,7 @@ def main() -> int:
                 continue
             if (reason := left_out(script)) is None:
                 scripts[name] = script.resolve()
+                tool_script = script if "chat_with_tools" in name else tool_script
             elif reason != "imports nothing of vLLM":
                 print(f"left out  {name}  {reason}")
     if args.list:
@@ -400,7 +451,7 @@ def main() -> int:
         folder = (args.keep or Path(temporary)).resolve()
         models = folder / "models"
         models.mkdir(parents=True, exist_ok=True)
-        (models / "models.json").write_text(json.dumps(make_checkpoints(models, by_heart)))
+        (models / "models.json").write_text(json.dumps(make_checkpoints(models, by_heart, tool_script)))
         results = []
         for name, script in scripts.items():
             results.append(one := run(script, name, models, folder / "out"))

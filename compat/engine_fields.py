@@ -86,7 +86,7 @@ DEFAULT_ONLY = {
     "choosing the logprobs' stage": 'logprobs_mode="raw_logprobs"',
     "older patterns of logits processors": "logits_processor_pattern",
     "processors of pooling plugins": "io_processor_plugin",
-    "configs other than Hugging Face's": 'config_format="auto"|"hf" hf_config_path code_revision',
+    "a config from elsewhere": "hf_config_path code_revision",
     "whitespace and additional properties by configuration (set them in StructuredOutputsParams)": (
         "guided_decoding_disable_additional_properties=false guided_decoding_disable_any_whitespace=false"
     ),

@@ -61,7 +61,7 @@ class ChatMethods:
 
         Returns, raises: as `generate`.
         """
-        texts = self._chat_texts(
+        prompts = self._chat_prompts(
             messages,
             chat_template,
             chat_template_content_format,
@@ -72,7 +72,7 @@ class ChatMethods:
         )
         more: dict[str, Any] = {"priority": priority, "on_error": on_error}
         more["tokenization_kwargs"] = _without_special_tokens(tokenization_kwargs)
-        return self.generate(texts, sampling_params, use_tqdm, lora_request, **more)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **more)
 
     def enqueue_chat(
         self,
@@ -92,7 +92,7 @@ class ChatMethods:
         on_error: OnError = "raise",
     ) -> list[str]:
         """`enqueue` with the prompts of conversations. Arguments as `chat`; returns and raises as `enqueue`."""
-        texts = self._chat_texts(
+        prompts = self._chat_prompts(
             messages,
             chat_template,
             chat_template_content_format,
@@ -102,7 +102,7 @@ class ChatMethods:
             chat_template_kwargs,
         )
         kwargs = _without_special_tokens(tokenization_kwargs)
-        return self.enqueue(texts, sampling_params, lora_request, priority, use_tqdm, kwargs, on_error=on_error)
+        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, kwargs, on_error=on_error)
 
     def preprocess_chat(
         self,
@@ -116,7 +116,7 @@ class ChatMethods:
     ) -> list[TokensPrompt]:
         """The prompt of each conversation, with its text and token ids, as `chat` makes it. Arguments and errors as
         `chat`."""
-        texts = self._chat_texts(
+        prompts = self._chat_prompts(
             messages,
             chat_template,
             chat_template_content_format,
@@ -125,14 +125,16 @@ class ChatMethods:
             tools,
             chat_template_kwargs,
         )
-        prompts = []
-        for at, text in enumerate(texts):
-            with names_prompt(at, len(texts)):
-                ids = self.llm_engine.input_processor.encode(text, add_special_tokens=False)
-            prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
-        return prompts
+        made = []
+        for at, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                with names_prompt(at, len(prompts)):
+                    ids = self.llm_engine.input_processor.encode(prompt, add_special_tokens=False)
+                prompt = TokensPrompt(prompt_token_ids=ids, prompt=prompt)
+            made.append(prompt)
+        return made
 
-    def _chat_texts(
+    def _chat_prompts(
         self,
         messages: Any,
         chat_template: str | None,
@@ -141,28 +143,31 @@ class ChatMethods:
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> list[str]:
-        """The prompt of each conversation as text."""
+    ) -> list[str | TokensPrompt]:
+        """The prompt of each conversation: text, or tokens if the tokenizer can encode conversations only."""
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, (list, tuple)):
             raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
-        texts = []
+        prompts: list[str | TokensPrompt] = []
         for at, conversation in enumerate(conversations):
             with names_prompt(at, len(conversations)):
-                text = tokenizer.apply_chat_template(
+                made = tokenizer.apply_chat_template(
                     conversation,
                     tools=tools,
                     chat_template=self.chat_template if chat_template is None else chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    tokenize=False,
+                    tokenize=tokenizer.chats_in_tokens,
                     chat_template_content_format=content_format,
                     **(chat_template_kwargs or {}),
                 )
-            texts.append(cast(str, text))
-        return texts
+                if tokenizer.chats_in_tokens:
+                    ids = cast("list[int]", made)
+                    made = TokensPrompt(prompt_token_ids=ids, prompt=tokenizer.decode(ids))
+            prompts.append(cast("str | TokensPrompt", made))
+        return prompts
 
 
 def _without_special_tokens(tokenization_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -27,8 +27,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     model: Annotated[str | None, "Folder or Hugging Face id of the checkpoint; none: the embedded model."] = None
     tokenizer: Annotated[str | None, "Folder or id of the tokenizer; none: the model's."] = None
     tokenizer_mode: Annotated[
-        Literal["auto", "hf"],
-        "`auto`: the Rust tokenizer where a tokenizer.json exists; `hf`: transformers' AutoTokenizer.",
+        Literal["auto", "hf", "mistral"],
+        "`auto`: the Rust tokenizer where a tokenizer.json exists; `hf`: transformers' AutoTokenizer; `mistral`: "
+        "Mistral's own, of tekken.json or tokenizer.model.v*, which `auto` takes where there is no other.",
     ] = "auto"
     skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in, token ids out."] = False
     trust_remote_code: Annotated[bool, "Run Python code that comes with a checkpoint."] = False
@@ -47,6 +48,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     seed: Annotated[int, "Seed of `load_format=dummy` weights."] = 0
     max_model_len: Annotated[int | None, "Most tokens of a request, prompt and output; none: the model's."] = None
     max_logprobs: Annotated[int, "Most log probabilities per token that a request may ask for; -1: no limit."] = 512
+    config_format: Annotated[
+        Literal["auto", "hf", "mistral"],
+        "`hf`: config.json; `mistral`: Mistral's params.json; `auto`: config.json, or params.json in a folder that "
+        "has only that.",
+    ] = "auto"
     hf_overrides: Annotated[dict[str, Any], "Fields to replace in the checkpoint's config."] = {}
     generation_config: Annotated[
         str, "Where default sampling parameters come from: `auto` (the checkpoint), `none`, or a folder."
@@ -82,6 +88,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         """
         from transformers import AutoConfig
 
+        from .mistral_params import read_params
+
+        params = read_params(str(self.model), self.config_format, self.revision)
+        if params is not None:
+            return AutoConfig.for_model(**merged(params, self.hf_overrides))
         where: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         try:
             found: Any = AutoConfig.from_pretrained(str(self.model), **where)
@@ -99,9 +110,10 @@ class LoadConfig(Section, frozen=True, kw_only=True):
     """How weights are loaded."""
 
     load_format: Annotated[
-        Literal["auto", "safetensors", "dummy", "sharded_state"],
+        Literal["auto", "safetensors", "dummy", "sharded_state", "mistral"],
         "`auto`: safetensors, else PyTorch files; `dummy`: random weights from `seed`; `sharded_state`: the files that "
-        "`save_sharded_state` wrote.",
+        "`save_sharded_state` wrote; `mistral`: Mistral's consolidated*.safetensors, which `auto` reads from a folder "
+        "that has no others.",
     ] = "auto"
     download_dir: Annotated[str | None, "Where hub downloads are kept; none: the hub library's cache."] = None
     use_tqdm_on_load: Annotated[bool, "Show a progress bar on long loads."] = True

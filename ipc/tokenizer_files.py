@@ -22,12 +22,13 @@ PATTERNS = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    "*.model.v*",
     "tekken.json",
     "*.jinja",
     "chat_templates/*.jinja",
 )
 MODEL_PATTERNS = ("config.json", "generation_config.json")
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.txt", "*.tiktoken", "*.py"]
 _WEIGHT_INDEXES = ["*.index.json"]
 
 

@@ -19,7 +19,7 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mainspring.compat.logits_processors import AdapterLogitsProcessor
+from mainspring.ipc.logits_processors import AdapterLogitsProcessor
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.config import EngineConfig, ModelConfig, SchedulerConfig

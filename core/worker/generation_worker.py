@@ -277,9 +277,11 @@ def _next_step(plan: StepPlan) -> StepPlan:
 
 def _grammar_compiler(config: EngineConfig, model: PagedModel) -> GrammarCompiler:
     named = config.model_config
-    text = read_files(named, config.load_config.download_dir).get("tokenizer.json") if named.model else None
+    files = read_files(named, config.load_config.download_dir) if named.model else {}
+    text = files.get("tekken.json") if named.tokenizer_mode == "mistral" else None
+    text = text or files.get("tokenizer.json") or files.get("tekken.json")
     if text is None or not model.eos_token_ids:
-        lacks = "tokenizer.json" if text is None else "end-of-sequence token"
+        lacks = "tokenizer.json or tekken.json" if text is None else "end-of-sequence token"
         raise NotSupportedError(f"structured outputs need a {lacks}, which this checkpoint does not have")
     return GrammarCompiler(text.decode(), model.vocab_size, model.eos_token_ids)
 

@@ -10,6 +10,7 @@ thread-safe.
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import threading
@@ -149,7 +150,8 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer in a thread of its own, and caches the most recently used ones.
 
     Args:
-        tokenizer: the content of a tokenizer.json, or a tokenizer read from it, with all added tokens.
+        tokenizer: the content of a tokenizer.json or a tekken.json, or a tokenizer read from the former, with all added
+            tokens.
         vocab_size: size of the model's vocabulary. Ids that the tokenizer does not know are never allowed.
         eos_token_ids: the tokens that end an output.
     """
@@ -218,13 +220,17 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         source = json.loads(self._source if isinstance(self._source, str) else self._source.to_str())
-        known = _token_ids(source)
-        special = [token["id"] for token in source["added_tokens"] if token["special"]]
+        is_tekken = "model" not in source
+        known = set(range(source["config"]["default_vocab_size"])) if is_tekken else _token_ids(source)
+        special = _special_ids(source)
         eos = sorted(token for token in self._eos_token_ids if 0 <= token < self._vocab_size)
         ends = [token for token in eos if token in known] or special[:1] or [0]  # the library needs one; ours are `eos`
-        source.update(post_processor=None, truncation=None, padding=None)
         size = max(self._vocab_size, max(known, default=-1) + 1)
-        tokenizer = LLTokenizer(json.dumps(source), n_vocab=size, eos_token=ends)
+        if is_tekken:
+            tokenizer = _of_tekken(source, size, ends)
+        else:
+            source.update(post_processor=None, truncation=None, padding=None)
+            tokenizer = LLTokenizer(json.dumps(source), n_vocab=size, eos_token=ends)
         text = {token for token in known if token < self._vocab_size}.difference(special, eos)
         return _Vocabulary(
             tokenizer,
@@ -269,6 +275,29 @@ def _token_ids(source: dict[str, Any]) -> set[int]:
     vocabulary = source["model"]["vocab"]
     ids = set(vocabulary.values()) if isinstance(vocabulary, dict) else set(range(len(vocabulary)))
     return ids | {token["id"] for token in source["added_tokens"]}
+
+
+def _special_ids(source: dict[str, Any]) -> list[int]:
+    if "model" not in source:  # tekken's come first
+        return list(range(source["config"]["default_num_special_tokens"]))
+    return [token["id"] for token in source["added_tokens"] if token["special"]]
+
+
+def _of_tekken(source: dict[str, Any], size: int, ends: list[int]) -> LLTokenizer:
+    """The tokenizer of a tekken.json. Its special tokens are never allowed, so their names do not matter."""
+    from llguidance import LLTokenizer
+
+    special = _special_ids(source)
+    count = source["config"]["default_vocab_size"] - len(special)
+    ids = {base64.b64decode(entry["token_bytes"]): len(special) + entry["rank"] for entry in source["vocab"][:count]}
+    return LLTokenizer.from_tiktoken(  # type: ignore[attr-defined,no-any-return]
+        encoder=ids,
+        special_tokens={f"<SPECIAL_{token}>": token for token in special},
+        pattern=source["config"]["pattern"],
+        eos_token=ends,
+        n_vocab=size,
+        slices=None,
+    )
 
 
 def _bits(tokens: Collection[int], size: int) -> np.ndarray:

@@ -58,14 +58,12 @@ def render_chat(
         raise InvalidArgumentError(
             f"chat_template_content_format is {shown(content_format)}; it must be one of {get_args(ContentFormat)}"
         )
-    messages = _checked(conversation)
-    if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidRequestError("tools must be a list of dicts, each the JSON schema of a function")
+    messages, tools = _checked(conversation), _checked_tools(tools)
 
     def render(messages: list[dict[str, Any]]) -> str:
         return _compile(template).render(
             messages=messages,
-            tools=_plain(tools),
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             **{"documents": None, **_plain(variables)},  # a template may ask whether there are any
         )
@@ -93,6 +91,24 @@ def _checked(conversation: Any) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"a message is {shown(message)}; it must be a dict with 'role' and 'content'")
     # a None (as some APIs return) would be printed as "None"; templates expect the key to be missing
     return [{key: value for key, value in _plain(message).items() if value is not None} for message in conversation]
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequestError("tools must be a list of dicts, each the JSON schema of a function")
+    return cast("list[dict[str, Any]] | None", _plain(tools))
+
+
+def text_messages(
+    conversation: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Plain copies of messages and tools for an encoder that is no template. Parts that are text are joined.
+
+    Raises: as `render_chat`.
+    """
+    messages = _checked(conversation)
+    _unify_content(messages, "", lambda tried: "", "string")
+    return messages, _checked_tools(tools)
 
 
 def _unify_content(

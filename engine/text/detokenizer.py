@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from .tokenizer import SlowTokenizer, Tokenizer
+from .tokenizer import SlowTokenizer, Tokenizer, byte_level_alphabet
 
 _MAX_UNFINISHED = 3  # tokens an unfinished character can have: each holds a byte of at most 4
 
@@ -62,7 +62,7 @@ class PieceTable(dict[int, bytes]):
         if text is None:
             return b""
         if self.form == "byte_level":
-            mapping = _byte_level_alphabet()
+            mapping = byte_level_alphabet()
             codes = [mapping.get(char) for char in text]
             known = [code for code in codes if code is not None]
             return bytes(known) if len(known) == len(codes) else text.encode()
@@ -189,14 +189,6 @@ def _read_decoder(tokenizer: Tokenizer) -> PieceTable | None:
 
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-
-
-@functools.cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others follow from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:

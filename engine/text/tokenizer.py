@@ -53,6 +53,7 @@ class Tokenizer:
     cls_token: str | None
     mask_token: str | None
     is_fast = True
+    chats_in_tokens = False  # whether the prompt of a conversation is token ids, which no text encodes to
 
     def __init__(
         self,
@@ -404,13 +405,20 @@ def _settings_of(hf: Any) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Mode ``hf`` builds it with transformers even where tokenizer.json exists.
+    """The tokenizer of a checkpoint folder. Mode ``hf`` builds it with transformers even where tokenizer.json exists,
+    mode ``mistral`` with mistral-common, as is done where there are only Mistral's files.
 
     Raises:
         ModelNotFoundError: the folder holds no tokenizer, or a broken one.
+        NotSupportedError: it is Mistral's, and mistral-common is not installed.
     """
     if mode == "auto" and (folder / "tokenizer.json").is_file():
         return _load_rust(folder)
+    if mode != "hf":
+        from .mistral_tokenizer import load_mistral, mistral_file
+
+        if mode == "mistral" or not (mistral_file(folder) is None or (folder / "tokenizer_config.json").is_file()):
+            return load_mistral(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_SLOW_FILES)):
         raise ModelNotFoundError(
             f"{folder} holds no tokenizer; give one as tokenizer=…, or set skip_tokenizer_init=True and use token ids"
@@ -525,3 +533,11 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, s
         return found["default"] if list(found) == ["default"] else found
     own = config.get("chat_template")
     return {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else own
+
+
+@functools.cache
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}

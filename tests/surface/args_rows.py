@@ -189,6 +189,12 @@ def hf_overrides(at: Place, engine: LLMEngine) -> None:
     assert at.text(engine=engine) != at.text()
 
 
+@arg("config_format", "mistral", model=checkpoints.two_configs)
+def config_format(at: Place, engine: LLMEngine) -> None:
+    other = at.engine(model=checkpoints.two_configs(at))
+    assert at.ids(engine=engine, ignore_eos=True) != at.ids(engine=other, ignore_eos=True)
+
+
 @arg("load_format", "dummy", "random")
 def load_format(at: Place, engine: LLMEngine) -> None:
     assert not at.text(engine=engine).startswith(" there")

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mistral_folders
 import tiny
 from mainspring.demo import MODEL_PATH
 
@@ -43,6 +44,17 @@ def random_llama(at: Place) -> str:
 def random_experts(at: Place) -> str:
     """A tiny model of 2 layers, in which 2 of 4 experts compute a token."""
     return at.once("experts", lambda folder: str(tiny.make("qwen3_moe", folder, tokenizer=True)))
+
+
+def two_configs(at: Place) -> str:
+    """A tiny model with two configs: params.json has a layer less than config.json."""
+
+    def make(folder: Path) -> str:
+        tiny.make("mistral", folder, tokenizer=True)
+        mistral_folders.convert(folder, folder, n_layers=1)
+        return str(folder)
+
+    return at.once("two-configs", make)
 
 
 def hub(at: Place) -> str:

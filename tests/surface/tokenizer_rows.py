@@ -26,6 +26,10 @@ def _end(t: Any) -> str:
     return next(added.content for added in t.backend.get_added_tokens_decoder().values() if added.special)
 
 
+def _chat(t: Any, tokenize: bool) -> Any:
+    return t.apply_chat_template(CHAT, tools=[{"name": "tool"}], chat_template=TEMPLATE, tokenize=tokenize)
+
+
 def _settable(name: str, value: Any) -> Callable[[Any], bool]:
     def test(t: Any) -> bool:
         before = getattr(t, name)
@@ -90,6 +94,11 @@ for _name, _test in TESTS.items():
 
 tokenizer_row("backend", lambda t: len(t.backend.get_vocab()) == len(t), "The tokenizer of the library `tokenizers`.")
 tokenizer_row("is_fast", lambda t: t.is_fast is True, "Whether the library `tokenizers` does the work.")
+tokenizer_row(
+    "chats_in_tokens",
+    lambda t: t.chats_in_tokens is False and t.encode(_chat(t, False), add_special_tokens=False) == _chat(t, True),
+    "Whether the prompt of a conversation is token ids, which no text encodes to, as with Mistral's tokenizers.",
+)
 tokenizer_row(
     "chat_template", lambda t: t.get_chat_template() == t.chat_template, "The template, several by name, or None."
 )

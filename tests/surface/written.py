@@ -34,8 +34,9 @@ SAMPLING = """
 """
 ARGS = """
     model tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code revision tokenizer_revision dtype seed
-    max_model_len quantization hf_overrides generation_config override_generation_config served_model_name runner task
-    load_format download_dir use_tqdm_on_load block_size gpu_memory_utilization kv_cache_memory_bytes kv_cache_dtype
+    max_model_len quantization config_format hf_overrides generation_config override_generation_config served_model_name
+    runner task load_format download_dir use_tqdm_on_load block_size gpu_memory_utilization kv_cache_memory_bytes
+    kv_cache_dtype
     num_gpu_blocks_override enable_prefix_caching kv_offloading_size swap_space cpu_offload_gb max_num_batched_tokens
     max_num_seqs enable_chunked_prefill long_prefill_token_threshold scheduling_policy async_scheduling stream_interval
     max_num_queued_requests tensor_parallel_size pipeline_parallel_size data_parallel_size distributed_executor_backend

@@ -22,6 +22,7 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from ....ipc.config import LoadConfig, ModelConfig, merged
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
+from ....ipc.mistral_params import read_params
 from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
@@ -33,6 +34,7 @@ from ..run.paged_model import PagedModel
 from ..run.streamed_layers import StreamedLayers, stream_layers
 from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
+from .mistral_weights import mistral_files, read_mistral
 from .quantized import PackedWeights, read_quantized, settle_quantization
 from .quantized_forms import Form
 from .refuse import refuse_class, refuse_config, trial_run
@@ -138,6 +140,9 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
     if not name:
         raise InvalidArgumentError("model is empty; give a folder or a Hugging Face id")
     folder = Path(name).expanduser()
+    params = read_params(name, model_config.config_format, model_config.revision, load_config.download_dir)
+    if params is not None:
+        return _config_of_params(name, merged(params, model_config.hf_overrides))
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"the folder {name!r} holds no config.json")
     if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
@@ -165,6 +170,13 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
     return config
 
 
+def _config_of_params(name: str, fields: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    except Exception as error:
+        raise UnsupportedModelError(f"params.json of {name!r} is not valid: {_first_line(error)}") from error
+
+
 def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[PreTrainedModel] | None:
     """The causal-LM class transformers has for this config; None where the checkpoint brings its own code."""
     if model_config.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
@@ -187,14 +199,15 @@ def build_model(
     slices_of: SlicesOf | None = None,
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint. `slices_of` and errors as `load_model`."""
-    if load_config.load_format == "sharded_state":
-        if slices_of is not None or type(config) not in auto._model_mapping:
-            raise UnsupportedModelError("load_format 'sharded_state' is for whole models of transformers' own classes")
-        with _reading_weights(model_config, load_config) as path:
-            found = model_of_tensors(
-                path, auto._model_mapping[type(config)], config, read_parts(Path(path)), model_config
-            )
-        return cast("PreTrainedModel", found.to(device))
+    with _reading_weights(model_config, load_config) as path:
+        own = mistral_files(model_config, load_config)
+        if load_config.load_format == "sharded_state" or own:
+            if slices_of is not None or type(config) not in auto._model_mapping:
+                form = "mistral" if own else "sharded_state"
+                raise UnsupportedModelError(f"load_format {form!r} is for whole models of transformers' own classes")
+            tensors = read_mistral(own, config) if own else read_parts(Path(path))
+            found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
+            return cast("PreTrainedModel", found.to(device))
     if load_config.load_format != "dummy":
         with _reading_weights(model_config, load_config) as path, reading(slices_of) if slices_of else nullcontext():
             loaded: Any = auto.from_pretrained(
