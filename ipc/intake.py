@@ -157,7 +157,7 @@ class Turns(Generic[_Item]):
         return size > LARGE_BYTES or frontend in self._waiting
 
     def put(self, frontend: Any, size: int, kept: int, item: _Item) -> None:
-        """Let a message wait. size: bytes of its body; kept: how many of them are kept in memory."""
+        """Let a message wait. size: bytes of its body; kept: bytes of all its frames that are kept in memory."""
         kept += MESSAGE_BYTES
         self._waiting.setdefault(frontend, deque()).append((size, kept, item))
         self._waiting_bytes += kept
