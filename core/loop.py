@@ -17,7 +17,7 @@ import numpy as np
 
 from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, RequestFailedError
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, Outputs
 from ..ipc.request_check import RequestCheck, check_embeds_values
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
 MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue as if it had this one
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
+MAX_CALLS = 1000  # calls of one frontend that wait for their answers
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
 
@@ -121,7 +122,7 @@ class EngineCore:
         self.latencies = self.meter.latencies
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
-        self._unanswered: defaultdict[int, list[Future[Any]]] = defaultdict(list)  # calls that need steps, by frontend
+        self._unanswered: defaultdict[int, set[Future[Any]]] = defaultdict(set)  # calls that need steps, by frontend
         self._draining = False
         overlap = scheduler.async_scheduling
         self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
@@ -204,7 +205,7 @@ class EngineCore:
             self.lifecycle.forget(frontend)
             self.adapters.set_gone(connection.caller.owner, True)
             self.scheduler.remove_frontend(frontend)
-            for call in self._unanswered.pop(frontend, ()):
+            for call in list(self._unanswered.pop(frontend, ())):
                 call.cancel()
             self.lifecycle.advance()
 
@@ -352,12 +353,19 @@ class EngineCore:
     def call(
         self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]:
-        """See `call_method`. If no such frontend is connected, the call is for the process itself."""
+        """See `call_method`. If no such frontend is connected, the call is for the process itself.
+
+        Raises:
+            OverloadedError: too many calls of this frontend are not answered yet.
+        """
+        if len(self._unanswered.get(frontend, ())) >= MAX_CALLS:
+            raise OverloadedError(f"{MAX_CALLS} calls of this frontend wait for their answers; that is the limit")
         connection = self._connections.get(frontend)
         caller = ITSELF if connection is None else connection.caller
         answer = call_method(self.methods, caller, method, args, arrays)
         if isinstance(answer, Future):
-            self._unanswered[frontend] = [*(f for f in self._unanswered[frontend] if not f.done()), answer]
+            self._unanswered[frontend].add(answer)
+            answer.add_done_callback(self._unanswered[frontend].discard)
         return answer
 
     # ------------------------------------------------------------------ for everyone
