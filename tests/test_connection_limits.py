@@ -12,12 +12,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zmq
 
 from mainspring.ipc import codec, connection_limits
+from mainspring.ipc.connection import Connection
+from mainspring.ipc.errors import ConnectError
 from mainspring.ipc.messages import Ready, Refused, Status, StatusCall
 from stand_in_core import StandInOwner, stand_in
 from wire import Raw, eventually, request
@@ -106,6 +109,19 @@ def test_a_refused_connection_is_closed_and_makes_room(owner: StandInOwner) -> N
         assert eventually(lambda: open_connections(owner) < PER_PEER)
         [again] = connected(stack, owner, 1)
         again.greet()
+
+
+def test_a_client_above_the_limit_waits_for_room_and_then_says_why_it_has_none(owner: StandInOwner) -> None:
+    with contextlib.ExitStack() as stack:
+        raws = connected(stack, owner, PER_PEER)
+        for raw in raws:
+            raw.greet()
+        with pytest.raises(ConnectError, match=f"has {PER_PEER} connections, the limit"):
+            Connection(owner, connect_timeout=0.5)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(Connection, owner, connect_timeout=30.0)
+            raws[0].close()
+            waiting.result().close()
 
 
 def test_a_refused_connection_disturbs_no_other_and_gets_the_status(owner: StandInOwner) -> None:
