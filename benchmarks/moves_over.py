@@ -56,7 +56,7 @@ class Checkpoint(NamedTuple):
     """A small checkpoint: `maker` and `fields` say of which kind."""
 
     maker: str  # causal, or a class of transformers for models that give vectors; lora: an adapter of `architecture`;
-    # trained: one that knows by heart what a script expects the model to say; mistral: the same in Mistral's own format,
+    # trained: one that knows by heart what a script expects the model to say; mistral: the same in Mistral's own form,
     # beside an ordinary one with random weights; awq, gptq: quantized
     architecture: str
     names: str  # on the hub

@@ -19,11 +19,9 @@ from ..ipc.errors import (
     InvalidRequestError,
     NotPermittedError,
     NotSupportedError,
-    OverloadedError,
 )
 
 MAX_ARGUMENT_BYTES = 64 << 10  # encoded arguments of one call; large arrays travel as tensors instead
-MAX_PREPARING = 256  # unanswered calls of one frontend, above which it may call no method that `prepares`
 
 
 class Caller(NamedTuple):
@@ -41,7 +39,6 @@ class Method(NamedTuple):
     admin: bool = False  # the method changes the engine for all frontends, so the caller needs `Caller.admin`
     gets_caller: bool = False  # the first argument is the `Caller`
     gets_arrays: bool = False  # the next argument is the list of arrays that came with the call
-    prepares: bool = False  # the answer may have to wait for a grammar or an adapter
     max_bytes: int = MAX_ARGUMENT_BYTES  # of the encoded arguments
 
 
@@ -51,14 +48,11 @@ def call_method(
     name: str,
     args: msgspec.Raw,
     arrays: Sequence[np.ndarray] = (),
-    num_unanswered: int = 0,
 ) -> msgspec.Raw | Future[Any]:
-    """Call a method by name. `num_unanswered` calls of the caller wait for their answers. Returns the encoded result,
-    or a future if steps have to run first.
+    """Call a method by name. Returns the encoded result, or a future if steps have to run first.
 
     Raises:
         NotPermittedError: the method needs admin rights, and the caller has none.
-        OverloadedError: it prepares something, and too many calls are unanswered.
         MainspringError: there is no such method, or the method raised this error.
     """
     method = methods.get(name)
@@ -68,11 +62,6 @@ def call_method(
         raise NotPermittedError(
             f"{name} changes the engine for everyone: connect to the daemon's admin address, or have this "
             "client's key listed with `admin` among the allowed keys"
-        )
-    if method.prepares and num_unanswered >= MAX_PREPARING:
-        raise OverloadedError(
-            f"{num_unanswered} calls of this frontend wait for their answers; for {name} the limit is {MAX_PREPARING}: "
-            "call it again later"
         )
     if len(args) > method.max_bytes:
         raise InvalidRequestError(f"{name} was called with {len(args)} bytes; the limit is {method.max_bytes}")

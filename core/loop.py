@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, RequestFailedError
+from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
 from ..ipc.logits_processors import MAX_EXTRA_ARGS_BYTES
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, Outputs
@@ -56,6 +56,7 @@ MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue 
 MAX_CHECKED_BYTES = MAX_SPEC_BYTES + MAX_EXTRA_ARGS_BYTES + MAX_ARGUMENT_BYTES  # of a request for `check_request`
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
+MAX_CALLS = 256  # calls of one frontend that wait for their answers
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
 
@@ -131,7 +132,7 @@ class EngineCore:
         self.latencies = self.meter.latencies
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
-        self._unanswered: dict[int, list[Future[Any]]] = {}  # calls that need steps, by frontend
+        self._unanswered: defaultdict[int, set[Future[Any]]] = defaultdict(set)  # calls that need steps, by frontend
         self._draining = False
         overlap = scheduler.async_scheduling
         self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
@@ -171,7 +172,7 @@ class EngineCore:
             "stats": Method(self.stats),
             "explain_model": Method(lambda: worker.control(Explain())),
             "tokenizer_files": Method(lambda: read_files(model, folder)),
-            "check_request": Method(self._check_request, gets_caller=True, prepares=True, max_bytes=MAX_CHECKED_BYTES),
+            "check_request": Method(self._check_request, gets_caller=True, max_bytes=MAX_CHECKED_BYTES),
             "is_paused": Method(lambda: lifecycle.state.paused),
             "is_sleeping": Method(lambda: lifecycle.sleeping),
             "reset_prefix_cache": Method(self.scheduler.reset_prefix_cache, admin=True),
@@ -193,9 +194,7 @@ class EngineCore:
             "collective_rpc": Method(self.collective_rpc, admin=True),
             "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
             "stop_profile": Method(lambda: worker.control(StopProfile()), admin=True),
-            "add_lora": Method(
-                lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True, prepares=True
-            ),
+            "add_lora": Method(lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True),
             "remove_lora": Method(lambda caller, number: adapters.remove(caller.owner, number), gets_caller=True),
             "list_loras": Method(lambda caller: adapters.numbers(caller.owner), gets_caller=True),
             "pin_lora": Method(lambda caller, number: adapters.pin(caller.owner, number), gets_caller=True),
@@ -225,7 +224,7 @@ class EngineCore:
             self.lifecycle.forget(frontend)
             self.adapters.set_gone(connection.caller.owner, True)
             self.scheduler.remove_frontend(frontend)
-            for call in self._unanswered.pop(frontend, ()):
+            for call in list(self._unanswered.pop(frontend, ())):
                 call.cancel()
             self.lifecycle.advance()
 
@@ -376,17 +375,19 @@ class EngineCore:
     def call(
         self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]:
-        """See `call_method`. If no such frontend is connected, the call is for the process itself."""
+        """See `call_method`. If no such frontend is connected, the call is for the process itself.
+
+        Raises:
+            OverloadedError: too many calls of this frontend are not answered yet.
+        """
+        if len(self._unanswered.get(frontend, ())) >= MAX_CALLS:
+            raise OverloadedError(f"{MAX_CALLS} calls of this frontend wait for their answers; that is the limit")
         connection = self._connections.get(frontend)
         caller = ITSELF if connection is None else connection.caller
-        unanswered = [future for future in self._unanswered.pop(frontend, ()) if not future.done()]
-        try:
-            answer = call_method(self.methods, caller, method, args, arrays, len(unanswered))
-            if isinstance(answer, Future):
-                unanswered.append(answer)
-        finally:
-            if unanswered:
-                self._unanswered[frontend] = unanswered
+        answer = call_method(self.methods, caller, method, args, arrays)
+        if isinstance(answer, Future):
+            self._unanswered[frontend].add(answer)
+            answer.add_done_callback(self._unanswered[frontend].discard)
         return answer
 
     # ------------------------------------------------------------------ for everyone

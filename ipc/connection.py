@@ -102,7 +102,7 @@ class Connection:
         connect_timeout: seconds that a daemon has for its first answer.
 
     Raises:
-        ConnectError: no daemon answers, or it refuses the key.
+        ConnectError: no daemon answers, or it refuses the key, or it has no room for a further connection.
         MainspringError: the core refused the Hello with this error.
     """
 
@@ -278,8 +278,11 @@ class Connection:
             case Ready():
                 self._resume(message)
             case Refused():
-                if self._ready is not None or message.error == OverloadedError.__name__:
-                    self._link.lost = True  # the core has forgotten this session, or has no room just now
+                if self._ready is not None:
+                    self._link.lost = True  # the core has forgotten this session
+                elif message.error == OverloadedError.__name__:
+                    self._link.trouble = message.reason
+                    self._link.lost = True  # the core has no room just now
                 else:
                     self._refused = from_wire(message.error, message.reason)
             case Bye():
@@ -311,7 +314,7 @@ class Connection:
         self._link.send(codec.encode(self._hello, codec.NO_INSTANCE, 0))
 
     def _reconnect(self) -> None:
-        if self._ready is not None or self._link.reached:  # a core was there until now
+        if self._ready is not None or (self._link.reached and not self._link.trouble):  # a core was there until now
             self._lost_at = time.monotonic()
         if self._ready is not None:
             self._ready = None

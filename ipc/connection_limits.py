@@ -29,7 +29,7 @@ from .transport import Socket
 
 logger = logging.getLogger(__name__)
 
-MONITORED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+MONITORED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 
 OWN_DESCRIPTORS = 24  # of the limit, beside a quarter of it: files, pipes and sockets of the core itself
 SPARE = 8  # connections above the limit that are open at once, to answer them with `Refused`
@@ -62,7 +62,7 @@ class ConnectionLimits:
         self._next_warning = 0.0
         self._monitors = monitors
         self._listeners: dict[int, tuple[int, int] | None] = {}  # descriptor → its `_registration`
-        self._disabled: set[int] = set()  # listeners that have accepted a connection since they were enabled
+        self._disabled: set[int] = set()  # listeners that may have accepted a connection since they were enabled
         self._peers: dict[int, str] = {}  # descriptor of a connection → its peer
         self._counts: Counter[str] = Counter()  # connections by peer
         self._refused: dict[int, tuple[float, str]] = {}  # connections above a limit → when to close them, the reason
@@ -89,6 +89,8 @@ class ConnectionLimits:
                     if event == zmq.EVENT_LISTENING:
                         self._listeners[fd] = _registration(fd)
                         self._disabled.add(fd)
+                    elif event == zmq.EVENT_ACCEPT_FAILED:  # the second number is the error, no descriptor
+                        self._disabled.update(self._listeners)
                     elif event == zmq.EVENT_ACCEPTED:
                         self._disabled.update(self._listeners)
                         self._add(fd)

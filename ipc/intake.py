@@ -30,6 +30,10 @@ MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body
 FIRST_BYTES = 16  # from the start of a body, which hold its first integer
 _INTEGER_BYTES, _FLOAT_BYTES = 9, 9  # the longest encodings in msgpack
 _ADD_REQUEST, _ABORT, _UTILITY_CALL = KIND_OF[AddRequest], KIND_OF[Abort], KIND_OF[UtilityCall]
+# The whole text is matched, because msgspec quotes what a peer sent in other errors.
+_TOO_LONG = re.compile(
+    r"AddRequest does not decode: Expected `\w+` of length <= \d+ - at `\$\[(\d+)\](?:\[(\d+)\])?[^`]*`"
+)
 _Item = TypeVar("_Item")
 
 
@@ -101,11 +105,12 @@ def first_integer(body: Frame) -> int | None:
 
 def name_of_list(error: str) -> str | None:
     """The field of a request whose list is too long, by msgspec's error; None if it is another error."""
-    if "of length <=" not in error:
+    found = _TOO_LONG.fullmatch(error)
+    if found is None:
         return None
-    first, *more = [int(number) for number in re.findall(r"\[(\d+)\]", error)]
-    fields, sampling = AddRequest.__struct_fields__, AddRequest.__struct_fields__.index("sampling")
-    return Sampling.__struct_fields__[more[0]] if first == sampling else fields[first]
+    first, second = found.groups()
+    name = AddRequest.__struct_fields__[int(first)]
+    return Sampling.__struct_fields__[int(second)] if name == "sampling" and second else name
 
 
 class Turns(Generic[_Item]):
@@ -155,7 +160,7 @@ class Turns(Generic[_Item]):
         return size > LARGE_BYTES or frontend in self._waiting
 
     def put(self, frontend: Any, size: int, kept: int, item: _Item) -> None:
-        """Let a message wait. size: bytes of its body; kept: how many of them are kept in memory."""
+        """Let a message wait. size: bytes of its body; kept: bytes of all its frames that are kept in memory."""
         kept += MESSAGE_BYTES
         self._waiting.setdefault(frontend, deque()).append((size, kept, item))
         self._waiting_bytes += kept

@@ -35,15 +35,23 @@ class Link:
         self.open()
 
     def open(self) -> None:
-        """Replace the socket by a new one, because frames queued in the old one would reach the next core."""
+        """Replace the socket by a new one, because frames queued in the old one would reach the next core. If that
+        fails, there is no socket, and the connection counts as lost."""
         self.close_socket(0)
-        dealer = make_dealer(self._context, self._keys)
-        self._sockets[:] = dealer, dealer.get_monitor_socket(_EVENTS)
-        dealer.connect(self._address)
-        self.num_sockets += 1
         self.opened_at = time.monotonic()
         self.reached = False  # the ZeroMQ handshake of this socket succeeded
         self.lost = False
+        dealer: Socket | None = None
+        try:
+            dealer = make_dealer(self._context, self._keys)
+            self._sockets[:] = dealer, dealer.get_monitor_socket(_EVENTS)
+        except zmq.ZMQError as error:  # the process may have too many open files; the next attempt may succeed
+            if dealer is not None:
+                dealer.close()
+            self.trouble, self.lost = f"no socket can be made: {error.strerror}", True
+            return
+        dealer.connect(self._address)
+        self.num_sockets += 1
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -52,6 +60,8 @@ class Link:
     def send(self, frames: Sequence[Any], copy: bool = True) -> None:
         """libzmq queues any number of frames, except on a socket that the core has rejected: that one would block for
         ever, so the connection counts as lost."""
+        if not self._sockets:
+            return
         try:
             self._sockets[0].send_multipart(frames, zmq.NOBLOCK, copy)
         except zmq.Again:
@@ -59,6 +69,8 @@ class Link:
 
     def receive(self) -> list[memoryview] | None:
         """The frames of the next message; None if there is none."""
+        if not self._sockets:
+            return None
         try:
             return [frame.buffer for frame in self._sockets[0].recv_multipart(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
@@ -66,7 +78,7 @@ class Link:
 
     def read_events(self) -> None:
         """Update `reached`, `lost` and `trouble`."""
-        while True:
+        while self._sockets:
             try:
                 event = parse_monitor_message(self._sockets[1].recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:

@@ -271,7 +271,7 @@ class CoreServer:
                     continue
                 if size > self._limit(peer, frames[0]):  # it is not going to be decoded
                     frames = [frames[0], zmq.Frame(bytes(frames[1].buffer[:FIRST_BYTES]))]
-                self._turns.put(origin, size, _body_size(frames), frames)
+                self._turns.put(origin, size, _size(frames), frames)
             more = more or not left
         return more
 
@@ -511,4 +511,4 @@ def _body_size(frames: list[zmq.Frame]) -> int:
 
 def _size(frames: list[Any]) -> int:
     """Bytes of memory that a waiting message takes, with the overhead of Python and libzmq."""
-    return 300 + sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+    return 300 + sum(len(frame) if isinstance(frame, bytes | zmq.Frame) else frame.nbytes for frame in frames)

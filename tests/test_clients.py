@@ -4,15 +4,18 @@ test_recovery.py."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from mainspring.ipc import sync_client
 from mainspring.ipc.connection import Connection
@@ -20,7 +23,7 @@ from mainspring.ipc.errors import EngineDeadError, InvalidRequestError, Mainspri
 from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.messages import Outputs
 from mainspring.ipc.sync_client import SyncClient
-from mainspring.ipc.transport import process_fd, readable
+from mainspring.ipc.transport import make_dealer, process_fd, readable
 from stand_in_core import StandInCore, StandInOwner, open_descriptors, stand_in
 from wire import PROMPTLY, collect, eventually, request, take
 
@@ -231,6 +234,23 @@ def test_twenty_clients_that_come_and_go_leave_no_descriptor_and_no_thread(owner
         come_and_go()
     assert eventually(lambda: open_descriptors() <= before + 1)  # the server closes its last end later
     assert len(os.listdir("/proc/self/task")) <= threads
+
+
+def test_a_connection_waits_for_a_socket_that_can_not_be_made_now(
+    client: SyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes, connection = iter([errno.EMFILE, errno.EMFILE]), client._connection
+
+    def scarce(*given: Any) -> Any:
+        if (error := next(outcomes, None)) is not None:
+            raise zmq.ZMQError(error)
+        return make_dealer(*given)
+
+    monkeypatch.setattr("mainspring.ipc.link.make_dealer", scarce)
+    connection._link.lost = True
+    assert client.call("echo", 7) == [7]
+    assert connection.reconnections == 1
+    assert next(outcomes, None) is None
 
 
 # ---------------------------------------------------------------------- fork

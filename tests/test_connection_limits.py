@@ -4,20 +4,25 @@ others are not affected."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zmq
 
 from mainspring.ipc import codec, connection_limits
+from mainspring.ipc.connection import Connection
+from mainspring.ipc.errors import ConnectError
 from mainspring.ipc.messages import Ready, Refused, Status, StatusCall
 from stand_in_core import StandInOwner, stand_in
 from wire import Raw, eventually, request
@@ -108,6 +113,19 @@ def test_a_refused_connection_is_closed_and_makes_room(owner: StandInOwner) -> N
         again.greet()
 
 
+def test_a_client_above_the_limit_waits_for_room_and_then_says_why_it_has_none(owner: StandInOwner) -> None:
+    with contextlib.ExitStack() as stack:
+        raws = connected(stack, owner, PER_PEER)
+        for raw in raws:
+            raw.greet()
+        with pytest.raises(ConnectError, match=f"has {PER_PEER} connections, the limit"):
+            Connection(owner, connect_timeout=0.5)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(Connection, owner, connect_timeout=30.0)
+            raws[0].close()
+            waiting.result().close()
+
+
 def test_a_refused_connection_disturbs_no_other_and_gets_the_status(owner: StandInOwner) -> None:
     with contextlib.ExitStack() as stack:
         first, *_ = raws = connected(stack, owner, PER_PEER)
@@ -118,6 +136,32 @@ def test_a_refused_connection_disturbs_no_other_and_gets_the_status(owner: Stand
         assert isinstance(above.receive(), Status)
         first.send(request(0, max_tokens=1))
         assert first.receive().token_ids == [100]
+
+
+class Monitor:
+    """Gives the events of a listening socket, as libzmq does."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int]] = []
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.events:
+            raise zmq.Again
+        return [struct.pack("=Hi", *self.events.pop(0)), b""]
+
+
+def test_a_connection_that_could_not_be_accepted_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[int] = []
+    monkeypatch.setattr(connection_limits, "_registration", lambda fd: (fd, 0))
+    monkeypatch.setattr(connection_limits, "_enable_once", lambda fd, registration: enabled.append(fd))
+    listener, other, monitor = 1000, errno.ECONNABORTED, Monitor()
+    limits = connection_limits.ConnectionLimits([monitor])  # type: ignore[list-item]
+    for event in ((zmq.EVENT_LISTENING, listener), (zmq.EVENT_ACCEPTED, other), (zmq.EVENT_ACCEPT_FAILED, other)):
+        assert connection_limits.MONITORED & event[0]
+        monitor.events.append(event)
+        limits.watch()
+    assert enabled == [listener] * 3
+    assert set(limits._peers) == {other}, "the number of an error is no descriptor"
 
 
 def test_without_proc_connections_are_still_counted_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness import StepPlan, expected_output, make_core, message, run_core
-from mainspring.core.loop import EngineCore
+from mainspring.core.calls import Method
+from mainspring.core.loop import MAX_CALLS, EngineCore
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import ServiceConfig
-from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError
+from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError, OverloadedError
 from mainspring.ipc.journal import Accused, Journal, request_key
 from mainspring.ipc.messages import Latency, Tensor
 
@@ -285,6 +287,22 @@ def test_embeddings_that_are_not_finite_end_their_request_only() -> None:
     for handle in (1, 2):
         assert (ended[handle].reason, ended[handle].error) == ("error", "InvalidRequestError")
         assert "prompt_embeds has a NaN, or a value out of the range of float32" in ended[handle].error_text
+
+
+def test_a_frontend_has_a_limited_number_of_unanswered_calls_and_loses_them_when_it_leaves() -> None:
+    core, made = make_core(), list[Future[Any]]()
+    core.methods["wait"] = Method(lambda: made.append(Future()) or made[-1])
+    for frontend in (1, 2):
+        core.connect(frontend)
+    for _ in range(MAX_CALLS):
+        core.call("wait", encode_value([]), 1)
+    with pytest.raises(OverloadedError, match=f"{MAX_CALLS} calls"):
+        core.call("wait", encode_value([]), 1)
+    core.call("wait", encode_value([]), 2)
+    made[0].set_result(None)
+    core.call("wait", encode_value([]), 1)
+    core.disconnect(1)
+    assert [one.cancelled() for one in made] == [False, *[True] * (MAX_CALLS - 1), False, True]
 
 
 def test_calls_for_an_unknown_frontend_do_nothing() -> None:

@@ -19,7 +19,6 @@ from mainspring import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mainspring.ipc.logits_processors import AdapterLogitsProcessor
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -30,6 +29,7 @@ from mainspring.ipc.errors import (
     NotSupportedError,
     RequestFailedError,
 )
+from mainspring.ipc.logits_processors import AdapterLogitsProcessor
 from stand_in_core import StandInOwner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)

@@ -306,3 +306,12 @@ def test_large_bodies_that_wait_are_bounded_and_forgotten_with_their_frontend(mo
     made.forget("a")
     assert made.may_receive
     assert made.take() is None
+
+
+def test_arrays_of_messages_that_wait_are_bounded_too(
+    owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner.server._turns, "take", lambda: None)  # nothing may be decoded now
+    message = AddRequest(1, "", [5] * LARGE_BYTES, Sampling(1))
+    raw.send_frames([*codec.encode(message, owner.instance_id, owner.epoch), bytes(intake.WAITING_BYTES)])
+    assert eventually(lambda: not owner.server._turns.may_receive)

@@ -369,6 +369,17 @@ def test_messages_that_only_a_core_may_send_are_a_fault(raw: Raw, message: Any) 
     assert [type(event.message) for event in raw.owner.events] == [Hello, AddRequest]
 
 
+@pytest.mark.parametrize(
+    "quoted", ["of length <= [9999]", "of length <= [3]", "Expected `array` of length <= 1 - at `$[99]`"]
+)
+def test_an_error_that_quotes_a_peer_is_not_read_as_one_about_a_list(raw: Raw, quoted: str) -> None:
+    header, _ = codec.encode(Outputs([], []), codec.NO_INSTANCE, 0)
+    raw.send_frames([header, msgspec.msgpack.encode([[], [], [], [[1, quoted]]])])
+    answer = raw.receive()
+    assert isinstance(answer, Refused)
+    assert f"Invalid enum value '{quoted}'" in answer.reason
+
+
 def test_malformed_frames_are_counted_and_disturb_neither_their_sender_nor_others(raw: Raw, client: SyncClient) -> None:
     raw.greet()
     header, body = codec.encode(request(0), raw.owner.instance_id, EPOCH)
