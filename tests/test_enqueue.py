@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,6 +22,7 @@ from mainspring import (
 )
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.tokenizer import load_tokenizer
+from mainspring.ipc import logits_processors
 from mainspring.ipc.config import EngineConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import (
     EngineDeadError,
@@ -29,6 +31,7 @@ from mainspring.ipc.errors import (
     NotSupportedError,
     RequestFailedError,
 )
+from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.logits_processors import AdapterLogitsProcessor
 from stand_in_core import StandInOwner
 
@@ -44,7 +47,7 @@ def llm() -> Iterator[LLM]:
 
 
 class Idle(AdapterLogitsProcessor):
-    """Changes nothing; an `LLM` with a class of processors has its core in this process."""
+    """Changes nothing."""
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -55,7 +58,8 @@ class Idle(AdapterLogitsProcessor):
 
 @pytest.fixture(scope="module")
 def inside() -> Iterator[LLM]:
-    with LLM(logits_processors=[Idle]) as made:
+    with mock.patch.object(logits_processors, "only_here", True), LLM(logits_processors=[Idle]) as made:
+        assert isinstance(made.llm_engine.engine_core, InprocClient)
         yield made
 
 
