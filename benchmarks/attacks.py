@@ -174,13 +174,14 @@ def _attack(address: str, what: str, seconds: float, pipe: Any) -> None:
 
 def _burn(_: str, share: float, seconds: float, pipe: Any) -> None:
     """Use `share` cores in each slot. CPU time that other processes took from a slot is made up for."""
-    began, used = time.monotonic(), time.process_time()
-    while (now := time.monotonic()) < began + seconds:
-        while time.process_time() - used < share * (time.monotonic() - began):
-            pass
-        time.sleep(max(0.0, now + SLOT_SECONDS - time.monotonic()))
-    ended = time.monotonic()
-    pipe.send(Beside(began, ended, (time.process_time() - used) / (ended - began), Counter()))
+    began = now = slot = time.monotonic()
+    used = time.process_time()
+    while now < began + seconds:
+        if time.process_time() - used >= share * (now - began):
+            slot = max(slot + SLOT_SECONDS, now)
+            time.sleep(slot - now)
+        now = time.monotonic()
+    pipe.send(Beside(began, now, (time.process_time() - used) / (now - began), Counter()))
 
 
 # ---------------------------------------------------------------------- the stream
