@@ -89,6 +89,7 @@ class ConnectionLimits:
                     if event == zmq.EVENT_LISTENING:
                         self._listeners[fd] = _registration(fd)
                         self._disabled.add(fd)
+                        _set_events(fd, self._listeners[fd], 0)
                     elif event == zmq.EVENT_ACCEPTED:
                         self._disabled.update(self._listeners)
                         self._add(fd)
@@ -102,7 +103,7 @@ class ConnectionLimits:
                 connection.shutdown(socket.SHUT_RDWR)  # libzmq then closes it
         if self._disabled and len(self._peers) < self.total + SPARE:
             for fd in self._disabled:
-                _enable_once(fd, self._listeners[fd])
+                _set_events(fd, self._listeners[fd], select.EPOLLIN | select.EPOLLONESHOT)
             self._disabled.clear()
 
     def _add(self, fd: int) -> None:
@@ -166,7 +167,8 @@ def _registration(fd: int) -> tuple[int, int] | None:
     return None
 
 
-def _enable_once(fd: int, registration: tuple[int, int] | None) -> None:
+def _set_events(fd: int, registration: tuple[int, int] | None, events: int) -> None:
+    """Set the events of a listener for which libzmq's thread waits."""
     if registration is not None:
-        event = _EPOLL_EVENT.pack(select.EPOLLIN | select.EPOLLONESHOT, registration[1])
+        event = _EPOLL_EVENT.pack(events, registration[1])
         ctypes.CDLL(None).epoll_ctl(registration[0], _EPOLL_CTL_MOD, fd, event)

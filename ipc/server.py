@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -58,7 +59,7 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
-from .transport import MAX_MESSAGE_BYTES, Endpoints, Waker, bind, bind_router, ipc_path
+from .transport import MAX_MESSAGE_BYTES, MAX_PATH_BYTES, Endpoints, Waker, bind, bind_router, ipc_path
 
 logger = logging.getLogger(__name__)
 
@@ -472,23 +473,35 @@ class CoreServer:
             return
         self._frame_bytes[0] = self._limits.frame_bytes
         self._routers[0].setsockopt(zmq.MAXMSGSIZE, self._frame_bytes[0])
-        self._next_check = time.monotonic()
-        with contextlib.suppress(MainspringError):  # then `_restore_socket_files` tries again
-            bind(self._routers[0], self._addresses[0])
+        try:
+            self._listen_again(0)
+        except (MainspringError, OSError) as error:
+            logger.error("%s keeps its limit of %d bytes a frame: %s", self._addresses[0], FIRST_FRAME_BYTES, error)
+
+    def _listen_again(self, number: int) -> None:
+        """Make a listening Unix socket and its file anew. The file gets its name when `ConnectionLimits` knows the
+        socket, because until then libzmq accepts any number of connections."""
+        path = self._addresses[number].removeprefix("ipc://")
+        hidden = os.path.join(os.path.dirname(path), secrets.token_hex(4))
+        if len(os.fsencode(hidden)) > MAX_PATH_BYTES:
+            hidden = path
+        bind(self._routers[number], f"ipc://{hidden}")
+        self._connections.watch()
+        os.rename(hidden, path)
 
     def _restore_socket_files(self) -> None:
         """Bind an address again if its socket file was deleted. Connections over the deleted file remain."""
         if (now := time.monotonic()) < self._next_check:
             return
         self._next_check = now + _SOCKET_FILES_S
-        for router, address in zip(self._routers, self._addresses, strict=True):
+        for number, address in enumerate(self._addresses):
             if os.path.lexists(address.removeprefix("ipc://")):
                 self._missing.discard(address)
                 continue
             try:
-                bind(router, address)
+                self._listen_again(number)
                 logger.warning("the socket file of %s was deleted: it is made again", address)
-            except MainspringError as error:
+            except (MainspringError, OSError) as error:
                 if address not in self._missing:
                     self._missing.add(address)
                     logger.error("the socket file of %s was deleted and can't be made again: %s", address, error)
