@@ -253,7 +253,7 @@ class CoreServer:
         waits = [_BACKLOG_POLL_MS] if any(peer.backlog for peer in self._peers.values()) else []
         now = time.monotonic()
         due = [*self._probes, *([self._next_farewell] if self._dropped else []), self._next_check]
-        due += [at for at in (self._connections.next_close, self._turns.next_turn) if at is not None]
+        due += [at for at in (self._connections.next_watch, self._turns.next_turn) if at is not None]
         waits += [max(1, math.ceil((at - now) * 1000)) for at in due if at < math.inf]
         return min(waits, default=None)
 
