@@ -27,6 +27,7 @@ from .errors import (
     ConnectError,
     EngineDeadError,
     InvalidArgumentError,
+    InvalidRequestError,
     MainspringError,
     OverloadedError,
     ProtocolError,
@@ -66,6 +67,7 @@ LOAD_SECONDS = 1800.0  # longest wait for a core that listens but still loads it
 SEND_ONCE = frozenset({"collective_rpc", "init_weight_transfer_engine", "receive_weights"})
 CLOSE_MS = 100  # longest wait for the last frames to be sent before the socket is closed
 LOST_POLL_SECONDS = 0.1  # interval between two attempts to reconnect
+HEADROOM_BYTES = 16 << 10  # that a body may grow until it is sent: the fields beside a call's arguments
 
 
 class CoreOwner(Protocol):
@@ -196,7 +198,8 @@ class Connection:
 
     def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
         self._check()
-        codec.encode_arguments("add_request", request)  # raises for what could not be sent again
+        given = codec.encode_arguments("add_request", request)  # raises for what could not be sent again
+        self._check_sizes("the request", given, tensors)
         entry = self._ledger.add(request, tensors)
         if self._ready is not None:
             self._send(entry.message(), entry.tensors)
@@ -217,6 +220,7 @@ class Connection:
         answers, the call is sent to the next core, unless its method is in `SEND_ONCE`."""
         self._check()
         given = codec.encode_arguments(method, list(args))
+        self._check_sizes(f"the call of {method!r}", given, [array.values for array in arrays])
         self._next_call += 1
         tensors = [Tensor(i, array.dtype, list(array.values.shape)) for i, array in enumerate(arrays)]
         call = UtilityCall(self._next_call, method, given, tensors)
@@ -386,6 +390,16 @@ class Connection:
         self.check_process()
         if self.error is not None:
             raise self.error
+
+    def _check_sizes(self, what: str, body: msgspec.Raw, arrays: Sequence[np.ndarray]) -> None:
+        """Raise `InvalidRequestError` for a message with a frame that would end the connection."""
+        assert self._last_ready is not None
+        limit = self._last_ready.max_frame_bytes
+        largest = max(len(body) + HEADROOM_BYTES, *(array.nbytes for array in arrays), 0)
+        if largest > limit:
+            raise InvalidRequestError(
+                f"{what} is too large: {largest} bytes; a frame over this connection may have {limit}"
+            )
 
 
 def _keys(address: str, key: str | None, server_key: str | None) -> tuple[str, str, str] | None:

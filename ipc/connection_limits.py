@@ -33,6 +33,7 @@ MONITORED = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED |
 
 OWN_DESCRIPTORS = 24  # of the limit, beside a quarter of it: files, pipes and sockets of the core itself
 SPARE = 8  # connections above the limit that are open at once, to answer them with `Refused`
+ACCEPT_S = 0.005  # seconds between two connections that are accepted, because each takes time from the main thread
 REFUSED_S = 1.0  # seconds after which a connection above the limit is closed
 WARNING_S = 10.0  # seconds between two warnings
 ATTACH_S = 1.0  # seconds for libzmq's thread to register a listening socket
@@ -59,7 +60,7 @@ class ConnectionLimits:
         self.total = max(2, descriptors * 3 // 4 - OWN_DESCRIPTORS - SPARE)
         self.per_peer = self.total // 2
         self.lost_one = False
-        self._next_warning = 0.0
+        self._next_warning = self._next_accept = 0.0
         self._monitors = monitors
         self._listeners: dict[int, tuple[int, int] | None] = {}  # descriptor → its `_registration`
         self._disabled: set[int] = set()  # listeners that may have accepted a connection since they were enabled
@@ -75,9 +76,14 @@ class ConnectionLimits:
             raise OverloadedError(found[1])
 
     @property
-    def next_close(self) -> float | None:
+    def next_watch(self) -> float | None:
         """When `watch` must be called even without an event of a monitor."""
-        return min((at for at, _ in self._refused.values()), default=None)
+        accept = [self._next_accept] if self._disabled and self._has_room else []
+        return min([*accept, *(at for at, _ in self._refused.values())], default=None)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._peers) < self.total + SPARE
 
     def watch(self) -> None:
         """Count connections that came and went, close refused ones, and let libzmq accept the next one if there is
@@ -89,10 +95,12 @@ class ConnectionLimits:
                     if event == zmq.EVENT_LISTENING:
                         self._listeners[fd] = _registration(fd)
                         self._disabled.add(fd)
+                        _set_events(fd, self._listeners[fd], 0)
                     elif event == zmq.EVENT_ACCEPT_FAILED:  # the second number is the error, no descriptor
                         self._disabled.update(self._listeners)
                     elif event == zmq.EVENT_ACCEPTED:
                         self._disabled.update(self._listeners)
+                        self._next_accept = time.monotonic() + ACCEPT_S
                         self._add(fd)
                     else:
                         self._remove(fd)
@@ -102,9 +110,9 @@ class ConnectionLimits:
             self._refused[fd] = (now + REFUSED_S, self._refused[fd][1])
             with contextlib.suppress(OSError), _borrowed(fd) as connection:
                 connection.shutdown(socket.SHUT_RDWR)  # libzmq then closes it
-        if self._disabled and len(self._peers) < self.total + SPARE:
+        if self._disabled and self._has_room and now >= self._next_accept:
             for fd in self._disabled:
-                _enable_once(fd, self._listeners[fd])
+                _set_events(fd, self._listeners[fd], select.EPOLLIN | select.EPOLLONESHOT)
             self._disabled.clear()
 
     def _add(self, fd: int) -> None:
@@ -168,7 +176,8 @@ def _registration(fd: int) -> tuple[int, int] | None:
     return None
 
 
-def _enable_once(fd: int, registration: tuple[int, int] | None) -> None:
+def _set_events(fd: int, registration: tuple[int, int] | None, events: int) -> None:
+    """Set the events of a listener for which libzmq's thread waits."""
     if registration is not None:
-        event = _EPOLL_EVENT.pack(select.EPOLLIN | select.EPOLLONESHOT, registration[1])
+        event = _EPOLL_EVENT.pack(events, registration[1])
         ctypes.CDLL(None).epoll_ctl(registration[0], _EPOLL_CTL_MOD, fd, event)

@@ -3,6 +3,10 @@
 Decoding holds the interpreter's lock, so the main thread can't compute meanwhile. A body that is longer than the model
 can accept is refused without decoding it, a list that is too long at its header. Between two steps of the core a
 bounded number of bytes is decoded. Large bodies wait in a queue for each frontend, and the frontends take turns.
+
+Receiving takes processor time from the computing threads. So libzmq closes the connection of a peer when it reads the
+header of a frame that is longer than any frame of a request that the model can accept. A shorter body that is refused
+costs its frontend so many turns that receiving such bodies takes well below a hundredth of the time of the steps.
 """
 
 from __future__ import annotations
@@ -19,16 +23,22 @@ from .logits_processors import MAX_EXTRA_ARGS_BYTES
 from .messages import KIND_OF, MAX_ABORTED, Abort, AddRequest, ModelFacts, Sampling, UtilityCall
 from .params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .structured import MAX_SPEC_BYTES
+from .transport import MAX_MESSAGE_BYTES
 
 SMALL_BODY_BYTES = 64 << 10  # body of a message for which there is no larger limit
 ADMIN_BODY_BYTES = 16 << 20  # body of a utility call over a connection with `admin`
+FIRST_FRAME_BYTES = 1 << 20  # frame of a frontend without `admin`, if it connects before the model's limits are known
 LARGE_BYTES = 16 << 10  # a body above this waits for its frontend's turn
 TURN_BYTES = 256 << 10  # of large bodies, and as many of small ones, decoded between two steps
+REFUSED_FACTOR = (
+    32  # a refused body delays its frontend's next large one like an accepted body of so many times its size
+)
 TURN_S = 0.1  # seconds after which a further turn begins although the step lasts longer
 WAITING_BYTES = 2 << 20  # messages that wait; above this nothing is received
 MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body
 FIRST_BYTES = 16  # from the start of a body, which hold its first integer
 _INTEGER_BYTES, _FLOAT_BYTES = 9, 9  # the longest encodings in msgpack
+_LARGEST_FLOAT = 4  # bytes of an element of prompt embeddings
 _ADD_REQUEST, _ABORT, _UTILITY_CALL = KIND_OF[AddRequest], KIND_OF[Abort], KIND_OF[UtilityCall]
 # The whole text is matched, because msgspec quotes what a peer sent in other errors.
 _TOO_LONG = re.compile(
@@ -38,7 +48,11 @@ _Item = TypeVar("_Item")
 
 
 class BodyLimits:
-    """The largest bodies that the core of this model decodes."""
+    """The largest bodies that the core of this model decodes.
+
+    Attributes:
+        frame_bytes: the largest frame of a request; of any frontend without `admin`.
+    """
 
     def __init__(self, model: ModelFacts) -> None:
         longest, vocabulary = model.max_model_len, model.vocab_size
@@ -49,6 +63,8 @@ class BodyLimits:
             + MAX_EXTRA_ARGS_BYTES
             + SMALL_BODY_BYTES
         )
+        embeds_bytes = _LARGEST_FLOAT * longest * model.hidden_size
+        self.frame_bytes = min(MAX_MESSAGE_BYTES, max(FIRST_FRAME_BYTES, self._request_bytes, embeds_bytes))
         ids, tokens = _at_most(list[int], longest), _at_most(list[int], vocabulary)
         sampling = _narrowed(
             Sampling,
@@ -181,6 +197,11 @@ class Turns(Generic[_Item]):
 
     def spend_large(self, size: int) -> None:
         self._large -= size
+
+    def charge(self, frontend: Any, size: int) -> None:
+        """Let the next body of a frontend wait, because one of more than a turn was refused."""
+        if size > TURN_BYTES:
+            self._debts[frontend] = REFUSED_FACTOR * size
 
     def forget(self, frontend: Any) -> None:
         self._waiting_bytes -= sum(kept for _, kept, _ in self._waiting.pop(frontend, ()))

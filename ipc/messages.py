@@ -106,6 +106,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     model: ModelFacts
     config: bytes  # EngineConfig as the core completed it, in JSON
     capabilities: list[str] = []  # "admin": the frontend may change the engine for all frontends
+    max_frame_bytes: int = 256 << 20  # that the frontend may send; a larger frame ends its connection
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):

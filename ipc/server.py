@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -39,7 +40,7 @@ from .errors import (
     wire_text,
 )
 from .inbox import Credit, Event, Inbox, Undecoded
-from .intake import FIRST_BYTES, SMALL_BODY_BYTES, BodyLimits, Turns, first_integer, name_of_list
+from .intake import FIRST_BYTES, FIRST_FRAME_BYTES, SMALL_BODY_BYTES, BodyLimits, Turns, first_integer, name_of_list
 from .messages import (
     KINDS,
     PROTOCOL_VERSION,
@@ -58,7 +59,7 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
-from .transport import Endpoints, Waker, bind, bind_router, ipc_path
+from .transport import MAX_MESSAGE_BYTES, MAX_PATH_BYTES, Endpoints, Waker, bind, bind_router, ipc_path
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +135,15 @@ class CoreServer:
         self._context = zmq.Context()
         self._access = Access(self._context, endpoints)
         self._addresses = [*filter(None, (endpoints.address, endpoints.admin_address))]
+        # A connection over tcp may be an administrator's, and its frames hold weights.
+        limited = not endpoints.token and ipc_path(endpoints.address) is not None
+        self._frame_bytes = [FIRST_FRAME_BYTES if limited else MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES]  # by socket
         try:
             self._routers = [
-                bind_router(self._context, address, service.frontend_timeout, endpoints.secret_key, MONITORED)
-                for address in self._addresses
+                bind_router(
+                    self._context, address, service.frontend_timeout, endpoints.secret_key, MONITORED, frame_bytes
+                )
+                for address, frame_bytes in zip(self._addresses, self._frame_bytes, strict=False)
             ]
         except BaseException:  # a context that is collected while sockets are open waits for ever
             self._context.destroy(linger=0)
@@ -218,6 +224,7 @@ class CoreServer:
             self._access.authenticate()
             self._watch_connections()
             self._restore_socket_files()
+            self._raise_frame_limit()
             if self._early and self._ready is not None:
                 early, self._early = self._early, {}
                 self._probes = [time.monotonic()]  # some may have left meanwhile
@@ -246,7 +253,7 @@ class CoreServer:
         waits = [_BACKLOG_POLL_MS] if any(peer.backlog for peer in self._peers.values()) else []
         now = time.monotonic()
         due = [*self._probes, *([self._next_farewell] if self._dropped else []), self._next_check]
-        due += [at for at in (self._connections.next_close, self._turns.next_turn) if at is not None]
+        due += [at for at in (self._connections.next_watch, self._turns.next_turn) if at is not None]
         waits += [max(1, math.ceil((at - now) * 1000)) for at in due if at < math.inf]
         return min(waits, default=None)
 
@@ -312,6 +319,8 @@ class CoreServer:
                 raise ProtocolError(f"a body of {size} bytes; the limit is {limit}")
             message = codec.read_body(header.kind, body, decoder)
         except ProtocolError as error:
+            if peer is not None:
+                self._turns.charge(origin, size)
             number = first_integer(body)
             what = name_of_list(str(error)) if size <= limit else "the request"
             if peer is None or not is_ours or number is None or what is None:
@@ -420,7 +429,10 @@ class CoreServer:
 
     def _send_ready(self, peer: _Peer, ready: Ready) -> None:
         capabilities = ["admin"] if peer.admin else []
-        self._send(peer, self._encode(msgspec.structs.replace(ready, capabilities=capabilities)))
+        own = msgspec.structs.replace(
+            ready, capabilities=capabilities, max_frame_bytes=self._frame_bytes[peer.origin[0]]
+        )
+        self._send(peer, self._encode(own))
 
     def _send(self, peer: _Peer, frames: list[Any]) -> None:
         if not peer.backlog and self._send_now(peer, frames):
@@ -455,19 +467,41 @@ class CoreServer:
             for peer in list(self._peers.values()):
                 self._send_now(peer, probe)
 
+    def _raise_frame_limit(self) -> None:
+        """Listen anew if the model accepts larger frames than the socket. Open connections keep their limit."""
+        if self._limits is None or self._limits.frame_bytes <= self._frame_bytes[0]:
+            return
+        self._frame_bytes[0] = self._limits.frame_bytes
+        self._routers[0].setsockopt(zmq.MAXMSGSIZE, self._frame_bytes[0])
+        try:
+            self._listen_again(0)
+        except (MainspringError, OSError) as error:
+            logger.error("%s keeps its limit of %d bytes a frame: %s", self._addresses[0], FIRST_FRAME_BYTES, error)
+
+    def _listen_again(self, number: int) -> None:
+        """Make a listening Unix socket and its file anew. The file gets its name when `ConnectionLimits` knows the
+        socket, because until then libzmq accepts any number of connections."""
+        path = self._addresses[number].removeprefix("ipc://")
+        hidden = os.path.join(os.path.dirname(path), secrets.token_hex(4))
+        if len(os.fsencode(hidden)) > MAX_PATH_BYTES:
+            hidden = path
+        bind(self._routers[number], f"ipc://{hidden}")
+        self._connections.watch()
+        os.rename(hidden, path)
+
     def _restore_socket_files(self) -> None:
         """Bind an address again if its socket file was deleted. Connections over the deleted file remain."""
         if (now := time.monotonic()) < self._next_check:
             return
         self._next_check = now + _SOCKET_FILES_S
-        for router, address in zip(self._routers, self._addresses, strict=True):
+        for number, address in enumerate(self._addresses):
             if os.path.lexists(address.removeprefix("ipc://")):
                 self._missing.discard(address)
                 continue
             try:
-                bind(router, address)
+                self._listen_again(number)
                 logger.warning("the socket file of %s was deleted: it is made again", address)
-            except MainspringError as error:
+            except (MainspringError, OSError) as error:
                 if address not in self._missing:
                     self._missing.add(address)
                     logger.error("the socket file of %s was deleted and can't be made again: %s", address, error)

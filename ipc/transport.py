@@ -23,7 +23,7 @@ from .errors import AddressInUseError, InvalidArgumentError
 from .messages import DesiredState
 
 MAX_PATH_BYTES = 107  # of a Unix socket's path, a limit of the kernel
-MAX_MESSAGE_BYTES = 256 << 20  # of one frame; libzmq closes the connection of a peer that sends more
+MAX_MESSAGE_BYTES = 256 << 20  # of one frame, if nothing else limits it
 CORE_TIMEOUT = 30.0  # seconds without an answer from the core's machine after which its connection is lost
 RECEIVE_QUEUE, SEND_QUEUE = 100, 100  # messages that libzmq queues for each peer of the core
 PARENT_POLL_SECONDS = 0.5  # interval between checks of the parent process, if the kernel has no pidfd
@@ -169,10 +169,16 @@ def lock_holder(address: str) -> int | None:
 
 
 def bind_router(
-    context: zmq.Context[Socket], address: str, peer_timeout: float = 10.0, secret_key: str = "", monitored: int = 0
+    context: zmq.Context[Socket],
+    address: str,
+    peer_timeout: float = 10.0,
+    secret_key: str = "",
+    monitored: int = 0,
+    max_frame_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Socket:
     """A core's socket. Sends never block: they raise for a peer that is gone or slow. A peer whose machine has not
     answered for `peer_timeout` seconds is gone. The socket is monitored for the events `monitored` from the start on.
+    libzmq closes the connection of a peer that sends a larger frame than `max_frame_bytes`.
 
     Raises:
         AddressInUseError: another process listens there.
@@ -184,7 +190,7 @@ def bind_router(
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
     _keep_alive(router, peer_timeout)

@@ -8,7 +8,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -118,7 +117,7 @@ class StandInOwner:
         self.epoch = EPOCH - 1
         self.error: EngineDeadError | None = None
         self._service = service or ServiceConfig()
-        self.events: deque[Any] = deque(maxlen=100_000)
+        self.events: list[Any] = []  # a list, because a deque can't be read while another thread appends to it
         self.busy = False
         self.restart()
 

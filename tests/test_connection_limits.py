@@ -94,6 +94,15 @@ def test_a_burst_is_never_accepted_beyond_the_spare_connections(
     assert eventually(lambda: open_connections(owner) == 0)
 
 
+def test_connections_are_accepted_at_a_limited_rate(owner: StandInOwner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "ACCEPT_S", 0.1)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        for raw in connected(stack, owner, 4):
+            raw.greet()
+    assert time.monotonic() - began >= 0.3
+
+
 def test_a_refused_connection_is_closed_and_makes_room(owner: StandInOwner) -> None:
     with contextlib.ExitStack() as stack:
         raws = connected(stack, owner, PER_PEER)

@@ -6,14 +6,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from mainspring.ipc import codec, intake
-from mainspring.ipc.errors import ProtocolError
-from mainspring.ipc.intake import ADMIN_BODY_BYTES, LARGE_BYTES, SMALL_BODY_BYTES, TURN_BYTES, BodyLimits, Turns
+from mainspring.ipc.connection import Connection
+from mainspring.ipc.errors import InvalidRequestError, ProtocolError
+from mainspring.ipc.intake import (
+    ADMIN_BODY_BYTES,
+    FIRST_FRAME_BYTES,
+    LARGE_BYTES,
+    REFUSED_FACTOR,
+    SMALL_BODY_BYTES,
+    TURN_BYTES,
+    BodyLimits,
+    Turns,
+)
 from mainspring.ipc.logits_processors import MAX_EXTRA_ARGS_BYTES
 from mainspring.ipc.messages import (
     KIND_OF,
@@ -30,8 +42,10 @@ from mainspring.ipc.messages import (
 from mainspring.ipc.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from mainspring.ipc.request_check import RequestCheck
 from mainspring.ipc.structured import MAX_SPEC_BYTES
+from mainspring.ipc.sync_client import SyncClient
+from mainspring.ipc.transport import MAX_MESSAGE_BYTES
 from stand_in_core import StandInOwner, stand_in
-from wire import Raw, eventually, request
+from wire import Raw, collect, eventually, request, sees_the_loss
 
 ADD = KIND_OF[AddRequest]
 LONGEST, VOCABULARY = 20_000, 30_000
@@ -217,6 +231,75 @@ def test_all_requests_arrive_in_order_and_small_ones_of_others_pass_large_ones(
     assert taken.index((1, 0)) < taken.index((0, 7))
 
 
+# ---------------------------------------------------------------------- frames
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[StandInOwner]:
+    """A core for other programs: only connections over its admin address have `admin`."""
+    with stand_in(address=f"ipc://{tmp_path}/core.sock", admin_address=f"ipc://{tmp_path}/admin.sock") as owner:
+        yield owner
+
+
+def with_frame(owner: StandInOwner, handle: int, size: int) -> list[Any]:
+    return [*codec.encode(request(handle, max_tokens=1), owner.instance_id, owner.epoch), bytes(size)]
+
+
+def test_a_frame_that_no_request_can_have_ends_its_senders_connection_only(daemon: StandInOwner) -> None:
+    limit = BodyLimits(daemon.core.model).frame_bytes
+    assert FIRST_FRAME_BYTES < limit < MAX_MESSAGE_BYTES
+    with contextlib.closing(SyncClient(Connection(daemon.address))) as client, contextlib.closing(Raw(daemon)) as raw:
+        assert raw.greet().max_frame_bytes == limit
+        raw.send_frames(with_frame(daemon, 0, limit))
+        assert raw.receive().handles == [0]
+        raw.send_frames(with_frame(daemon, 1, limit + 1))
+        assert eventually(lambda: daemon.core.disconnected == [1])
+        client.add_request(request(0))
+        assert collect(client, 1) == {0: [100, 101, 102]}
+        assert client._connection.reconnections == 0
+        assert [one.handle for one in daemon.core.added] == [0, 0]
+
+
+def test_a_client_does_not_send_a_frame_that_would_end_its_connection(daemon: StandInOwner) -> None:
+    with contextlib.closing(SyncClient(Connection(daemon.address))) as client:
+        limit = client._connection._last_ready.max_frame_bytes  # type: ignore[union-attr]
+        too_long, array = "x" * limit, np.zeros(limit + 1, np.uint8)
+        for send in (
+            lambda: client.add_request(AddRequest(1, too_long, [5], Sampling(1))),
+            lambda: client.add_request(request(2), [array]),
+            lambda: client.call("echo", too_long),
+            lambda: client.call("echo", arrays=[codec.Array(array, "int32")]),
+        ):
+            with pytest.raises(InvalidRequestError, match=f"a frame over this connection may have {limit}"):
+                send()
+        client.add_request(request(3))
+        assert collect(client, 1) == {3: [100, 101, 102]}
+        assert client._connection.reconnections == 0
+
+
+def test_administrators_may_send_weights(daemon: StandInOwner) -> None:
+    assert daemon.endpoints.admin_address
+    with contextlib.closing(Raw(daemon, daemon.endpoints.admin_address)) as raw:
+        assert raw.greet().max_frame_bytes == MAX_MESSAGE_BYTES
+
+
+def test_a_connection_from_before_the_model_was_loaded_sends_a_large_request_over_the_next_one(
+    daemon: StandInOwner,
+) -> None:
+    with contextlib.closing(SyncClient(Connection(daemon.address))) as client:
+        daemon.kill()
+        assert sees_the_loss(client)
+        daemon.load()
+        assert eventually(lambda: client.abort([]) or daemon.server._early)
+        daemon.announce()
+        assert eventually(lambda: client.abort([]) or client._connection.reconnections == 1)
+        large = AddRequest(1, "", [70_000] * (FIRST_FRAME_BYTES // 4), Sampling(1))
+        client.add_request(large)
+        assert collect(client, 1) == {1: [70_000]}
+        assert client._connection.reconnections == 2
+        assert [len(one.prompt_token_ids) for one in daemon.core.added] == [FIRST_FRAME_BYTES // 4]
+
+
 # ---------------------------------------------------------------------- turns
 
 
@@ -272,6 +355,42 @@ def test_a_frontend_waits_after_a_body_above_a_turn_and_others_do_not(monkeypatc
         made.begin(idle=False)
         made.renew()
     assert taken == ["a1", "b0", "b1", "a2", "b2", "b3"]
+
+
+def test_a_refused_body_delays_the_next_large_one_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "TURN_S", 1000.0)
+    waits = {}
+    for size, refused in ((3 * TURN_BYTES, True), (3 * TURN_BYTES, False), (TURN_BYTES, True)):
+        made = turns()
+        made.put("a", size, 0, "first")
+        made.put("a", LARGE_BYTES + 1, 0, "second")
+        assert made.take()
+        if refused:
+            made.charge("a", size)
+        number = 0
+        while not made.take():
+            made.begin(idle=False)
+            made.renew()
+            number += 1
+        waits[size, refused] = number
+    assert waits == {
+        (3 * TURN_BYTES, True): 3 * REFUSED_FACTOR,
+        (3 * TURN_BYTES, False): 2,
+        (TURN_BYTES, True): 0,
+    }
+
+
+def test_a_request_that_is_refused_at_a_list_is_charged(
+    owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(type(owner.core), "refuse", lambda *_: None, raising=False)
+    monkeypatch.setattr(Turns, "charge", lambda _, __, size: charged.append(size))
+    for message in (AddRequest(1, "", [5] * 1_500_000, Sampling(1)), AddRequest(2, "", [5] * 20_000, Sampling(1))):
+        raw.send(message)
+    assert eventually(lambda: len(owner.core.added) == 1)
+    assert [one.handle for one in owner.core.added] == [2]
+    assert [size > 1_500_000 for size in charged] == [True]
 
 
 def test_small_bodies_are_bounded_in_each_turn_and_an_idle_core_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:

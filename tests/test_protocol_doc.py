@@ -193,6 +193,13 @@ def test_the_limits_are_those_of_the_code() -> None:
     model = messages.ModelFacts(150_000, 64, 100_000, "float32")
     largest = 9 * (100_000 + 300_000 + tokens) + 18 * 150_000 + 393_216
     assert intake.BodyLimits(model).of(messages.KIND_OF[messages.AddRequest], admin=False) == largest
+    assert intake.BodyLimits(model).frame_bytes == 4 * 100_000 * 64
+    assert intake.BodyLimits(messages.ModelFacts(5, 5, 5, "float32")).frame_bytes == 1 << 20
+    assert intake.BodyLimits(messages.ModelFacts(5, 1 << 20, 1 << 20, "float32")).frame_bytes == 256 << 20
+    assert (
+        "the largest of 1 MiB, the limit of the body of an `AddRequest`, and 4 × `max_model_len` × `hidden_size`"
+        in (SECTIONS["Limits"].replace("\n", " "))
+    )
     assert "9 × (`max_model_len` + 2 × `vocab_size` + 65,536) + 18 × `vocab_size` + 393,216" in SECTIONS["Limits"]
     assert limits["`args` of a utility call"] == f"{calls.MAX_ARGUMENT_BYTES >> 10} KiB"
     assert limits["`session`"] == f"0 or {server.SESSION_BYTES} bytes"

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from mainspring.ipc import codec, inbox, server, transport
+from mainspring.ipc import codec, inbox, intake, server
 from mainspring.ipc.config import ServiceConfig
 from mainspring.ipc.connection import Connection, ask_status
 from mainspring.ipc.errors import ConnectError, NotPermittedError, ProtocolError
@@ -459,7 +459,8 @@ def test_whatever_frames_come_the_core_serves_and_keeps_nothing_of_them(
 
 
 def test_a_frame_larger_than_the_limit_ends_its_senders_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 100_000)
+    for module in (server, intake):
+        monkeypatch.setattr(module, "MAX_MESSAGE_BYTES", 100_000)
     with stand_in() as owner:
         client, raw = SyncClient(Connection(owner)), Raw(owner)
         raw.greet()

@@ -497,7 +497,7 @@ def test_a_second_connection_of_a_session_ends_the_first(owner: StandInOwner) ->
     assert first.receive().handles == [0]
     second.greet(session=b"s" * 16)
     assert eventually(lambda: owner.core.disconnected == [0])
-    assert eventually(lambda: not owner.core.has_work)
+    assert eventually(lambda: not owner.core.has_work and len(owner.events) == 4)
     kinds = [(event.frontend, type(event.message).__name__) for event in owner.events]
     assert kinds == [(0, "Hello"), (0, "AddRequest"), (0, "Bye"), (1, "Hello")]
     while isinstance(farewell := first.receive(), Outputs):

@@ -113,7 +113,7 @@ export class Client {
         if (version !== VERSION) lose(new Error(`the core speaks version ${version} of the protocol, not ${VERSION}`));
         else if (kind === KIND.REFUSED) lose(body[0] === OVERLOADED ? null : new Error(`${body[0]}: ${body[1]}`));
         if (fatal || kind !== KIND.READY) continue;
-        core = { instance: Buffer.from(body[0]), epoch: body[1] };
+        core = { instance: Buffer.from(body[0]), epoch: body[1], maxFrameBytes: body[5] ?? 2 ** 28 };
         const [, , , , eosTokens = [], fingerprint = ""] = body[2];
         if (fingerprint !== (this.#fingerprint ??= fingerprint)) lose(new Error("another model came back"));
         if (fatal) continue;
@@ -139,7 +139,10 @@ export class Client {
     entry.firstSent ??= performance.now();
     const age = (performance.now() - entry.firstSent) / 1000;
     const { prompt, sampling, tokens } = entry;
-    this.#send(KIND.ADD, [handle, `node-${handle}`, prompt, sampling, 0, tokens, "", null, age, resumed]);
+    const body = [handle, `node-${handle}`, prompt, sampling, 0, tokens, "", null, age, resumed];
+    const [header, encoded] = pack(KIND.ADD, body, this.#core);
+    if (encoded.length <= this.#core.maxFrameBytes) this.#socket.send([header, encoded]);
+    else this.#end(handle, { reason: "error", error: "InvalidRequestError", error_text: "the request is too large" });
   }
 
   #take([handles, tokens, , finished = []]) {
