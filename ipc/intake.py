@@ -182,8 +182,11 @@ class Turns(Generic[_Item]):
         self._waiting_bytes += kept
 
     def take(self) -> tuple[Any, int, _Item] | None:
-        """The next message that has waited and may be decoded now: its frontend, its size and the message."""
+        """The next message that has waited and may be decoded now: its frontend, its size and the message. A frontend
+        that has had more than a turn is passed over, unless what waits keeps others from being received."""
         frontend = next((one for one in self._waiting if one not in self._debts), None)
+        if frontend is None and self._waiting_bytes >= WAITING_BYTES:
+            frontend = next(iter(self._waiting))
         if self._large <= 0 or frontend is None:
             return None
         queue = self._waiting.pop(frontend)

@@ -162,7 +162,8 @@ class Monitor:
 def test_a_connection_that_could_not_be_accepted_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     enabled: list[int] = []
     monkeypatch.setattr(connection_limits, "_registration", lambda fd: (fd, 0))
-    monkeypatch.setattr(connection_limits, "_enable_once", lambda fd, registration: enabled.append(fd))
+    monkeypatch.setattr(connection_limits, "ACCEPT_S", 0.0)
+    monkeypatch.setattr(connection_limits, "_set_events", lambda fd, _, events: events and enabled.append(fd))
     listener, other, monitor = 1000, errno.ECONNABORTED, Monitor()
     limits = connection_limits.ConnectionLimits([monitor])  # type: ignore[list-item]
     for event in ((zmq.EVENT_LISTENING, listener), (zmq.EVENT_ACCEPTED, other), (zmq.EVENT_ACCEPT_FAILED, other)):

@@ -321,6 +321,19 @@ def test_frontends_take_turns_and_their_messages_stay_in_order() -> None:
     assert not made.must_wait("a", 1)
 
 
+def test_messages_of_a_frontend_that_waits_for_its_turn_do_not_keep_others_from_being_received() -> None:
+    made = turns()
+    made.charge("greedy", 4 * TURN_BYTES)
+    number = 0
+    while made.may_receive:
+        made.put("greedy", LARGE_BYTES, LARGE_BYTES, str(number))
+        number += 1
+    taken = made.take()
+    assert taken == ("greedy", LARGE_BYTES, "0")
+    assert made.may_receive
+    assert made.take() is None, "there is room again, so its next message waits"
+
+
 def test_a_turn_decodes_a_bounded_amount_and_a_large_body_costs_the_next_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
