@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import fast_only
+
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import compare
@@ -121,7 +123,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("models")
-@pytest.mark.parametrize("workload", ["single-110m", "prefix-110m", "start"])
+@pytest.mark.parametrize("workload", fast_only(("single-110m",), ["single-110m", "prefix-110m", "start"]))
 def test_two_checkouts_are_asked_the_same_in_turn(
     workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from mainspring import LLM, PoolingParams
 from mainspring.ipc.config import PoolerConfig
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.pooling_params import LateChunkingParams
+from tiers import fast_only
 
 TEXT = "A first sentence. Then a second one, which is longer."
 
@@ -79,7 +80,7 @@ def test_a_score_is_the_late_interaction(llm: LLM) -> None:
         assert score.outputs.score == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["seq_pooling_type", "pooling_type"])
+@pytest.mark.parametrize("name", fast_only(("seq_pooling_type",), ["seq_pooling_type", "pooling_type"]))
 def test_the_way_of_pooling_can_be_chosen(name: str, checkpoint: Path) -> None:
     with LLM(str(checkpoint), pooler_config={name: "MEAN"}) as llm:
         (rows,) = llm.encode(TEXT, PoolingParams(task="token_embed", use_activation=False), use_tqdm=False)

@@ -126,6 +126,7 @@ def whole(handle: int, max_tokens: int = 200) -> list[int]:
 # ---------------------------------------------------------------------- a core dies, the next goes on
 
 
+@pytest.mark.slow
 def test_streams_go_on_however_their_core_dies_and_the_log_says_how(
     start: Callable[..., Supervised], caplog: pytest.LogCaptureFixture
 ) -> None:
