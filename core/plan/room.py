@@ -44,20 +44,33 @@ def allocate(state: SchedulerState, slots: np.ndarray) -> set[int]:
 
     Returns:
         the frontends that get no new request in this step, which could take the blocks that running requests wait for:
-        those whose requests lacked blocks or were preempted; all, if a request waits for blocks on their way back.
+        those whose requests lacked blocks or were preempted; all, if the oldest request of all waits for blocks that
+        others took when they came back, which could go on for ever.
     """
     rows, lacking = state.rows, set()
+    waited, state.waits = state.waits, None
     ends = rows.num_computed + rows.granted
     edges = slots[ends[slots] > rows.reach[slots]].tolist()
     for slot in sorted(edges, key=lambda slot: state.fair.rank(state.running.requests[slot])):
         while rows.alive[slot] and not extend(state, slot, int(ends[slot])):
             lacking.add(int(rows.frontend[slot]))
-            if state.kv.num_on_the_way:  # they come back when a step retires, and nobody else is to get them first
+            if state.kv.num_on_the_way:  # they come back when a step retires
                 rows.granted[slot] = 0
-                lacking.update(frontend.id for frontend in state.fair)
+                if _waits_in_vain(state, state.running.requests[slot], waited):
+                    lacking.update(frontend.id for frontend in state.fair)
                 break
             lacking.add(preempt_victim(state).frontend)
     return lacking
+
+
+def _waits_in_vain(state: SchedulerState, request: Request, waited: tuple[Request, int] | None) -> bool:
+    """Whether a request that waits for blocks is the oldest of all, and all steps have retired that were in flight when
+    it began to wait. waited: `SchedulerState.waits` after the step before."""
+    running = state.running
+    if request is not min(running.requests.values(), key=state.fair.rank):
+        return False
+    state.waits = waited if waited is not None and waited[0] is request else (request, running.next_step)
+    return running.in_flight[0] >= state.waits[1]
 
 
 def make_room(state: SchedulerState, frontend: Frontend, request: Request, promised: bool) -> bool:

@@ -34,6 +34,7 @@ class SchedulerState:
     on_end: Callable[[Request], None] = lambda request: None  # called with each request that ends
     stalled: bool = False  # nothing can be computed before something changes
     promised: Request | None = None  # the request that blocks on their way back to the pool are reserved for
+    waits: tuple[Request, int] | None = None  # the oldest request, if it waits for blocks, and the step since when
 
     def may_run(self, request: Request, fetch: bool) -> bool:
         """Whether features let a waiting request have a slot in the next step, see `Feature.may_run`."""
