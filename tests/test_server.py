@@ -84,7 +84,7 @@ def test_a_deleted_socket_file_is_made_again_and_connections_stay(
             path.unlink()
             assert eventually(path.is_socket)
             assert path.stat().st_mode & 0o777 == 0o600
-            assert f"the socket file of ipc://{path} was deleted" in caplog.text
+            assert eventually(lambda: f"the socket file of ipc://{path} was deleted" in caplog.text)  # noqa: B023
         client.add_request(request(0))
         assert collect(client, 1) == {0: [100, 101, 102]}
         assert client._connection.reconnections == 0
