@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from typing import IO
 
 import msgspec
 
@@ -175,21 +176,19 @@ class Supervisor:
         self._close_reports()
         self._reports, launch.report_fd = os.pipe()
         try:
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mainspring.core"],
-                stdin=subprocess.PIPE,
-                stdout=2,  # the code of a model may print; keep that out of our standard output
-                pass_fds=[launch.report_fd, launch.journal_fd, launch.crash_fd],
-                process_group=0,  # so that Ctrl-C reaches only the frontend
-                env={**CORE_ENVIRONMENT, **os.environ},
-            )
+            with _file_with(msgspec.msgpack.encode(launch)) as message:
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "mainspring.core"],
+                    stdin=message,
+                    stdout=2,  # the code of a model may print; keep that out of our standard output
+                    pass_fds=[launch.report_fd, launch.journal_fd, launch.crash_fd],
+                    process_group=0,  # so that Ctrl-C reaches only the frontend
+                    env={**CORE_ENVIRONMENT, **os.environ},
+                )
         finally:
             os.close(launch.report_fd)
         if self._stops:  # `stop` was called before there was a process
             process.terminate()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(msgspec.msgpack.encode(launch))
         data = self._first_report(process, self._reports)
         if data is None:
             process.wait()
@@ -344,6 +343,15 @@ class EmbeddedCore:
     def close(self) -> None:
         """End the core and remove its socket. A second call does nothing."""
         self._end()
+
+
+def _file_with(data: bytes) -> IO[bytes]:
+    """An open file without a name, to be read from its start. Unlike a pipe, it has its data before a process reads it,
+    and keeps it if this one dies."""
+    file = tempfile.TemporaryFile(prefix="mainspring-launch-")  # noqa: SIM115
+    file.write(data)
+    file.seek(0)
+    return file
 
 
 def _run(supervisor: Supervisor) -> None:

@@ -68,7 +68,13 @@ def make_runtime_dir() -> str:
 
 
 def remove_runtime_dir(path: str) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove the folder that `make_runtime_dir` made, also while another thread makes its socket there."""
+    unused = f"{path}.unused"  # under another name nothing new gets into it
+    try:
+        os.rename(path, unused)
+    except OSError:
+        return  # another process has removed it
+    shutil.rmtree(unused, ignore_errors=True)
 
 
 def default_folder() -> Path:

@@ -146,6 +146,25 @@ def test_a_frontend_killed_while_its_core_loads_leaves_nothing_either(folder: Pa
     assert eventually(lambda: not list(folder.iterdir()))
 
 
+KILLED_BY_ITS_FIRST_PROCESS = """
+import os, signal, subprocess
+
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen = Popen
+"""
+
+
+def test_a_frontend_killed_as_soon_as_there_is_a_core_process_leaves_nothing_either(folder: Path) -> None:
+    script = KILLED_BY_ITS_FIRST_PROCESS + FRONTEND.format(then="")
+    ended = subprocess.run([sys.executable, "-P", "-c", script, MODEL], stdout=subprocess.DEVNULL)
+    assert ended.returncode == -signal.SIGKILL
+    assert eventually(lambda: not list(folder.iterdir()), STARTS_WITHIN)
+
+
 @pytest.mark.slow
 def test_a_frontend_and_its_core_terminated_together_leave_nothing(folder: Path) -> None:
     process = frontend(GO_ON)
