@@ -17,8 +17,9 @@ _MODULES = {
     "engine.llm": "LLM",
     "engine.llm_engine": "LLMEngine",
     "engine.observe.metrics": "StatLoggerBase",
+    "engine.request.beam_search": "BeamSearchOutput BeamSearchSequence",
     "engine.request.outputs": (
-        "BeamSearchOutput BeamSearchSequence ClassificationOutput ClassificationRequestOutput CompletionOutput "
+        "ClassificationOutput ClassificationRequestOutput CompletionOutput "
         "EmbeddingOutput EmbeddingRequestOutput Logprob PoolingOutput PoolingRequestOutput RequestMetrics "
         "RequestOutput ScoringOutput ScoringRequestOutput"
     ),

@@ -19,8 +19,8 @@ from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, RequestFailedError
 from ..ipc.journal import Journal, Phase, request_key
-from ..ipc.logits_processors import MAX_EXTRA_ARGS_BYTES
 from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, Outputs
+from ..ipc.processor_names import MAX_EXTRA_ARGS_BYTES
 from ..ipc.request_check import RequestCheck, check_embeds_values
 from ..ipc.structured import MAX_SPEC_BYTES
 from ..ipc.tokenizer_files import check_tokenizer, digest_of, read_files

@@ -30,7 +30,7 @@ from ..ipc.config import (
     StructuredOutputsConfig,
 )
 from ..ipc.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, shown, suggests_names
-from ..ipc.logits_processors import names_of
+from ..ipc.processor_names import names_of
 
 if TYPE_CHECKING:
     import argparse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -23,15 +23,13 @@ from .frontend import CONNECT_OPTIONS
 from .llm_engine import LLMEngine
 from .pooling_methods import OnError, PoolingMethods, check_on_error
 from .request.input_processor import EngineCoreRequest, InputProcessor, check_message
-from .request.outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    RequestOutput,
-    raise_first_failure,
-)
+from .request.outputs import RequestOutput, raise_first_failure
 from .request.prompts import Prompt, listed_prompts
 from .request_queue import OutputType, Progress, ProgressBar, RequestQueue
 from .text.model_files import default_sampling_params
+
+if TYPE_CHECKING:
+    from .request.beam_search import BeamSearchOutput
 
 
 @knows_members("LLM")
@@ -206,6 +204,8 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
 
         Raises: as `generate`.
         """
+        from .request.beam_search import BeamSearchOutput, BeamSearchSequence
+
         found = []
         for output in self.generate(prompts, params.sampling_params(), use_tqdm, lora_request, on_error=on_error):
             before = output.prompt_token_ids or []

@@ -15,9 +15,9 @@ from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, shown, wire_text
-from ..ipc.logits_processors import stay_here
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
+from ..ipc.processor_names import stay_here
 from .args import EngineArgs
 from .engine_methods import EngineMethods
 from .frontend import Frontend

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from .codec import Frame
-from .logits_processors import MAX_EXTRA_ARGS_BYTES
 from .messages import KIND_OF, MAX_ABORTED, Abort, AddRequest, ModelFacts, Sampling, UtilityCall
 from .params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from .processor_names import MAX_EXTRA_ARGS_BYTES
 from .structured import MAX_SPEC_BYTES
 from .transport import MAX_MESSAGE_BYTES
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 from .adapters import PromptAdapterRequest
 from .config import EngineConfig
 from .errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
-from .logits_processors import unpacked
 from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
 from .params import CORE_RANGES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS
+from .processor_names import unpacked
 from .structured import MAX_SPEC_BYTES, TOKENS, Kind, trace_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from mainspring.ipc.intake import (
     BodyLimits,
     Turns,
 )
-from mainspring.ipc.logits_processors import MAX_EXTRA_ARGS_BYTES
 from mainspring.ipc.messages import (
     KIND_OF,
     MAX_ABORTED,
@@ -40,6 +39,7 @@ from mainspring.ipc.messages import (
     UtilityCall,
 )
 from mainspring.ipc.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from mainspring.ipc.processor_names import MAX_EXTRA_ARGS_BYTES
 from mainspring.ipc.request_check import RequestCheck
 from mainspring.ipc.structured import MAX_SPEC_BYTES
 from mainspring.ipc.sync_client import SyncClient

@@ -21,19 +21,14 @@ from mainspring.core.plan.step import NewSequence
 from mainspring.core.worker.processors import ProcessedSequence, Processors, load_classes
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, RequestFailedError
 from mainspring.ipc.logits_processors import (
-    MAX_EXTRA_ARGS_BYTES,
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
-    names_of,
-    packed,
-    params_of,
     process_dict_updates,
-    stay_here,
-    unpacked,
 )
 from mainspring.ipc.messages import AddRequest, Sampling
+from mainspring.ipc.processor_names import MAX_EXTRA_ARGS_BYTES, names_of, packed, params_of, stay_here, unpacked
 
 MODULE = '''
 import os

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from ...engine.request.pooling_state import PoolingState
-from ...ipc import logits_processors
+from ...ipc import processor_names
 from .finder import Finder
 from .helpers import tensor_of
 from .without_accelerator import WithoutAccelerator
@@ -40,7 +40,7 @@ def main() -> None:
             except (OSError, ValueError) as error:
                 parser.error(f"--models {given.models}: {error}")
         sys.meta_path[:0] = [Finder("vllm"), WithoutAccelerator()]
-        logits_processors.only_here = True  # no core of its own knows the name vllm
+        processor_names.only_here = True  # no core of its own knows the name vllm
         PoolingState.data_of = staticmethod(tensor_of)  # scripts call methods of tensors on vectors
         sys.argv = [given.script, *given.args]
         runpy.run_path(given.script, run_name="__main__")

@@ -10,8 +10,9 @@ import torch
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError
-from ...ipc.logits_processors import HERE, BatchUpdate, LogitsProcessor, is_processor, params_of, parts_of
+from ...ipc.logits_processors import BatchUpdate, LogitsProcessor
 from ...ipc.messages import Sampling
+from ...ipc.processor_names import HERE, is_processor, params_of, parts_of
 from ..plan.step import NewSequence
 
 _Objects = list[LogitsProcessor]

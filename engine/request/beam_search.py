@@ -11,14 +11,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ...ipc.messages import AddRequest, Finished
+from ...ipc.messages import AddRequest, Finished, FinishReason
 from ...ipc.params import RequestOutputKind
 from ..text.tokenizer import Tokenizer
 from .input_processor import EngineCoreRequest, core_message
 from .outputs import Logprob
 from .request_state import Completion, RequestState
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A continuation that `LLM.beam_search` found."""
+
+    tokens: list[int]  # prompt and output
+    logprobs: list[dict[int, Logprob]]  # of the output's tokens
+    cum_logprob: float
+    text: str  # of prompt and output
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best continuations of one prompt, the best one first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class _Beam(NamedTuple):

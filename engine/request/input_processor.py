@@ -12,10 +12,10 @@ import msgspec
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
 from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
-from ...ipc.logits_processors import packed
 from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
+from ...ipc.processor_names import packed
 from ...ipc.structured import trace_spec
 from .prompts import ParsedPrompt, parse_prompt
 

@@ -51,26 +51,6 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
-class BeamSearchSequence:
-    """A continuation that `LLM.beam_search` found."""
-
-    tokens: list[int]  # prompt and output
-    logprobs: list[dict[int, Logprob]]  # of the output's tokens
-    cum_logprob: float
-    text: str  # of prompt and output
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    lora_request: Any = None
-
-
-@dataclass(slots=True)
-class BeamSearchOutput:
-    """The best continuations of one prompt, the best one first."""
-
-    sequences: list[BeamSearchSequence]
-
-
-@dataclass(slots=True)
 class RequestMetrics:
     """Times of a request: seconds on the clock of `time.monotonic`.
 
