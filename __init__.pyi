@@ -7,9 +7,9 @@ from .engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
 from .engine.llm import LLM as LLM
 from .engine.llm_engine import LLMEngine as LLMEngine
 from .engine.observe.metrics import StatLoggerBase as StatLoggerBase
-from .engine.request.input_processor import EngineCoreRequest as EngineCoreRequest
 from .engine.request.beam_search import BeamSearchOutput as BeamSearchOutput
 from .engine.request.beam_search import BeamSearchSequence as BeamSearchSequence
+from .engine.request.input_processor import EngineCoreRequest as EngineCoreRequest
 from .engine.request.outputs import ClassificationOutput as ClassificationOutput
 from .engine.request.outputs import ClassificationRequestOutput as ClassificationRequestOutput
 from .engine.request.outputs import CompletionOutput as CompletionOutput
