@@ -126,16 +126,23 @@ struct Bf16Shift {
     template <int ROWS, int VECS>
     MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
 #if MAINSPRING_AVX512
-#pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) {
-            F32 even, odd;
-            const __m512i pairs = _mm512_loadu_si512(w + 64 * v);
-            even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-            odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+        // A word of x is loaded into a register once and used for both vectors, because a multiply-add that loads its own
+        // copy takes the place of a load of W: two loads a cycle, as many as multiply-adds.
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; ++odd) {
+            F32 wv[VECS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; ++v) {
+                const char* pairs = w + 64 * v;
+                wv[v] = _mm512_castsi512_ps(odd ? _mm512_maskz_loadu_epi16(0xaaaaaaaa, pairs)
+                                                : _mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+            }
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(even, set(*(const float*)(x + r * 64)), acc[r][v]);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(odd, set(*(const float*)(x + r * 64 + 4)), acc[r][v]);
+            for (int r = 0; r < ROWS; ++r) {
+                const F32 xr = set(*(const float*)(x + r * 64 + 4 * odd));
+#pragma GCC unroll 2
+                for (int v = 0; v < VECS; ++v) acc[r][v] = fma(wv[v], xr, acc[r][v]);
+            }
         }
 #else
         constexpr int PART = VECS == VECTORS ? 1 : VECS;  // vectors of W in registers at a time: what there is room for
