@@ -462,7 +462,8 @@ struct Packed {
 //
 // and only the groups' sums are added up in fp32, in order of K. 64 products an instruction: one row runs near the memory's
 // speed (4-bit weights as fp32 would need three instructions for 16), many rows 1.6 times as fast as bf16. The price is the
-// rounding of x: about 0.6% of the product's size, as much as that of 8-bit weights.
+// rounding of x: about 0.6% of the product's size, as much as that of 8-bit weights. A group may be a whole row, of at most
+// 2^17 values, so that sums of products fit in 32 bits and those of x in an fp32: coarser, but a tile multiplies without a pause.
 //
 // Packed: panels of 32 columns, narrow ones filled up with zeros, K likewise up to a whole group. A panel is, for each
 // group,
