@@ -63,7 +63,7 @@ class Level(NamedTuple):
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-_OPTIONAL = ("avx512_vnni",)  # used where they are
+_OPTIONAL = {"avx512": "avx512_vnni", "avx2": "avx_vnni"}  # used where they are, by levels whose names begin so
 LEVELS = (Level("avx512_bf16", (*_AVX512, "avx512_bf16")), Level("avx512", _AVX512), Level("avx2", _AVX2))
 """The best first."""
 
@@ -183,7 +183,9 @@ def build(level: Level) -> Path:
         BackendUnavailableError: it can't be built. The message ends with what the compiler said first.
     """
     compiler, runtime = find_compiler(), find_runtime()
-    extras = _flags([name for name in _OPTIONAL if name in cpu_features() and level.name.startswith("avx512")])
+    extras = _flags(
+        [name for start, name in _OPTIONAL.items() if level.name.startswith(start) and name in cpu_features()]
+    )
     flags = (*FLAGS, *level.flags, *extras)
     path = cache_folder() / f"{level.name}-{digest(compiler, flags, runtime)}.so"
     if path.exists():
