@@ -39,7 +39,7 @@ struct Team {
             round.store(now + 1, std::memory_order_release);
         } else {
             for (int spins = 0; round.load(std::memory_order_acquire) == now; ++spins)
-                spins < 1000 ? _mm_pause() : std::this_thread::yield();
+                if (spins >= 1000) std::this_thread::yield();
         }
         waited[thread] += cpu_seconds() - start;
     }
@@ -422,7 +422,7 @@ int bench(int num_threads, const std::string& kinds) {
 #else
     const double peak32 = 1e12;
 #endif
-#if MAINSPRING_BF16_DOT
+#if MAINSPRING_AVX512 && MAINSPRING_BF16_DOT
     const double peak = peak_of(num_threads, 64, [] { DOTS("vdpbf16ps"); });
 #else
     const double peak = peak32;  // bf16 is widened to fp32

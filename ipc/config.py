@@ -229,8 +229,7 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], "`auto`: CUDA where there is a GPU."] = "auto"
     attention_backend: Annotated[
         AttentionBackend,
-        "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on an x86 CPU, and where those can't run the "
-        "reference.",
+        "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on a CPU, and where those can't run the reference.",
     ] = "auto"
     deterministic: Annotated[
         bool, "Make a request's tokens independent of the other requests in a step, on a GPU, too (a CPU always is)."
