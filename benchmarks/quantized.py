@@ -29,7 +29,7 @@ from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.kernels.native.native_backend import NativeBackend
 from report import table
 
-LIMITS = {"int8": 0.005, "int4": 0.03}
+LIMITS = {"int8": 0.005, "int8-dynamic": 0.01, "int4": 0.03}
 AT_ONCE = 32  # texts in a step
 BEGIN, END, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
 

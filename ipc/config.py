@@ -40,10 +40,12 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "Dtype of weights and activations; `auto`: the checkpoint's own.",
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4", "awq", "gptq", "bitsandbytes"] | None,
-        "`int8`, `int4`, `bitsandbytes` (NF4, 4 bits): round the weights as they are loaded, for native kernels on a "
-        "CPU; `awq`, `gptq`: require such a checkpoint. Checkpoints of the last three are recognised without this "
-        "option, too.",
+        Literal["int8", "int8-dynamic", "int4", "awq", "gptq", "bitsandbytes"] | None,
+        "`int8`, `int8-dynamic`, `int4`, `bitsandbytes` (NF4, 4 bits): round the weights as they are loaded, for "
+        "native kernels on a CPU. The inputs of int8 and int4 products are rounded to 8 bits as well, in groups of at "
+        "most 128 values with a scale each; `int8-dynamic` has one scale for a row of inputs and one for a row of "
+        "weights, which is faster and coarser. `awq`, `gptq`: require such a checkpoint. Checkpoints of the last three "
+        "are recognised without this option, too.",
     ] = None
     seed: Annotated[int, "Seed of `load_format=dummy` weights."] = 0
     max_model_len: Annotated[int | None, "Most tokens of a request, prompt and output; none: the model's."] = None
@@ -227,8 +229,7 @@ class DeviceConfig(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], "`auto`: CUDA where there is a GPU."] = "auto"
     attention_backend: Annotated[
         AttentionBackend,
-        "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on an x86 CPU, and where those can't run the "
-        "reference.",
+        "Kernel backend; `auto`: FlashInfer on a GPU, native C++ on a CPU, and where those can't run the reference.",
     ] = "auto"
     deterministic: Annotated[
         bool, "Make a request's tokens independent of the other requests in a step, on a GPU, too (a CPU always is)."

@@ -205,8 +205,8 @@ class Backend(Protocol):
         """Layers with gated MLPs, the final norm and the output layer as one object; None: this backend runs a model
         layer by layer. The decoder takes the memory of the linear layers' weights: the tensors are empty afterwards.
 
-        bits: 8, 4 or `NF4`: quantize the weights. quantized: weights that are quantized already, by the ``id`` of the
-        tensor that holds their values.
+        bits: 8, 4, `NF4` or `INT8_ROWS`: quantize the weights. quantized: weights that are quantized already, by the
+        ``id`` of the tensor that holds their values.
         """
         return None
 

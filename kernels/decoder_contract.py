@@ -65,6 +65,9 @@ LayerNames = DecoderLayer[str, str, str, str]  # paths in the layer's module
 NF4 = 5
 """In the place of the number of bits to which weights are rounded: 4 bits, with the codebook of QLoRA's normal floats,
 and the largest absolute value of each 64 values as their scale."""
+INT8_ROWS = 9
+"""Likewise: 8 bits, with one scale for a whole row of the weight, and one for a whole row of inputs where these are
+rounded, too."""
 
 
 class QuantizedWeight(NamedTuple):

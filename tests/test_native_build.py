@@ -57,8 +57,8 @@ def kept() -> list[Path]:
 
 
 def test_the_best_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    best, middle, least = native_build.LEVELS
-    for level in (best, middle, least):
+    best, middle, least, *arm = native_build.LEVELS
+    for level in (best, middle, least, *arm):
         cpu_with(monkeypatch, *level.needs, "sse2")
         assert native_build.choose_level() == level
     cpu_with(monkeypatch, *best.needs)
@@ -68,7 +68,7 @@ def test_the_best_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPat
 
 def test_a_level_that_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_with(monkeypatch, "sse2")
-    with pytest.raises(BackendUnavailableError, match="need an x86 processor with AVX2 and FMA on Linux"):
+    with pytest.raises(BackendUnavailableError, match="need a processor with AVX2 and FMA, or with NEON, on Linux"):
         native_build.choose_level()
     with pytest.raises(BackendUnavailableError, match=r"level avx2 needs avx2, fma, f16c, bmi2"):
         native_build.choose_level("avx2")
@@ -173,7 +173,7 @@ def test_every_kernel_runs_under_sanitizers(sanitizer: str, level: str, tmp_path
     objects = [str(tmp_path / f"{name}.o") for name in names]
     subprocess.run([*build, "-pthread", *objects, "-o", str(program)], check=True, timeout=60)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (0, "all kernels ran\n"), done.stderr[-3000:]
+    assert (done.returncode, done.stdout[:15]) == (0, "all kernels ran"), done.stderr[-3000:]
 
 
 @needs_compiler

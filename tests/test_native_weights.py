@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mainspring.kernels.decoder_contract import NF4, QuantizedWeight
+from mainspring.kernels.decoder_contract import INT8_ROWS, NF4, QuantizedWeight
 from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native import weights as native_weights
-from mainspring.kernels.native.weights import PanelWeight, linear, pack, pack_quantized
+from mainspring.kernels.native.weights import LONGEST_ROW, PanelWeight, linear, pack, pack_quantized
 from native_here import why_not
 from tiers import fast_only
 
@@ -50,8 +50,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+KINDS = (None, 8, 4, INT8_ROWS)
+
+
 def all_kinds(library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
-    return [pack(library, weight, gated), pack(library, weight, gated, bits=8), pack(library, weight, gated, bits=4)]
+    return [pack(library, weight, gated, bits=bits) for bits in KINDS]
 
 
 def coded(library: ctypes.CDLL, weight: torch.Tensor) -> list[PanelWeight]:
@@ -90,9 +93,10 @@ def test_quantizing_is_off_by_half_a_step_of_each_group(
 ) -> None:
     out, width = shape
     weight = draw(*shape, dtype=dtype) * torch.arange(1, out + 1)[:, None].to(dtype)  # each row has its own scale
-    for bits, gated in itertools.product((8, 4), gated_where_it_may_be(out)):
-        packed = pack(library, weight, gated, bits=bits)
-        group = packed.group
+    for asked, gated in itertools.product((8, 4, INT8_ROWS), gated_where_it_may_be(out)):
+        packed = pack(library, weight, gated, bits=asked)
+        bits, group = packed.kind, packed.group
+        assert asked != INT8_ROWS or group >= width
         assert packed.memory.nbytes <= -(-out // 32) * 32 * -(-width // group) * (
             group * bits // 8 + 2 + 2 * (bits == 4)
         )
@@ -127,10 +131,10 @@ def test_products_are_torchs(library: ctypes.CDLL, dtype: torch.dtype, shape: tu
     weight, bias = draw(*shape, dtype=dtype) / width**0.5, draw(out, seed=1, dtype=dtype)
     x = draw(rows, 2 * width, seed=2, dtype=dtype)[:, :width]  # strided
     for gated in gated_where_it_may_be(out):
-        for packed in all_kinds(library, weight, gated):
+        for kind, packed in zip(KINDS, all_kinds(library, weight, gated), strict=True):
             exact = packed.unpack() if packed.group else weight
             if packed.group and dtype != torch.float32:
-                exact = pack(library, weight.float(), gated, bits=packed.kind).unpack()
+                exact = pack(library, weight.float(), gated, bits=kind).unpack()
             want = x.double() @ exact.double().T + bias.double()
             got = linear(library, x, packed, bias)
             assert got.dtype == dtype
@@ -293,6 +297,16 @@ def test_a_weight_that_cannot_be_packed_is_reported(library: ctypes.CDLL) -> Non
         pack_quantized(library, QuantizedWeight(numbers, *torch.zeros(2, 8, 2)), torch.float32)
     with pytest.raises(ValueError, match="rows of 80 values; for NF4 it must be a multiple of 32"):
         pack(library, torch.zeros(8, 80), bits=NF4)
+    with pytest.raises(ValueError, match="rows of 131073 values; with one scale for a row it must be at most 131072"):
+        pack(library, torch.zeros(1, 131073), bits=INT8_ROWS)
+
+
+def test_the_longest_row_with_one_scale_overflows_nothing(library: ctypes.CDLL) -> None:
+    ones = torch.ones(2, LONGEST_ROW)
+    packed = pack(library, ones, bits=INT8_ROWS)
+    for sign in (1, -1):
+        want = torch.full((2, 2), float(sign * LONGEST_ROW))
+        assert torch.allclose(linear(library, sign * ones, packed), want, rtol=1e-3)
 
 
 def test_weights_lie_in_huge_pages_one_after_another_and_go_with_the_last(library: ctypes.CDLL) -> None:

@@ -287,7 +287,10 @@ def test_rows_that_are_no_multiple_of_32_values_are_refused(native: NativeBacken
 
 
 @needs_native
-@pytest.mark.parametrize(("quantization", "kinds", "error"), [("int8", {8}, 0.05), ("int4", {4, 8}, 0.5)])
+@pytest.mark.parametrize(
+    ("quantization", "kinds", "error"),
+    [("int8", {8}, 0.05), ("int8-dynamic", {8}, 0.06), ("int4", {4, 8}, 0.5)],
+)
 def test_weights_are_quantized_as_they_are_loaded(
     native: NativeBackend, quantization: str, kinds: set[int], error: float, tmp_path: Path
 ) -> None:
@@ -300,7 +303,7 @@ def test_weights_are_quantized_as_they_are_loaded(
 # ------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "awq", "gptq", "bitsandbytes"])
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "int4", "awq", "gptq", "bitsandbytes"])
 def test_a_backend_that_cannot_says_so(quantization: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=f"quantization is '{quantization}', which needs the native backend"):
         load(tiny.make("llama", tmp_path), ReferenceBackend(), quantization)
@@ -320,6 +323,7 @@ def test_a_backend_that_cannot_says_so(quantization: str, tmp_path: Path) -> Non
         ({"version": "gemv"}, "awq", UnsupportedModelError, "gemv"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None, UnsupportedModelError, "holds no such weights"),
         ({}, "int8", InvalidArgumentError, "a checkpoint of awq, quantized already"),
+        ({}, "int8-dynamic", InvalidArgumentError, "a checkpoint of awq, quantized already"),
         ({}, "bitsandbytes", InvalidArgumentError, "a checkpoint of awq, quantized already"),
         ({"quant_method": None}, "awq", UnsupportedModelError, "quantized"),
     ],

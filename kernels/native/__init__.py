@@ -1,1 +1,1 @@
-"""The kernels for x86 CPUs: C++ that is compiled on first use, and what binds it."""
+"""The kernels for CPUs: C++ that is compiled on first use, and what binds it."""

@@ -202,7 +202,7 @@ class Attention {
         const int64_t size = size_of(call_.query_dtype);
         for_each_row(unit, [&](int64_t, int64_t token, int64_t head) {
             const char* query = call_.query + query_at(token, head) * size;
-            for (int64_t at = 0; at < spec_.key_dim * size; at += 64) _mm_prefetch(query + at, _MM_HINT_T1);
+            for (int64_t at = 0; at < spec_.key_dim * size; at += 64) prefetch_far(query + at);
         });
     }
 
@@ -395,7 +395,7 @@ inline void attend_with(const AttentionCall& call, int threads) {
 }
 
 inline void attend(const AttentionCall& call, int threads) {
-#if MAINSPRING_BF16_DOT
+#if MAINSPRING_BF16_ATTENTION
     if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::bf16)
         return attend_with<Bf16Math, bf16>(call, threads);
     if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::fp8)

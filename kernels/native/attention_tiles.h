@@ -51,7 +51,7 @@ class Ahead {
     template <int LINES>
     void ask() {
         if (at_ >= end_) return;
-        UNROLLED for (int i = 0; i < LINES; ++i) _mm_prefetch(at_ + 64 * i, _MM_HINT_T0);
+        UNROLLED for (int i = 0; i < LINES; ++i) prefetch(at_ + 64 * i);
         if ((at_ += 64 * LINES) >= end_) forward();
     }
 
@@ -95,7 +95,7 @@ inline I32 load_pairs(const bf16* p, int64_t i, int64_t n) {
     return iload((const int32_t*)halves);
 #endif
 }
-#if MAINSPRING_BF16_DOT
+#if MAINSPRING_BF16_ATTENTION
 struct Bf16Math {
     static constexpr int PER_STEP = 2;
     static F32 step(F32 sum, I32 a, I32 b) { return dot_bf16(sum, a, b); }
@@ -141,20 +141,13 @@ struct Source<Fp32Math, bf16> {
     }
     static void natural_order(float* row, int64_t columns) {
         for (int64_t d = 0; d < columns; d += 2 * LANES) {
-            const F32 even = load(row + d), odd = load(row + d + LANES);
-#if MAINSPRING_AVX512
-            const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            store(row + d, _mm512_permutex2var_ps(even, first, odd));
-            store(row + d + LANES, _mm512_permutex2var_ps(even, iadd(first, iset(8)), odd));
-#else
-            const F32 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
-            store(row + d, _mm256_permute2f128_ps(low, high, 0x20));
-            store(row + d + LANES, _mm256_permute2f128_ps(low, high, 0x31));
-#endif
+            F32 even = load(row + d), odd = load(row + d + LANES);
+            interleave(even, odd);
+            store(row + d, even), store(row + d + LANES, odd);
         }
     }
 };
-#if MAINSPRING_BF16_DOT
+#if MAINSPRING_BF16_ATTENTION
 // Every fp8 number without its sign as bf16, where it is exact.
 struct Fp8Table {
     alignas(64) uint16_t bits[128];

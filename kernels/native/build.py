@@ -54,18 +54,22 @@ class Level(NamedTuple):
 
     name: str
     needs: tuple[str, ...]  # as /proc/cpuinfo spells them
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        wide = ("-mprefer-vector-width=512",) if self.name.startswith("avx512") else ()
-        return *_flags(self.needs), *wide
+    flags: tuple[str, ...]  # of the compiler
 
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-_OPTIONAL = ("avx512_vnni",)  # used where they are
-LEVELS = (Level("avx512_bf16", (*_AVX512, "avx512_bf16")), Level("avx512", _AVX512), Level("avx2", _AVX2))
-"""The best first."""
+_AVX512_BF16 = (*_AVX512, "avx512_bf16")
+_WIDE = "-mprefer-vector-width=512"
+_OPTIONAL = {"avx512": "avx512_vnni", "avx2": "avx_vnni"}  # used where they are, by levels whose names begin so
+LEVELS = (
+    Level("avx512_bf16", _AVX512_BF16, (*_flags(_AVX512_BF16), _WIDE)),
+    Level("avx512", _AVX512, (*_flags(_AVX512), _WIDE)),
+    Level("avx2", _AVX2, _flags(_AVX2)),
+    Level("neon_bf16", ("asimd", "i8mm", "bf16"), ("-march=armv8.2-a+i8mm+bf16",)),
+    Level("neon", ("asimd",), ()),
+)
+"""The best of each kind of processor first."""
 
 
 class Compiler(NamedTuple):
@@ -113,15 +117,15 @@ def choose_level(name: str | None = None) -> Level:
         if named:
             raise BackendUnavailableError(f"the native level {name} needs {', '.join(missing)}; this processor has not")
     raise BackendUnavailableError(
-        f"the native kernels need an x86 processor with AVX2 and FMA on Linux; this is {platform.machine()} on "
-        f"{platform.system()}"
+        "the native kernels need a processor with AVX2 and FMA, or with NEON, on Linux; this is "
+        f"{platform.machine()} on {platform.system()}"
     )
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
     """What /proc/cpuinfo lists; empty where there is none."""
-    flags = next((line for line in _lines_of("/proc/cpuinfo") if line.startswith("flags")), "")
+    flags = next((line for line in _lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
     return frozenset(flags.partition(":")[2].split())
 
 
@@ -183,7 +187,9 @@ def build(level: Level) -> Path:
         BackendUnavailableError: it can't be built. The message ends with what the compiler said first.
     """
     compiler, runtime = find_compiler(), find_runtime()
-    extras = _flags([name for name in _OPTIONAL if name in cpu_features() and level.name.startswith("avx512")])
+    extras = _flags(
+        [name for start, name in _OPTIONAL.items() if level.name.startswith(start) and name in cpu_features()]
+    )
     flags = (*FLAGS, *level.flags, *extras)
     path = cache_folder() / f"{level.name}-{digest(compiler, flags, runtime)}.so"
     if path.exists():

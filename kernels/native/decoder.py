@@ -42,8 +42,8 @@ class NativeDecoder:
         bits: int | None = None,
         quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> None:
-        """bits: 8, 4 or `NF4`, of weights that are to be quantized; None: they stay as they are. quantized: weights
-        that are, by the ``id`` of the tensor that stands for them."""
+        """bits: 8, 4, `NF4` or `INT8_ROWS`, of weights that are to be quantized; None: they stay as they are.
+        quantized: weights that are, by the ``id`` of the tensor that stands for them."""
         self._library = library
         for name in ("new", "forget", "bind", "run", "phases"):
             getattr(library, f"mainspring_decoder_{name}").argtypes = [ctypes.c_void_p, ctypes.c_char_p]

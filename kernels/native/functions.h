@@ -51,12 +51,17 @@ inline unsigned equal_bits(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_
 inline F32 unsigned_to_float(I32 a) { return _mm512_cvtepu32_ps(a); }
 inline I32 to_int(F32 a) { return _mm512_cvttps_epi32(a); }  // towards zero
 inline float first_lane(F32 a) { return _mm512_cvtss_f32(a); }
+inline void interleave(F32& a, F32& b) {  // a0 b0 a1 b1 …
+    const I32 first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const F32 low = _mm512_permutex2var_ps(a, first, b);
+    b = _mm512_permutex2var_ps(a, iadd(first, iset(8)), b), a = low;
+}
 
 inline I32 widen_bytes(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline I32 widen_bytes_n(const void* p, int n) { return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)); }
 inline void narrow_to_bytes_n(void* p, I32 a, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first_lanes(n), a); }
 
-#else  // AVX2
+#elif MAINSPRING_AVX2
 
 inline I32 iset(int32_t x) { return _mm256_set1_epi32(x); }
 inline I32 iadd(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
@@ -93,6 +98,10 @@ inline F32 unsigned_to_float(I32 a) {  // rounded once: the upper 16 bits times 
 }
 inline I32 to_int(F32 a) { return _mm256_cvttps_epi32(a); }
 inline float first_lane(F32 a) { return _mm256_cvtss_f32(a); }
+inline void interleave(F32& a, F32& b) {
+    const F32 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    a = _mm256_permute2f128_ps(low, high, 0x20), b = _mm256_permute2f128_ps(low, high, 0x31);
+}
 
 inline I32 widen_bytes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline I32 widen_bytes_n(const void* p, int n) {

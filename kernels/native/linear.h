@@ -30,7 +30,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "simd.h"
+#include "functions.h"
 
 namespace mainspring {
 
@@ -97,20 +97,23 @@ void pack_panel(const T* rows, int columns, int K, T* panel) {
 //   step          acc[r][v] += W * x[r], for ROWS rows of which x holds a line (16 words) each, and VECS vectors of columns
 
 #if MAINSPRING_BF16_DOT
-// bf16 by VDPBF16PS. x is bf16 too, two to a word.
+// bf16 by VDPBF16PS or BFDOT. x is bf16 too, two to a word.
 struct Bf16Dot {
     using WEIGHT = bf16;
     using INPUT = bf16;
-    static constexpr int K_PER_STEP = 2, X_WORDS = 1, STEP_BYTES = 4 * PANEL, MAX_ROWS = 14;
+    static constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
+    static constexpr int K_PER_STEP = 2, X_WORDS = 1, STEP_BYTES = 4 * PANEL;
 
     template <int ROWS, int VECS>
     MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
-        const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
+        I32 wv[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) wv[v] = load_bytes(w + 4 * LANES * v);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
-            const __m512i xr = _mm512_set1_epi32(*(const int*)(x + r * 64));
-            acc[r][0] = dot_bf16(acc[r][0], w0, xr);
-            acc[r][1] = dot_bf16(acc[r][1], w1, xr);
+            const I32 xr = set_int(*(const int*)(x + r * 64));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) acc[r][v] = dot_bf16(acc[r][v], wv[v], xr);
         }
     }
 };
@@ -126,16 +129,23 @@ struct Bf16Shift {
     template <int ROWS, int VECS>
     MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
 #if MAINSPRING_AVX512
-#pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) {
-            F32 even, odd;
-            const __m512i pairs = _mm512_loadu_si512(w + 64 * v);
-            even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-            odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+        // A word of x is loaded into a register once and used for both vectors, because a multiply-add that loads its own
+        // copy takes the place of a load of W: two loads a cycle, as many as multiply-adds.
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; ++odd) {
+            F32 wv[VECS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; ++v) {
+                const char* pairs = w + 64 * v;
+                wv[v] = _mm512_castsi512_ps(odd ? _mm512_maskz_loadu_epi16(0xaaaaaaaa, pairs)
+                                                : _mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+            }
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(even, set(*(const float*)(x + r * 64)), acc[r][v]);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(odd, set(*(const float*)(x + r * 64 + 4)), acc[r][v]);
+            for (int r = 0; r < ROWS; ++r) {
+                const F32 xr = set(*(const float*)(x + r * 64 + 4 * odd));
+#pragma GCC unroll 2
+                for (int v = 0; v < VECS; ++v) acc[r][v] = fma(wv[v], xr, acc[r][v]);
+            }
         }
 #else
         constexpr int PART = VECS == VECTORS ? 1 : VECS;  // vectors of W in registers at a time: what there is room for
@@ -146,8 +156,8 @@ struct Bf16Shift {
                 F32 wv[PART];
 #pragma GCC unroll 2
                 for (int v = 0; v < PART; ++v) {
-                    const __m256i pairs = load_bytes(w + 32 * (v0 + v)), upper = set_int((int)0xffff0000);
-                    wv[v] = _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, upper) : _mm256_slli_epi32(pairs, 16));
+                    const I32 pairs = load_bytes(w + 32 * (v0 + v));
+                    wv[v] = from_bits(odd ? iand(pairs, set_int((int)0xffff0000)) : ishl<16>(pairs));
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; ++r) {
@@ -259,11 +269,11 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
     for (; steps >= per_line; steps -= per_line, x += ROWS * 64)
         for (int word = 0; word < LINE; word += 4 * Kind::X_WORDS) {  // 4 steps at a time: enough to hide the loop
             if (!STREAM)
-                for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T0);
+                for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch(ahead.at);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES) {
                 if (STREAM)
-                    for (int byte = 0; byte < STREAM_BYTES; byte += 64) _mm_prefetch(w + AHEAD + byte, _MM_HINT_T0);
+                    for (int byte = 0; byte < STREAM_BYTES; byte += 64) prefetch(w + AHEAD + byte);
 #pragma GCC unroll 4
                 for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS));
             }
@@ -455,7 +465,8 @@ struct Packed {
 //
 // and only the groups' sums are added up in fp32, in order of K. 64 products an instruction: one row runs near the memory's
 // speed (4-bit weights as fp32 would need three instructions for 16), many rows 1.6 times as fast as bf16. The price is the
-// rounding of x: about 0.6% of the product's size, as much as that of 8-bit weights.
+// rounding of x: about 0.6% of the product's size, as much as that of 8-bit weights. A group may be a whole row, of at most
+// 2^17 values, so that sums of products fit in 32 bits and those of x in an fp32: coarser, but a tile multiplies without a pause.
 //
 // Packed: panels of 32 columns, narrow ones filled up with zeros, K likewise up to a whole group. A panel is, for each
 // group,
@@ -548,7 +559,7 @@ struct Quantized {
                 const char* values = w + v0 * LANES * 4;
                 for (size_t k = k0; k < size_t(k0 + length); k += TURN * K_PER_STEP, values += TURN * STEP_BYTES) {
                     if (!STREAM && v0 == 0)
-                        for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T0);
+                        for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch(ahead.at);
                     const char* words = x + place_of(k, ROWS);
 #pragma GCC unroll 1
                     for (int p = 0; p < PANELS; ++p) turn<STREAM>(acc[p], values + p * panel, words, v0 == 0);
@@ -586,7 +597,7 @@ struct Quantized {
 #pragma GCC unroll 4
         for (int i = 0; i < TURN; ++i, w += STEP_BYTES, x += 4 * X_WORDS) {
             if (STREAM && fetch)
-                for (int byte = 0; byte < STEP_BYTES; byte += 64) _mm_prefetch(w + STREAM_AHEAD + byte, _MM_HINT_T0);
+                for (int byte = 0; byte < STEP_BYTES; byte += 64) prefetch(w + STREAM_AHEAD + byte);
             I32 first[VECS], second[VECS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) take_apart<BITS>(load_bytes(w + v * LANES * 4), first[v], second[v]);
@@ -597,7 +608,7 @@ struct Quantized {
 #pragma GCC unroll 4
                 for (int v = 0; v < VECS; ++v) {
                     sums[r][v] = dot<BITS>(sums[r][v], first[v], second[v], b, c);
-                    if (LANES == 8) asm("" : "+x"(sums[r][v]));  // or gcc adds in an order of its own, and spills what has to wait
+                    if (LANES == 8) settle(sums[r][v]);  // or gcc adds in an order of its own, and spills what has to wait
                 }
             }
             if (LANES == 8) asm volatile("" ::: "memory");
@@ -768,7 +779,7 @@ struct Coded {
                 for (int k = 0; k < group; k += PER_WORD, words += PANEL * 4) {
                     const char* from = x + (size_t)(k / LINE) * ROWS * 64 + k % LINE * 4;
                     if (v0 == 0)
-                        for (int byte = 0; byte < PANEL * 4; byte += 64) _mm_prefetch(words + AHEAD + byte, _MM_HINT_T0);
+                        for (int byte = 0; byte < PANEL * 4; byte += 64) prefetch(words + AHEAD + byte);
                     I32 q[VECS];
 #pragma GCC unroll 4
                     for (int v = 0; v < VECS; ++v) q[v] = load_bytes(words + v * LANES * 4);

@@ -32,7 +32,7 @@ void mainspring::attend_in_team(const AttentionCall& call, Team& team, int rank)
         Attention<decltype(math), decltype(cache)> attention(call);
         attention.run(team, rank);
     };
-#if MAINSPRING_BF16_DOT
+#if MAINSPRING_BF16_ATTENTION
     if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::bf16) return with(Bf16Math(), bf16());
     if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::fp8) return with(Bf16Math(), fp8());
 #endif

@@ -1,4 +1,4 @@
-"""The native backend: C++ kernels for x86 processors, compiled on first use (see build.py).
+"""The native backend: C++ kernels for x86 and aarch64 processors, compiled on first use (see build.py).
 
 Each method packs addresses, sizes and strides into one array of 64-bit words, which native.cpp unpacks, and makes one
 call. A call takes one or two microseconds and releases the GIL.

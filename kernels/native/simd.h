@@ -3,11 +3,14 @@
 // The compiler's flags decide (-march=native where the kernels are built and run):
 //   AVX-512 (F, BW, DQ, VL)    16 lanes, masked loads and stores; with AVX512_BF16 also dot_bf16
 //   AVX2 + FMA + F16C           8 lanes
+//   NEON (simd_neon.h)          8 lanes; with BF16 also dot_bf16
 // All arithmetic is fp32. A function here does the same to every lane: a number's bits do not depend on its place in a
 // vector, nor on whether it came through `load` or, at the end of a row, through `load_n`.
 #pragma once
 
+#ifndef __aarch64__
 #include <immintrin.h>
+#endif
 
 #include <cmath>
 #include <cstdint>
@@ -17,14 +20,15 @@
 #define MAINSPRING_AVX512 1
 #if defined(__AVX512BF16__)
 #define MAINSPRING_BF16_DOT 1  // VDPBF16PS
+#define MAINSPRING_BF16_ATTENTION 1
 #endif
 #if defined(__AVX512VNNI__)
 #define MAINSPRING_VNNI 1  // VPDPBUSD
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define MAINSPRING_AVX2 1
-#else
-#error "the native kernels need AVX-512 (F, BW, DQ, VL), or AVX2 with FMA and F16C: compile with -march=native"
+#elif !defined(__aarch64__)
+#error "the native kernels need AVX-512 (F, BW, DQ, VL), AVX2 with FMA and F16C, or aarch64: compile with -march=native"
 #endif
 
 // gcc stops inlining once a file has grown enough. An inner step that became a call cost half the speed (seen): what must be
@@ -41,6 +45,16 @@ struct bf16 {
 struct fp16 {
     uint16_t bits;
 };
+
+// Into all levels of the cache, or into all but the first.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+#ifdef __aarch64__
+}  // namespace mainspring
+#include "simd_neon.h"
+namespace mainspring {
+#endif
 
 // ---------------------------------------------------------------- F32: a vector of LANES fp32
 
@@ -157,8 +171,9 @@ struct Codebook {
     F32 at(I32 a) const { return _mm512_permutexvar_ps(a, all); }
 };
 inline I32 shift_4(I32 a) { return _mm512_srli_epi32(a, 4); }
+inline void settle(I32& a) { asm("" : "+v"(a)); }  // the compiler must have it in a register here
 
-#else  // AVX2
+#elif MAINSPRING_AVX2
 
 constexpr int LANES = 8;
 using F32 = __m256;  // [LANES] fp32
@@ -277,6 +292,7 @@ struct Codebook {
     }
 };
 inline I32 shift_4(I32 a) { return _mm256_srli_epi32(a, 4); }
+inline void settle(I32& a) { asm("" : "+x"(a)); }
 
 #endif
 
@@ -323,7 +339,13 @@ inline float load_one(const bf16* p) {
     std::memcpy(&x, &bits, 4);
     return x;
 }
-inline float load_one(const fp16* p) { return _cvtsh_ss(p->bits); }
+inline float load_one(const fp16* p) {
+#ifdef __aarch64__
+    return vgetq_lane_f32(load_n(p, 1).low, 0);
+#else
+    return _cvtsh_ss(p->bits);
+#endif
+}
 
 // As `store` would round it.
 template <class T>
@@ -412,7 +434,7 @@ MAINSPRING_INLINE void transpose(__m512i* r) {
         r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
-#else
+#elif MAINSPRING_AVX2
 MAINSPRING_INLINE void transpose(__m256i* r) {
     __m256i t[8], u[8];
     for (int i = 0; i < 8; i += 2) {

@@ -22,7 +22,13 @@
 
 namespace mainspring {
 
-inline void pause_briefly() { __builtin_ia32_pause(); }
+inline void pause_briefly() {
+#ifdef __aarch64__
+    asm volatile("yield");
+#else
+    __builtin_ia32_pause();
+#endif
+}
 
 // What the members of a team share. Each field that is written often has a cache line of its own.
 class Team {

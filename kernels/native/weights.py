@@ -1,7 +1,7 @@
 """Weights of linear layers in the form the native kernels read (native/linear.h): panels, plain or quantized.
 
-Quantized, groups of weights along a row share a scale: w = scale * (q - zero), where the zero is the middle of 8 bits,
-and of 4 bits each group's own; or, of 4 bits, w = scale * codebook[q].
+Quantized, groups of weights along a row, or all of them, share a scale: w = scale * (q - zero), where the zero is the
+middle of 8 bits, and of 4 bits each group's own; or, of 4 bits, w = scale * codebook[q].
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 
 from .. import host_memory
-from ..decoder_contract import NF4, QuantizedWeight
+from ..decoder_contract import INT8_ROWS, NF4, QuantizedWeight
 from .build import function
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
 GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
 GATE = 16  # rows of gate, then as many of up: linear.h
+LONGEST_ROW = 1 << 17  # values in a group: the sum of so many products of 8 bits fits in 32
 _ROW_MAJOR = 2  # in the place of `gated`: not packed
 
 _PANEL = 32  # rows of a weight that are packed together: linear.h
@@ -74,7 +75,8 @@ class PanelWeight(NamedTuple):
 def pack(
     library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False, bits: int | None = None
 ) -> PanelWeight:
-    """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits` or NF4, group by group.
+    """A copy of `weight` ``[out, in]`` in panels: of the same size, or rounded to 8 or 4 `bits` or NF4, group by
+    group, or to `INT8_ROWS`.
 
     gated: its rows are all of gate, then all of up, as many of each, a multiple of `GATE`. release: the memory of
     `weight` is given back to the system on the way, so that there are never two whole ones; what it then holds is
@@ -87,6 +89,10 @@ def pack(
         group = 64 if columns % 64 == 0 else 32  # blocks have 64, but not rows of 96
         if columns % group:
             raise ValueError(f"rows of {columns} values; for NF4 it must be a multiple of {group}")
+    if bits == INT8_ROWS:
+        bits, group = 8, -(-columns // GROUPS[-1]) * GROUPS[-1]
+        if group > LONGEST_ROW:
+            raise ValueError(f"rows of {columns} values; with one scale for a row it must be at most {LONGEST_ROW}")
     packed = _allocate(library, weight, bits or kind, group, weight.dtype, gated)
     packed.replace(weight, release)
     return packed

@@ -18,11 +18,11 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ....ipc.errors import InvalidArgumentError, UnsupportedModelError
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import NF4, QuantizedWeight
+from ....kernels.decoder_contract import INT8_ROWS, NF4, QuantizedWeight
 from .parameters import ParameterMap
 from .quantized_forms import Form, form_of, values_of
 
-BITS = {"int8": 8, "int4": 4, "bitsandbytes": NF4}
+BITS = {"int8": 8, "int8-dynamic": INT8_ROWS, "int4": 4, "bitsandbytes": NF4}
 """Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
 
 
