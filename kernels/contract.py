@@ -33,6 +33,10 @@ ROW_MULTIPLE = 8
 bits whatever the number of rows is (tests/test_clockwork.py checks it)."""
 
 
+IN_PROMPT = 1 << 30
+"""`Backend.penalize` adds this to the count of a token that the prompt has; an output is far shorter."""
+
+
 class SlopeBias(NamedTuple):
     """ALiBi (Press et al. 2022): ``-slope * |query index - key index|`` is added to a score."""
 
@@ -231,6 +235,67 @@ class Backend(Protocol):
         """The keyed Gumbel choice (see gumbel.py) in rows where ``sampled`` (bool ``[rows]``) is set, and the largest
         score in the others → int64 ``[rows]``. scores ``[rows, vocab]``, fp32 if any row is sampled; seeds and
         positions int64 ``[rows]``, where a position is the index of the new token in its sequence."""
+
+    def draw(
+        self,
+        scores: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        temperature: torch.Tensor | None,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        min_p: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The token of each row → int64 ``[rows]``: `choose` of what `mask` leaves of the scores ``[rows, vocab]``, of
+        any dtype, divided by the temperature (fp32 ``[rows]``; None: 1 in all rows). keys: seeds, positions and sampled
+        of `choose`; None: no row is sampled. In rows that are not sampled the temperature is 1, and no limit is set."""
+        if keys is None:
+            return self.largest(scores)
+        scores = scores.float()
+        if temperature is not None:
+            scores = scores / temperature.unsqueeze(1)
+        if not (top_k is top_p is min_p is None):
+            scores = self.mask(scores, top_k, top_p, min_p)
+        return self.choose(scores, *keys)
+
+    def forbid(self, scores: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+        """Write -inf to tokens whose bit is 0, in place: to row ``rows[i]`` (int64) of fp32 scores ``[any, vocab]`` by
+        row i of ``bits``, int32 ``[len(rows), ceil(vocab / 32)]``, with bit ``t % 32`` of word ``t // 32`` for t."""
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        allowed = ((bits.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, : scores.shape[1]]
+        scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+
+    def penalize(
+        self,
+        scores: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        indices: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        """Change row ``rows[i]`` (int64) of fp32 scores ``[any, vocab]``, in place, by ``penalties[i]``, fp32
+        ``[len(rows), 3]``: repetition, frequency and presence. For each token that occurs, a positive score is divided
+        by the first, and any other is multiplied by it. Then ``frequency * c + presence`` is subtracted where a token
+        occurs c > 0 times in the output. Row ``indices[i]`` (int64) of ``counts`` int32 ``[any, vocab]`` has the
+        occurrences of each token in the output, plus `IN_PROMPT` for those of the prompt."""
+        repetition, frequency, presence = (penalties[:, i : i + 1] for i in range(3))
+        mine, seen = scores[rows], counts[indices]
+        times = seen & (IN_PROMPT - 1)
+        repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
+        mine = torch.where(seen > 0, repeated, mine)
+        scores[rows] = mine - frequency * times - presence * (times > 0)
+
+    def score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log probabilities by logits ``[rows, vocab]`` of the row's token (int64 ``[rows]``) and, after it, of the
+        `count` likeliest tokens of the row, or of all if the vocabulary is smaller. → token ids, int32
+        ``[rows, 1 + count]``, their log probabilities, fp32, and the rank of the row's token, int32 ``[rows]``: 1 + the
+        number of tokens that are likelier."""
+        logprobs = logits.float().log_softmax(1)
+        own = logprobs.gather(1, tokens.unsqueeze(1))
+        ranks = (logprobs > own).sum(1, dtype=torch.int32) + 1
+        largest, ids = logprobs.topk(min(count, logprobs.shape[1]))
+        return torch.cat([tokens.unsqueeze(1), ids], 1).int(), torch.cat([own, largest], 1), ranks
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidRequestError, RequestFailedError
+from ...kernels.contract import IN_PROMPT, Backend
 from ..plan.step import NewSequence
 from .device import Device
 from .grammar import Matcher, Replay
@@ -23,7 +24,6 @@ from .processors import ProcessedSequence
 from .registry import Function, Registry
 
 State = TypeVar("State")
-_IN_PROMPT = 1 << 30  # is added to the count of a token that the prompt has; an output is far shorter
 
 
 class Choosing(NamedTuple):
@@ -39,8 +39,8 @@ class Choosing(NamedTuple):
 class Rule(Generic[State]):
     """One rule, and its state for each slot that has it."""
 
-    def __init__(self, vocab_size: int, device: Device, registry: Registry) -> None:
-        self.vocab_size, self.device, self.registry = vocab_size, device, registry
+    def __init__(self, vocab_size: int, device: Device, backend: Backend, registry: Registry) -> None:
+        self.vocab_size, self.device, self.backend, self.registry = vocab_size, device, backend, registry
         self.of_slot: dict[int, State] = {}
 
     def state(self, sequence: NewSequence) -> State | None:
@@ -173,9 +173,8 @@ class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
         return (sequence, self.registry.matchers[sequence.grammar].result()) if sequence.grammar else None
 
     def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
-        at = self.bring([row for row, _ in rows])
         bits = np.stack([self._allowed(slot, step) for _, slot in rows])
-        logits[at] = logits[at].masked_fill(~self._unpacked(bits), -torch.inf)
+        self.backend.forbid(logits, self.bring([row for row, _ in rows]), self.bring(bits, torch.int32))
 
     def _allowed(self, slot: int, step: Choosing) -> np.ndarray:
         """The mask of the tokens that the grammar allows, int32 ``[words]``. All bits are set after an error."""
@@ -195,12 +194,6 @@ class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
                 step.complete.add(slot)
         return bits
 
-    def _unpacked(self, bits: np.ndarray) -> torch.Tensor:
-        """int32 ``[rows, words]`` → bool ``[rows, vocab]``."""
-        shifts = torch.arange(32, dtype=torch.int32, device=self.device.torch)
-        words = self.bring(bits, torch.int32).unsqueeze(2)
-        return ((words >> shifts) & 1).bool().flatten(1)[:, : self.vocab_size]
-
 
 class Penalties(Rule[tuple[int, list[float]]]):
     """For each token that occurs in prompt or output, a positive logit is divided by ``repetition_penalty``, and any
@@ -209,7 +202,7 @@ class Penalties(Rule[tuple[int, list[float]]]):
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
-        # For each penalised slot the occurrences of each token in the output, plus `_IN_PROMPT`: int32 [rows, vocab].
+        # For each penalised slot the occurrences of each token in the output, plus `IN_PROMPT`: int32 [rows, vocab].
         self._counts = torch.zeros((0, self.vocab_size), dtype=torch.int32, device=self.device.torch)
         self._free: list[int] = []  # rows of `_counts`
 
@@ -226,7 +219,7 @@ class Penalties(Rule[tuple[int, list[float]]]):
         first, last = sequence.num_virtual, sequence.prompt_len
         _, prompt, output = map(self.bring, np.split(sequence.tokens.astype(np.int64), [first, last]))
         if sequence.embeds is None or first:
-            counts[prompt] = _IN_PROMPT
+            counts[prompt] = IN_PROMPT
         counts.index_put_((output,), torch.ones_like(output, dtype=torch.int32), accumulate=True)
         return index, [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
 
@@ -237,13 +230,9 @@ class Penalties(Rule[tuple[int, list[float]]]):
             self._counts, self._free = self._counts[:0].clone(), []
 
     def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
-        factors = self.bring([self.of_slot[slot][1] for _, slot in rows], torch.float32)
-        repetition, frequency, presence = (factors[:, i : i + 1] for i in range(3))
-        at, seen = self.bring([row for row, _ in rows]), self._counts[self._indices(rows)]
-        mine, counts = logits[at], seen & (_IN_PROMPT - 1)
-        repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
-        mine = torch.where(seen > 0, repeated, mine)
-        logits[at] = mine - frequency * counts - presence * (counts > 0)
+        penalties = self.bring([self.of_slot[slot][1] for _, slot in rows], torch.float32)
+        at = self.bring([row for row, _ in rows])
+        self.backend.penalize(logits, at, self._counts, self._indices(rows), penalties)
 
     def chosen(self, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
         one = torch.ones(len(rows), dtype=torch.int32, device=tokens.device)
@@ -260,8 +249,8 @@ RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, UserClasses, Bias, MinToken
 class LogitRules:
     """The rules of all slots. A step in which no slot has a rule costs one look-up per rule."""
 
-    def __init__(self, vocab_size: int, device: Device, registry: Registry) -> None:
-        self._rules = [rule(vocab_size, device, registry) for rule in RULES]
+    def __init__(self, vocab_size: int, device: Device, backend: Backend, registry: Registry) -> None:
+        self._rules = [rule(vocab_size, device, backend, registry) for rule in RULES]
 
     def admit(self, sequence: NewSequence) -> None:
         for rule in self._rules:
@@ -274,12 +263,12 @@ class LogitRules:
 
     def apply(self, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
         """Apply the rules to logits ``[rows, vocab]``. Returns new fp32 logits, or `logits` if no row has a rule."""
-        slots = step.slots.tolist()
+        slots, changed = step.slots.tolist(), None
         for rule in self._rules:
             if rows := rule.rows_of(slots):
-                logits = logits.float()
-                rule.apply(logits, rows, step)
-        return logits
+                changed = logits.to(torch.float32, copy=True) if changed is None else changed
+                rule.apply(changed, rows, step)
+        return logits if changed is None else changed
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
         """Tell the rules which tokens were chosen for `slots`: int64 ``[rows]``, on the device."""

@@ -98,16 +98,29 @@ EXPORT void mainspring_rotate_and_append(const int64_t* a) {
     rotate_and_append(call, int(a[31]));
 }
 
-EXPORT void mainspring_mask(const int64_t* a) {
-    mask(
-        at<const float>(a[0]), a[1], a[2], a[3], at<const int64_t>(a[4]), at<const float>(a[5]), at<const float>(a[6]),
-        at<float>(a[7]), int(a[8])
+EXPORT void mainspring_choose(const int64_t* a) {
+    Choice c;
+    c.scores = at<void>(a[0]), c.dtype = Dtype(a[1]), c.rows = a[2], c.vocab = a[3], c.stride = a[4];
+    c.sampled = at<const bool>(a[5]), c.seeds = at<const int64_t>(a[6]), c.places = at<const int64_t>(a[7]);
+    c.temperature = at<const float>(a[8]), c.top_k = at<const int64_t>(a[9]);
+    c.top_p = at<const float>(a[10]), c.min_p = at<const float>(a[11]);
+    choose(c, at<int64_t>(a[12]), int(a[13]));
+}
+
+EXPORT void mainspring_forbid(const int64_t* a) {
+    forbid(at<float>(a[0]), a[1], a[2], at<const int64_t>(a[3]), at<const int32_t>(a[4]), a[5], int(a[6]));
+}
+
+EXPORT void mainspring_penalize(const int64_t* a) {
+    penalize(
+        at<float>(a[0]), a[1], a[2], at<const int64_t>(a[3]), at<const int32_t>(a[4]), at<const int64_t>(a[5]),
+        at<const Penalties>(a[6]), a[7], int(a[8])
     );
 }
 
-EXPORT void mainspring_choose(const int64_t* a) {
-    choose(
-        at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), at<const int64_t>(a[6]),
-        at<const bool>(a[7]), at<int64_t>(a[8]), int(a[9])
+EXPORT void mainspring_score(const int64_t* a) {
+    score(
+        at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), a[6], at<int32_t>(a[7]), at<float>(a[8]),
+        at<int32_t>(a[9]), int(a[10])
     );
 }

@@ -56,8 +56,10 @@ class NativeBackend(Backend):
         self._rms_norm = function(library, "rms_norm", "9q2d2q")
         self._add_rms_norm = function(library, "add_rms_norm", "7q2dq")
         self._act_and_mul = function(library, "act_and_mul", "8q")
-        self._mask = function(library, "mask", "9q")
-        self._choose = function(library, "choose", "10q")
+        self._choose = function(library, "choose", "14q")
+        self._forbid = function(library, "forbid", "7q")
+        self._penalize = function(library, "penalize", "9q")
+        self._score = function(library, "score", "11q")
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self._slow_halves = "avx512_bf16" not in cpu_features()
@@ -175,33 +177,79 @@ class NativeBackend(Backend):
         top_p: torch.Tensor | None,
         min_p: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Top-k, top-p and min-p, in this order."""
-        limits = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
-        scores = readable(scores.float())
-        out = torch.empty(scores.shape, dtype=torch.float32)
-        self._mask(
-            scores.data_ptr(), *scores.shape, scores.stride(0), *(0 if x is None else x.data_ptr() for x in limits),
-            out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        return out
+        """The reference's: `draw` does not need a masked copy of the scores."""
+        return self._reference.mask(scores, top_k, top_p, min_p)
 
     def largest(self, scores: torch.Tensor) -> torch.Tensor:
-        """`choose` without noise."""
-        nothing = torch.zeros(len(scores), dtype=torch.int64)
-        return self.choose(scores, nothing, nothing, nothing.bool())
+        """`draw` of rows that are not sampled."""
+        return self.draw(scores, None, None, None, None, None)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
-        """The largest score, with noise in rows that are sampled."""
+        """`draw` without limits."""
+        return self.draw(scores, (seeds, positions, sampled), None, None, None, None)
+
+    def draw(
+        self,
+        scores: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        temperature: torch.Tensor | None,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        min_p: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One call for the whole choice. Scores of half precision need no copy."""
         scores = readable(scores)
-        keys = [x.contiguous() for x in (seeds, positions, sampled)]
+        columns = [
+            None if x is None else x.contiguous() for x in (*(keys or (None,) * 3), temperature, top_k, top_p, min_p)
+        ]
+        seeds, positions, sampled, *limits = (0 if x is None else x.data_ptr() for x in columns)
         chosen = torch.empty(len(scores), dtype=torch.int64)
         self._choose(
-            scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
-            *(x.data_ptr() for x in keys), chosen.data_ptr(), torch.get_num_threads(),
+            scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0), sampled, seeds, positions,
+            *limits, chosen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return chosen
+
+    def forbid(self, scores: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+        """Grammar masks, in place."""
+        assert scores.dtype == torch.float32 and scores.stride(1) == 1
+        rows, bits = rows.contiguous(), bits.contiguous()
+        self._forbid(
+            scores.data_ptr(), scores.shape[1], scores.stride(0), rows.data_ptr(), bits.data_ptr(), len(rows),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def penalize(
+        self,
+        scores: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        indices: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        """Repetition, frequency and presence, in place."""
+        assert scores.dtype == torch.float32 and scores.stride(1) == 1 and counts.is_contiguous()
+        rows, indices, penalties = rows.contiguous(), indices.contiguous(), penalties.contiguous()
+        self._penalize(
+            scores.data_ptr(), scores.shape[1], scores.stride(0), rows.data_ptr(), counts.data_ptr(),
+            indices.data_ptr(), penalties.data_ptr(), len(rows), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log probabilities and ranks, in two passes over a row. Of equally likely tokens the lowest ids are taken."""
+        logits, tokens = readable(logits), tokens.contiguous()
+        count = min(count, logits.shape[1])
+        ids = torch.empty(len(logits), 1 + count, dtype=torch.int32)
+        logprobs, ranks = torch.empty(ids.shape), torch.empty(len(ids), dtype=torch.int32)
+        self._score(
+            logits.data_ptr(), DTYPES[logits.dtype], *logits.shape, logits.stride(0), tokens.data_ptr(), count,
+            ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return ids, logprobs, ranks
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
