@@ -1,4 +1,4 @@
-"""The cost of what a request asks for beside greedy decoding: the same model and prompts, once for each kind of request.
+"""What requests cost that ask for more than greedy decoding: the same model and prompts, once for each kind of request.
 
 Core and frontend run in one process. All kinds take turns, a few steps each, while the requests of every kind are
 prefilled and of the same length, so that a change of the machine's speed meets all of them. A ratio is the median over

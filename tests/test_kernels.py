@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring.kernels.contract import (
+    IN_PROMPT,
     ROW_MULTIPLE,
     AttentionSpec,
     Backend,
@@ -590,6 +591,92 @@ def test_masks_and_choices_are_those_of_sampling_and_gumbel(backend: Backend) ->
     sampled = torch.tensor([True, False, True, False, False, True])
     chosen = backend.choose(masked, seeds, positions, sampled)
     assert torch.equal(chosen, torch.where(sampled, keyed_choice(masked, seeds, positions), masked.argmax(-1)))
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("asked", ["nothing", "temperature", "top_k", "top_p", "min_p", "all"])
+def test_a_draw_is_the_choice_of_what_the_limits_leave(backend: Backend, dtype: torch.dtype, asked: str) -> None:
+    numbers = torch.Generator().manual_seed(1)
+    rows, vocab = 40, 700
+    scores = (torch.randn(rows, vocab, generator=numbers) * 2).to(dtype)
+    sampled = torch.arange(rows) % 4 > 0
+    keys = torch.arange(rows) * 977, torch.arange(rows) + 3, sampled
+    values = {
+        "temperature": (torch.rand(rows, generator=numbers) + 0.3, 1.0),
+        "top_k": (torch.randint(1, 60, (rows,), generator=numbers), 0),
+        "top_p": (torch.rand(rows, generator=numbers), 1.0),
+        "min_p": (torch.rand(rows, generator=numbers) * 0.3, 0.0),
+    }
+    limits = {
+        name: torch.where(sampled, value, torch.tensor(off)) if asked in (name, "all") else None
+        for name, (value, off) in values.items()
+    }
+    plain = scores.float()
+    if (temperature := limits["temperature"]) is not None:
+        plain = plain / temperature.unsqueeze(1)
+    plain = mask_top_k_top_p_min_p(plain, limits["top_k"], limits["top_p"], limits["min_p"])
+    want = torch.where(sampled, keyed_choice(plain, *keys[:2]), scores.argmax(-1))
+    assert torch.equal(backend.draw(scores, keys, *limits.values()), want)
+    assert torch.equal(backend.draw(scores, None, None, None, None, None), scores.argmax(-1))
+
+
+@by_backend
+@pytest.mark.parametrize("vocab", [1, 16, 31, 33, 500])
+def test_masks_of_grammars_and_penalties_change_their_rows_alone(backend: Backend, vocab: int) -> None:
+    numbers = torch.Generator().manual_seed(vocab)
+    scores = torch.randn(7, vocab + 3, generator=numbers)[:, :vocab]
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=numbers, dtype=torch.int32)
+    rows, got, want = torch.tensor([5, 0, 2]), scores.clone(), scores.clone()
+    backend.forbid(got, rows, bits)
+    for row, mine in zip(rows.tolist(), bits.tolist(), strict=True):
+        for token in range(vocab):
+            if not mine[token // 32] >> token % 32 & 1:
+                want[row, token] = -torch.inf
+    assert torch.equal(got, want)
+
+    counts = torch.randint(0, 4, (9, vocab), generator=numbers, dtype=torch.int32)
+    counts += torch.randint(0, 2, (9, vocab), generator=numbers, dtype=torch.int32) * IN_PROMPT
+    counts *= torch.rand(9, vocab, generator=numbers) < 0.2
+    penalties = torch.tensor([[1.3, 0.2, 0.0], [0.7, -1.0, 0.5], [1.0, 0.1, -0.4]])
+    indices = torch.tensor([8, 1, 4])
+    got, want = want.clone(), want.clone()
+    backend.penalize(got, rows, counts, indices, penalties)
+    for row, index, mine in zip(rows.tolist(), indices.tolist(), penalties, strict=True):
+        repetition, frequency, presence = mine
+        for token in range(vocab):
+            seen, s = counts[index, token], want[row, token]
+            if seen > 0:
+                times = seen % IN_PROMPT
+                s = s / repetition if s > 0 else s * repetition
+                want[row, token] = s - frequency * times - presence * (times > 0)
+    assert torch.equal(got, want)
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("count", [0, 1, 5, 600])
+def test_log_probabilities_are_those_of_a_softmax(backend: Backend, dtype: torch.dtype, count: int) -> None:
+    vocab = 501
+    logits = (torch.randperm(6 * vocab, generator=torch.Generator().manual_seed(2)).view(6, vocab) % vocab / 30).to(
+        dtype
+    )
+    logits[2, ::3] = -torch.inf
+    tokens = torch.tensor([0, 1, 2, 499, 500, 7])
+    wanted = logits.double().log_softmax(1)
+    ids, logprobs, ranks = backend.score(logits, tokens, count)
+    count = min(count, vocab)
+    assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert ids.shape == logprobs.shape == (6, 1 + count)
+    assert torch.equal(ids[:, 0].long(), tokens)
+    torch.testing.assert_close(logprobs, wanted.gather(1, ids.long()).float(), rtol=0, atol=4e-6)
+    torch.testing.assert_close(logprobs[:, 1:], wanted.topk(count).values.float(), rtol=0, atol=4e-6)
+    assert all(len(set(row[1:])) == count for row in ids.tolist())
+    own = logits.gather(1, tokens.unsqueeze(1))
+    assert torch.equal(ranks, (logits > own).sum(1, dtype=torch.int32) + 1)
+    for row in range(6):  # a row alone has the same bits
+        alone = backend.score(logits[row : row + 1], tokens[row : row + 1], count)
+        assert all(torch.equal(x[0], y[row]) for x, y in zip(alone, (ids, logprobs, ranks), strict=True))
 
 
 @by_backend

@@ -39,6 +39,10 @@ from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelCo
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, ModelFacts, Outputs, Sampling, Tensor
 from mainspring.ipc.request_check import RequestCheck
+from mainspring.kernels.contract import Backend
+from mainspring.kernels.native.native_backend import NativeBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
+from native_here import why_not
 from plain import Job, Plain, collect, make_engine, run, run_all
 
 VOCAB = 40
@@ -94,8 +98,14 @@ def seated(sampling: Sampling, prompt: list[int], output: list[int], slot: int) 
     return NewSequence(slot, np.array([*prompt, *output], np.int32), len(prompt), sampling)
 
 
-def make_rules() -> LogitRules:
-    return LogitRules(VOCAB, Device(torch.device("cpu")), Registry())
+BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}
+if why_not() is None:
+    BACKENDS["native"] = NativeBackend
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def make_rules(backend: str = "reference") -> LogitRules:
+    return LogitRules(VOCAB, Device(torch.device("cpu")), BACKENDS[backend](), Registry())
 
 
 def choosing(
@@ -110,10 +120,11 @@ def choosing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torch.dtype) -> None:
+@by_backend
+def test_random_rules_of_random_rows_are_transformers_own(backend: str, seed: int, dtype: torch.dtype) -> None:
     """Slots are reused, requests start with or without output, and outputs grow with the counts kept on the device."""
     r, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    rules = make_rules()
+    rules = make_rules(backend)
     running: dict[int, NewSequence] = {}
     outputs: dict[int, list[int]] = {}
     changed = 0
@@ -133,6 +144,7 @@ def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torc
         positions = np.array([running[s].prompt_len + len(outputs[s]) for s in rows], np.int64)
         given = logits.clone()
         found = rules.apply(logits, choosing(slots, positions, [running[s] for s in rows], outputs))
+        assert torch.equal(logits, given), "log probabilities are computed from them later"
         for row, slot in enumerate(rows):
             request = running[slot]
             prompt = request.tokens[: request.prompt_len].tolist()
@@ -161,10 +173,11 @@ ONE_RULE = {
 
 
 @pytest.mark.parametrize("name", ONE_RULE)
-def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) -> None:
+@by_backend
+def test_each_rule_alone_changes_something_and_is_transformers_own(backend: str, name: str) -> None:
     sampling = Sampling(50, **ONE_RULE[name])  # type: ignore[arg-type]
     prompt, output = [2, 5, 2, 8], [4, 1, 2]
-    rules = make_rules()
+    rules = make_rules(backend)
     request = seated(sampling, prompt, output, 1)
     rules.admit(request)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))

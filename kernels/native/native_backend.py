@@ -214,7 +214,8 @@ class NativeBackend(Backend):
 
     def forbid(self, scores: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
         """Grammar masks, in place."""
-        assert scores.dtype == torch.float32 and scores.stride(1) == 1
+        assert scores.dtype == torch.float32
+        assert scores.stride(1) == 1
         rows, bits = rows.contiguous(), bits.contiguous()
         self._forbid(
             scores.data_ptr(), scores.shape[1], scores.stride(0), rows.data_ptr(), bits.data_ptr(), len(rows),
@@ -230,7 +231,9 @@ class NativeBackend(Backend):
         penalties: torch.Tensor,
     ) -> None:
         """Repetition, frequency and presence, in place."""
-        assert scores.dtype == torch.float32 and scores.stride(1) == 1 and counts.is_contiguous()
+        assert scores.dtype == torch.float32
+        assert scores.stride(1) == 1
+        assert counts.is_contiguous()
         rows, indices, penalties = rows.contiguous(), indices.contiguous(), penalties.contiguous()
         self._penalize(
             scores.data_ptr(), scores.shape[1], scores.stride(0), rows.data_ptr(), counts.data_ptr(),

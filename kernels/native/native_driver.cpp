@@ -295,7 +295,8 @@ int main() {
             for (Dtype cache : dtypes)
                 for (int64_t rotary : {2, 24, 34, 66}) tokens(dtype, cache, 67, rotary, rotary == 34, threads);
         }
-        for (int64_t vocab : {1, 15, 16, 17, 5001, 9000}) sampling(4, vocab, threads);
+        for (Dtype dtype : {Dtype::fp32, Dtype::bf16})
+            for (int64_t vocab : {1, 15, 16, 17, 5001, 9000}) sampling(dtype, 4, vocab, threads);
         for (Dtype dtype : {Dtype::fp32, Dtype::bf16, Dtype::fp16})
             for (WeightKind kind : {WeightKind::fp32, WeightKind::int8, WeightKind::int4})
                 for (Dtype cache : {dtype, Dtype::fp8})

@@ -115,7 +115,7 @@ class SampledRow {
         F32 most = set(-INFINITE);
         for (int64_t i = 0; i < size_; i += LANES) {
             F32 s = vocab - i >= LANES ? load(scores + i) : load_n(scores + i, int(vocab - i));
-            s = div(s, divisor);
+            s = max(div(s, divisor), set(-INFINITE));  // NaN becomes -inf
             if (vocab - i < LANES) s = where_less(ramp(), iset(int(vocab - i)), s, set(-INFINITE));
             store(scores_ + i, s);
             most = max(s, most);
