@@ -34,7 +34,7 @@ bits whatever the number of rows is (tests/test_clockwork.py checks it)."""
 
 
 IN_PROMPT = 1 << 30
-"""`Backend.penalize` adds this to the count of a token that the prompt has; an output is far shorter."""
+"""`Choice.penalties` have this added to the count of a token that the prompt has; an output is far shorter."""
 
 
 class SlopeBias(NamedTuple):
@@ -79,6 +79,49 @@ class DeviceBatch(NamedTuple):
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     last_page_len: torch.Tensor
+
+
+class Choice(NamedTuple):
+    """How `Backend.draw` chooses tokens, by tensors on the scores' device. None: no row asks for it.
+
+    Masks act first, then penalties, temperature, top-k, top-p and min-p. In rows that are not sampled, the temperature
+    is 1, and no limit is set.
+    """
+
+    keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # seeds, positions, sampled of `Backend.choose`
+    temperature: torch.Tensor | None = None  # fp32 [rows]
+    top_k: torch.Tensor | None = None  # as for `Backend.mask`, like the next two
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Rows, int64 ``[n]``, and the bits of the tokens that they may choose from, int32 ``[n, ceil(vocab / 32)]``: bit
+    ``t % 32`` of word ``t // 32`` for token t."""
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Rows, int64 ``[n]``; occurrences of each token, int32 ``[any, vocab]``; the row of these that belongs to each
+    row, int64 ``[n]``; repetition, frequency and presence penalty of each row, fp32 ``[n, 3]``. An occurrence in the
+    output counts 1, and `IN_PROMPT` is added for a token of the prompt. For each token that occurs, a positive score is
+    divided by the repetition penalty, and any other is multiplied by it. Then ``frequency * c + presence`` is
+    subtracted where a token occurs c > 0 times in the output."""
+
+    def amend(self, scores: torch.Tensor) -> torch.Tensor:
+        """New fp32 scores ``[rows, vocab]`` with masks and penalties; `scores` if there are none."""
+        if self.masks is None and self.penalties is None:
+            return scores
+        scores = scores.to(torch.float32, copy=True)
+        if self.masks is not None:
+            rows, bits = self.masks
+            shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+            allowed = ((bits.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, : scores.shape[1]]
+            scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+        if self.penalties is not None:
+            rows, counts, indices, factors = self.penalties
+            repetition, frequency, presence = (factors[:, i : i + 1] for i in range(3))
+            mine, seen = scores[rows], counts[indices]
+            times = seen & (IN_PROMPT - 1)
+            repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
+            mine = torch.where(seen > 0, repeated, mine)
+            scores[rows] = mine - frequency * times - presence * (times > 0)
+        return scores
 
 
 class SequenceOffsets(NamedTuple):
@@ -236,53 +279,18 @@ class Backend(Protocol):
         score in the others → int64 ``[rows]``. scores ``[rows, vocab]``, fp32 if any row is sampled; seeds and
         positions int64 ``[rows]``, where a position is the index of the new token in its sequence."""
 
-    def draw(
-        self,
-        scores: torch.Tensor,
-        keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-        temperature: torch.Tensor | None,
-        top_k: torch.Tensor | None,
-        top_p: torch.Tensor | None,
-        min_p: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The token of each row → int64 ``[rows]``: `choose` of what `mask` leaves of the scores ``[rows, vocab]``, of
-        any dtype, divided by the temperature (fp32 ``[rows]``; None: 1 in all rows). keys: seeds, positions and sampled
-        of `choose`; None: no row is sampled. In rows that are not sampled the temperature is 1, and no limit is set."""
-        if keys is None:
+    def draw(self, scores: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """The token of each row of scores ``[rows, vocab]``, of any dtype → int64 ``[rows]``."""
+        scores = choice.amend(scores)
+        if choice.keys is None:
             return self.largest(scores)
         scores = scores.float()
-        if temperature is not None:
-            scores = scores / temperature.unsqueeze(1)
-        if not (top_k is top_p is min_p is None):
-            scores = self.mask(scores, top_k, top_p, min_p)
-        return self.choose(scores, *keys)
-
-    def forbid(self, scores: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-        """Write -inf to tokens whose bit is 0, in place: to row ``rows[i]`` (int64) of fp32 scores ``[any, vocab]`` by
-        row i of ``bits``, int32 ``[len(rows), ceil(vocab / 32)]``, with bit ``t % 32`` of word ``t // 32`` for t."""
-        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-        allowed = ((bits.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, : scores.shape[1]]
-        scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
-
-    def penalize(
-        self,
-        scores: torch.Tensor,
-        rows: torch.Tensor,
-        counts: torch.Tensor,
-        indices: torch.Tensor,
-        penalties: torch.Tensor,
-    ) -> None:
-        """Change row ``rows[i]`` (int64) of fp32 scores ``[any, vocab]``, in place, by ``penalties[i]``, fp32
-        ``[len(rows), 3]``: repetition, frequency and presence. For each token that occurs, a positive score is divided
-        by the first, and any other is multiplied by it. Then ``frequency * c + presence`` is subtracted where a token
-        occurs c > 0 times in the output. Row ``indices[i]`` (int64) of ``counts`` int32 ``[any, vocab]`` has the
-        occurrences of each token in the output, plus `IN_PROMPT` for those of the prompt."""
-        repetition, frequency, presence = (penalties[:, i : i + 1] for i in range(3))
-        mine, seen = scores[rows], counts[indices]
-        times = seen & (IN_PROMPT - 1)
-        repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
-        mine = torch.where(seen > 0, repeated, mine)
-        scores[rows] = mine - frequency * times - presence * (times > 0)
+        if choice.temperature is not None:
+            scores = scores / choice.temperature.unsqueeze(1)
+        limits = choice.top_k, choice.top_p, choice.min_p
+        if any(limit is not None for limit in limits):
+            scores = self.mask(scores, *limits)
+        return self.choose(scores, *choice.keys)
 
     def score(
         self, logits: torch.Tensor, tokens: torch.Tensor, count: int

@@ -18,6 +18,7 @@ from mainspring.kernels.contract import (
     ROW_MULTIPLE,
     AttentionSpec,
     Backend,
+    Choice,
     LayerCache,
     PagedBatch,
     SlopeBias,
@@ -617,40 +618,53 @@ def test_a_draw_is_the_choice_of_what_the_limits_leave(backend: Backend, dtype: 
         plain = plain / temperature.unsqueeze(1)
     plain = mask_top_k_top_p_min_p(plain, limits["top_k"], limits["top_p"], limits["min_p"])
     want = torch.where(sampled, keyed_choice(plain, *keys[:2]), scores.argmax(-1))
-    assert torch.equal(backend.draw(scores, keys, *limits.values()), want)
-    assert torch.equal(backend.draw(scores, None, None, None, None, None), scores.argmax(-1))
+    assert torch.equal(backend.draw(scores, Choice(keys, **limits)), want)
+    assert torch.equal(backend.draw(scores, Choice()), scores.argmax(-1))
 
 
 @by_backend
+@by_dtype
+@pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("vocab", [1, 16, 31, 33, 500])
-def test_masks_of_grammars_and_penalties_change_their_rows_alone(backend: Backend, vocab: int) -> None:
+def test_masks_and_penalties_change_what_is_drawn(
+    backend: Backend, vocab: int, limited: bool, dtype: torch.dtype
+) -> None:
+    """Scores and penalties have few bits, so that many sums are equal, and each rounding error would show."""
     numbers = torch.Generator().manual_seed(vocab)
-    scores = torch.randn(7, vocab + 3, generator=numbers)[:, :vocab]
-    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=numbers, dtype=torch.int32)
-    rows, got, want = torch.tensor([5, 0, 2]), scores.clone(), scores.clone()
-    backend.forbid(got, rows, bits)
-    for row, mine in zip(rows.tolist(), bits.tolist(), strict=True):
+    rows, changed = 60, torch.randperm(60, generator=numbers)
+    scores = (torch.randint(-20, 20, (rows, vocab), generator=numbers) / 4).to(dtype)
+    masked, penalized = changed[:30], changed[15:50]
+    bits = torch.randint(-(2**31), 2**31, (30, -(-vocab // 32)), generator=numbers, dtype=torch.int32)
+    bits[:, 0] |= 1  # at least one token
+    counts = torch.randint(0, 4, (70, vocab), generator=numbers, dtype=torch.int32)
+    counts += torch.randint(0, 2, (70, vocab), generator=numbers, dtype=torch.int32) * IN_PROMPT
+    counts *= torch.rand(70, vocab, generator=numbers) < 0.5
+    indices = torch.randperm(70, generator=numbers)[:35]
+    factors = torch.randint(1, 9, (35, 3), generator=numbers) / 4 * torch.tensor([1, -1, 1])
+    choice = Choice(masks=(masked, bits), penalties=(penalized, counts, indices, factors))
+
+    want = scores.to(torch.float32, copy=True)
+    for row, mine in zip(masked.tolist(), bits.tolist(), strict=True):
         for token in range(vocab):
             if not mine[token // 32] >> token % 32 & 1:
                 want[row, token] = -torch.inf
-    assert torch.equal(got, want)
-
-    counts = torch.randint(0, 4, (9, vocab), generator=numbers, dtype=torch.int32)
-    counts += torch.randint(0, 2, (9, vocab), generator=numbers, dtype=torch.int32) * IN_PROMPT
-    counts *= torch.rand(9, vocab, generator=numbers) < 0.2
-    penalties = torch.tensor([[1.3, 0.2, 0.0], [0.7, -1.0, 0.5], [1.0, 0.1, -0.4]])
-    indices = torch.tensor([8, 1, 4])
-    got, want = want.clone(), want.clone()
-    backend.penalize(got, rows, counts, indices, penalties)
-    for row, index, mine in zip(rows.tolist(), indices.tolist(), penalties, strict=True):
-        repetition, frequency, presence = mine
-        for token in range(vocab):
-            seen, s = counts[index, token], want[row, token]
-            if seen > 0:
-                times = seen % IN_PROMPT
-                s = s / repetition if s > 0 else s * repetition
-                want[row, token] = s - frequency * times - presence * (times > 0)
-    assert torch.equal(got, want)
+    for row, index, (repetition, frequency, presence) in zip(penalized, indices, factors, strict=True):
+        seen, s = counts[index], want[row]
+        times = seen % IN_PROMPT
+        s = torch.where(seen > 0, torch.where(s > 0, s / repetition, s * repetition), s)
+        want[row] = s - frequency * times - presence * (times > 0)
+    assert torch.equal(choice.amend(scores), want)
+    keys, limits = None, {}
+    if limited:
+        keys = torch.arange(rows) * 977, torch.arange(rows) + 3, torch.arange(rows) % 4 > 0
+        ones = torch.ones(rows)
+        limits = {"temperature": ones / 2, "top_k": ones.long() * 30, "top_p": ones * 0.87654}
+        want /= 0.5
+        masks = mask_top_k_top_p_min_p(want, limits["top_k"], limits["top_p"], None)
+        chosen = torch.where(keys[2], keyed_choice(masks, *keys[:2]), want.argmax(-1))
+    else:
+        chosen = want.argmax(-1)
+    assert torch.equal(backend.draw(scores, choice._replace(keys=keys, **limits)), chosen)
 
 
 @by_backend

@@ -39,10 +39,6 @@ from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelCo
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, MainspringError, NotSupportedError
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, ModelFacts, Outputs, Sampling, Tensor
 from mainspring.ipc.request_check import RequestCheck
-from mainspring.kernels.contract import Backend
-from mainspring.kernels.native.native_backend import NativeBackend
-from mainspring.kernels.reference.reference_backend import ReferenceBackend
-from native_here import why_not
 from plain import Job, Plain, collect, make_engine, run, run_all
 
 VOCAB = 40
@@ -98,14 +94,13 @@ def seated(sampling: Sampling, prompt: list[int], output: list[int], slot: int) 
     return NewSequence(slot, np.array([*prompt, *output], np.int32), len(prompt), sampling)
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}
-if why_not() is None:
-    BACKENDS["native"] = NativeBackend
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
+def make_rules() -> LogitRules:
+    return LogitRules(VOCAB, Device(torch.device("cpu")), Registry())
 
 
-def make_rules(backend: str = "reference") -> LogitRules:
-    return LogitRules(VOCAB, Device(torch.device("cpu")), BACKENDS[backend](), Registry())
+def applied(rules: LogitRules, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
+    """What the draw chooses from, before temperature and limits."""
+    return rules.in_draw(step).amend(rules.apply(logits, step))
 
 
 def choosing(
@@ -120,11 +115,10 @@ def choosing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-@by_backend
-def test_random_rules_of_random_rows_are_transformers_own(backend: str, seed: int, dtype: torch.dtype) -> None:
+def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torch.dtype) -> None:
     """Slots are reused, requests start with or without output, and outputs grow with the counts kept on the device."""
     r, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    rules = make_rules(backend)
+    rules = make_rules()
     running: dict[int, NewSequence] = {}
     outputs: dict[int, list[int]] = {}
     changed = 0
@@ -143,7 +137,7 @@ def test_random_rules_of_random_rows_are_transformers_own(backend: str, seed: in
         logits = (3 * torch.randn(len(rows), VOCAB, generator=numbers)).to(dtype)
         positions = np.array([running[s].prompt_len + len(outputs[s]) for s in rows], np.int64)
         given = logits.clone()
-        found = rules.apply(logits, choosing(slots, positions, [running[s] for s in rows], outputs))
+        found = applied(rules, logits, choosing(slots, positions, [running[s] for s in rows], outputs))
         assert torch.equal(logits, given), "log probabilities are computed from them later"
         for row, slot in enumerate(rows):
             request = running[slot]
@@ -173,16 +167,15 @@ ONE_RULE = {
 
 
 @pytest.mark.parametrize("name", ONE_RULE)
-@by_backend
-def test_each_rule_alone_changes_something_and_is_transformers_own(backend: str, name: str) -> None:
+def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) -> None:
     sampling = Sampling(50, **ONE_RULE[name])  # type: ignore[arg-type]
     prompt, output = [2, 5, 2, 8], [4, 1, 2]
-    rules = make_rules(backend)
+    rules = make_rules()
     request = seated(sampling, prompt, output, 1)
     rules.admit(request)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
     given = logits.clone()
-    found = rules.apply(logits, choosing(np.array([1]), np.array([7]), [request], {1: output}))
+    found = applied(rules, logits, choosing(np.array([1]), np.array([7]), [request], {1: output}))
     torch.testing.assert_close(found[0], expected(sampling, prompt, output, given[0]), rtol=1e-6, atol=1e-6)
     assert not torch.equal(found, given)
 
@@ -191,7 +184,7 @@ def test_rows_without_rules_are_handed_back_as_they_are() -> None:
     rules = make_rules()
     rules.admit(seated(Sampling(5, stop_token_ids=[1]), [1], [], 2))
     logits = torch.randn(2, VOCAB).bfloat16()
-    assert rules.apply(logits, choosing(np.array([2, 3]), np.array([1, 1]), [], {})) is logits
+    assert applied(rules, logits, choosing(np.array([2, 3]), np.array([1, 1]), [], {})) is logits
 
 
 # ------------------------------------------------------------------ through the engine, greedy

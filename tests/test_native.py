@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring.core.worker.kv_layout import plan_layout
-from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.contract import AttentionSpec, Choice, LayerCache, PagedBatch
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
@@ -347,8 +347,8 @@ def test_draws_within_limits_are_the_references(data: int, vocab: int, shape: st
     top_p = torch.tensor([1.0, 0.123457, 0.51234, 0.951317])[torch.randint(0, 4, (rows,), generator=generator)]
     min_p = torch.tensor([0.0, 0.05, 0.31, 1.0])[torch.randint(0, 4, (rows,), generator=generator)]
     keys = torch.arange(rows) + data, torch.arange(rows), torch.ones(rows, dtype=torch.bool)
-    args = keys, torch.full((rows,), 0.5), top_k, top_p, min_p
-    assert torch.equal(NativeBackend().draw(scores, *args), REFERENCE.draw(scores, *args)), args[2:]
+    choice = Choice(keys, torch.full((rows,), 0.5), top_k, top_p, min_p)
+    assert torch.equal(NativeBackend().draw(scores, choice), REFERENCE.draw(scores, choice)), choice
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])
@@ -360,13 +360,15 @@ def test_draws_of_a_large_vocabulary_are_the_references(native: NativeBackend, t
     keys = torch.arange(rows), torch.arange(rows) * 7, torch.ones(rows, dtype=torch.bool)
     top_k = torch.tensor([0, 40, 5000, 0] * (rows // 4))
     limits = torch.full((rows,), 0.9), top_k, torch.full((rows,), top_p), torch.tensor([0, 0, 0.001, 0] * (rows // 4))
-    together = native.draw(scores, keys, *limits)
-    assert torch.equal(together, REFERENCE.draw(scores, keys, *limits))
+    choice = Choice(keys, *limits)
+    together = native.draw(scores, choice)
+    assert torch.equal(together, REFERENCE.draw(scores, choice))
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for row in range(0, rows, 5):
             one = slice(row, row + 1)
-            alone = native.draw(scores[one], tuple(key[one] for key in keys), *(limit[one] for limit in limits))
+            seed, position, sampled = (key[one] for key in keys)
+            alone = native.draw(scores[one], Choice((seed, position, sampled), *(limit[one] for limit in limits)))
             assert alone == together[row]
 
 
@@ -378,8 +380,8 @@ def test_rows_without_a_finite_largest_score_get_a_token(native: NativeBackend) 
     scores[3, 30] = 1.0
     ones = torch.ones(4)
     keys = torch.arange(4), torch.arange(4), ones.bool()
-    assert native.draw(scores, keys, None, None, None, None).tolist() == [0, 0, 7, 30]
-    assert native.draw(scores, keys, ones, ones.long() * 3, ones / 2, ones / 9).tolist() == [0, 0, 7, 30]
+    assert native.draw(scores, Choice(keys)).tolist() == [0, 0, 7, 30]
+    assert native.draw(scores, Choice(keys, ones, ones.long() * 3, ones / 2, ones / 9)).tolist() == [0, 0, 7, 30]
     native.score(scores, torch.zeros(4, dtype=torch.int64), 5)
 
 

@@ -1,6 +1,7 @@
 """Rules that change a request's logits before a token is chosen, as its sampling parameters ask.
 
-Each rule is a class below, and `RULES` is the order in which they act.
+Each rule is a class below. `RULES` change the logits, in this order. Then grammars and penalties act, as a part of the
+draw.
 
 CONTRIBUTING.md says how to add one. A rule that reads the tokens before the next one makes `Sampling.looks_back` true,
 and a rule that counts the chosen tokens makes `Sampling.is_penalised` true.
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidRequestError, RequestFailedError
-from ...kernels.contract import IN_PROMPT, Backend
+from ...kernels.contract import IN_PROMPT, Choice
 from ..plan.step import NewSequence
 from .device import Device
 from .grammar import Matcher, Replay
@@ -39,8 +40,8 @@ class Choosing(NamedTuple):
 class Rule(Generic[State]):
     """One rule, and its state for each slot that has it."""
 
-    def __init__(self, vocab_size: int, device: Device, backend: Backend, registry: Registry) -> None:
-        self.vocab_size, self.device, self.backend, self.registry = vocab_size, device, backend, registry
+    def __init__(self, vocab_size: int, device: Device, registry: Registry) -> None:
+        self.vocab_size, self.device, self.registry = vocab_size, device, registry
         self.of_slot: dict[int, State] = {}
 
     def state(self, sequence: NewSequence) -> State | None:
@@ -172,9 +173,10 @@ class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
     def state(self, sequence: NewSequence) -> tuple[NewSequence, Matcher | Replay] | None:
         return (sequence, self.registry.matchers[sequence.grammar].result()) if sequence.grammar else None
 
-    def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
+    def masks(self, rows: list[tuple[int, int]], step: Choosing) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Choice.masks`."""
         bits = np.stack([self._allowed(slot, step) for _, slot in rows])
-        self.backend.forbid(logits, self.bring([row for row, _ in rows]), self.bring(bits, torch.int32))
+        return self.bring([row for row, _ in rows]), self.bring(bits, torch.int32)
 
     def _allowed(self, slot: int, step: Choosing) -> np.ndarray:
         """The mask of the tokens that the grammar allows, int32 ``[words]``. All bits are set after an error."""
@@ -229,10 +231,10 @@ class Penalties(Rule[tuple[int, list[float]]]):
         if self._free and not self.of_slot:  # free the memory
             self._counts, self._free = self._counts[:0].clone(), []
 
-    def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
-        penalties = self.bring([self.of_slot[slot][1] for _, slot in rows], torch.float32)
-        at = self.bring([row for row, _ in rows])
-        self.backend.penalize(logits, at, self._counts, self._indices(rows), penalties)
+    def penalties(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`Choice.penalties`."""
+        factors = self.bring([self.of_slot[slot][1] for _, slot in rows], torch.float32)
+        return self.bring([row for row, _ in rows]), self._counts, self._indices(rows), factors
 
     def chosen(self, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
         one = torch.ones(len(rows), dtype=torch.int32, device=tokens.device)
@@ -243,14 +245,16 @@ class Penalties(Rule[tuple[int, list[float]]]):
         return self.bring([self.of_slot[slot][0] for _, slot in rows])
 
 
-RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, UserClasses, Bias, MinTokens, BadWords, GrammarMask, Penalties)
+RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, UserClasses, Bias, MinTokens, BadWords)
 
 
 class LogitRules:
     """The rules of all slots. A step in which no slot has a rule costs one look-up per rule."""
 
-    def __init__(self, vocab_size: int, device: Device, backend: Backend, registry: Registry) -> None:
-        self._rules = [rule(vocab_size, device, backend, registry) for rule in RULES]
+    def __init__(self, vocab_size: int, device: Device, registry: Registry) -> None:
+        self._changing = [rule(vocab_size, device, registry) for rule in RULES]
+        self._masks, self._penalties = (rule(vocab_size, device, registry) for rule in (GrammarMask, Penalties))
+        self._rules = [*self._changing, self._masks, self._penalties]
 
     def admit(self, sequence: NewSequence) -> None:
         for rule in self._rules:
@@ -262,13 +266,22 @@ class LogitRules:
             rule.release(slot)
 
     def apply(self, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
-        """Apply the rules to logits ``[rows, vocab]``. Returns new fp32 logits, or `logits` if no row has a rule."""
+        """Apply `RULES` to logits ``[rows, vocab]``. Returns new fp32 logits, or `logits` if no row has such a rule."""
         slots, changed = step.slots.tolist(), None
-        for rule in self._rules:
+        for rule in self._changing:
             if rows := rule.rows_of(slots):
                 changed = logits.to(torch.float32, copy=True) if changed is None else changed
                 rule.apply(changed, rows, step)
         return logits if changed is None else changed
+
+    def in_draw(self, step: Choosing) -> Choice:
+        """The rules that act as a part of the draw, after `apply`: masks and penalties."""
+        slots = step.slots.tolist()
+        masked, penalized = self._masks.rows_of(slots), self._penalties.rows_of(slots)
+        return Choice(
+            masks=self._masks.masks(masked, step) if masked else None,
+            penalties=self._penalties.penalties(penalized) if penalized else None,
+        )
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
         """Tell the rules which tokens were chosen for `slots`: int64 ``[rows]``, on the device."""

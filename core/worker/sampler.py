@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels.contract import Backend
+from ...kernels.contract import Backend, Choice
 from ..plan.step import NewSequence, PromptPart, Scores, StepPlan
 from .device import Device, Staged, Tokens
 from .logit_rules import Choosing, LogitRules
@@ -27,7 +27,7 @@ _COLUMNS = {
     "sampled": torch.bool,
 }
 _OF_SEQUENCE = ("temperature", "top_p", "min_p", "top_k", "seed")
-_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # in the order of `Backend.draw`
+_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Launched(NamedTuple):
@@ -71,7 +71,7 @@ class Sampler:
         self, max_num_seqs: int, vocab_size: int, device: Device, backend: Backend, max_rows: int, registry: Registry
     ) -> None:
         self._device, self._backend, self._registry = device, backend, registry
-        self._rules = LogitRules(vocab_size, device, backend, registry)
+        self._rules = LogitRules(vocab_size, device, registry)
         self._num_logprobs = np.full(max_num_seqs, -1)
         self._rows = {name: Staged(device, (max_rows,), dtype) for name, dtype in _COLUMNS.items()}
         self._of_slot = {name: np.zeros(max_num_seqs, self._rows[name].host[0].dtype) for name in _OF_SEQUENCE}
@@ -112,7 +112,9 @@ class Sampler:
         slots, positions, turn = launched.slots, launched.positions, launched.turn
         logits = launched.logits[: len(slots)]
         choosing = Choosing(slots, positions, self._known, {}, set())
-        tokens = self._choose(self._rules.apply(logits, choosing), slots, positions, turn)
+        changed = self._rules.apply(logits, choosing)
+        choice = self._draws(self._rules.in_draw(choosing), slots, positions, turn)
+        tokens = self._backend.draw(changed, choice)
         self._rules.chosen(tokens, slots)
         self.last_tokens[self._send("slot", slots, turn)] = tokens
         scores = self._score(logits, tokens, self._num_logprobs[slots])  # by the model's logits, before rules and masks
@@ -148,10 +150,11 @@ class Sampler:
             found.append(Scoring(rows, *map(self._device.download, arrays)))
         return found
 
-    def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
+    def _draws(self, choice: Choice, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
+        """`choice` with keys, temperature and limits."""
         sampled = self._of_slot["temperature"][slots] > 0
         if not sampled.any():
-            return self._backend.largest(logits)
+            return choice
 
         def limit(name: str) -> torch.Tensor | None:
             values = np.where(sampled, self._of_slot[name][slots], _OFF[name])
@@ -159,15 +162,15 @@ class Sampler:
 
         seeds, where = self._send("seed", self._of_slot["seed"][slots], turn), self._send("position", positions, turn)
         keys = seeds, where, self._send("sampled", sampled, turn)
-        return self._backend.draw(logits, keys, *map(limit, _OFF))
+        return choice._replace(keys=keys, **{name: limit(name) for name in _OFF})
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Run every kernel once."""
         one = np.ones(len(logits))
         seeds, sampled = (self._send(name, one, 0) for name in ("seed", "sampled"))
         limits = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1}
-        columns = (self._send(name, one * value, 0) for name, value in limits.items())
-        self._backend.draw(logits, (seeds, seeds, sampled), *columns)
+        columns = {name: self._send(name, one * value, 0) for name, value in limits.items()}
+        self._backend.draw(logits, Choice((seeds, seeds, sampled), **columns))
 
     def _send(self, name: str, values: np.ndarray, turn: int) -> torch.Tensor:
         column = self._rows[name]

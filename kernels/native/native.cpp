@@ -104,18 +104,10 @@ EXPORT void mainspring_choose(const int64_t* a) {
     c.sampled = at<const bool>(a[5]), c.seeds = at<const int64_t>(a[6]), c.places = at<const int64_t>(a[7]);
     c.temperature = at<const float>(a[8]), c.top_k = at<const int64_t>(a[9]);
     c.top_p = at<const float>(a[10]), c.min_p = at<const float>(a[11]);
-    choose(c, at<int64_t>(a[12]), int(a[13]));
-}
-
-EXPORT void mainspring_forbid(const int64_t* a) {
-    forbid(at<float>(a[0]), a[1], a[2], at<const int64_t>(a[3]), at<const int32_t>(a[4]), a[5], int(a[6]));
-}
-
-EXPORT void mainspring_penalize(const int64_t* a) {
-    penalize(
-        at<float>(a[0]), a[1], a[2], at<const int64_t>(a[3]), at<const int32_t>(a[4]), at<const int64_t>(a[5]),
-        at<const Penalties>(a[6]), a[7], int(a[8])
-    );
+    c.num_masked = a[12], c.masked_rows = at<const int64_t>(a[13]), c.masks = at<const int32_t>(a[14]);
+    c.num_penalized = a[15], c.penalized_rows = at<const int64_t>(a[16]), c.counts = at<const int32_t>(a[17]);
+    c.at = at<const int64_t>(a[18]), c.penalties = at<const Penalties>(a[19]);
+    choose(c, at<int64_t>(a[20]), int(a[21]));
 }
 
 EXPORT void mainspring_score(const int64_t* a) {

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
@@ -56,9 +56,7 @@ class NativeBackend(Backend):
         self._rms_norm = function(library, "rms_norm", "9q2d2q")
         self._add_rms_norm = function(library, "add_rms_norm", "7q2dq")
         self._act_and_mul = function(library, "act_and_mul", "8q")
-        self._choose = function(library, "choose", "14q")
-        self._forbid = function(library, "forbid", "7q")
-        self._penalize = function(library, "penalize", "9q")
+        self._choose = function(library, "choose", "22q")
         self._score = function(library, "score", "11q")
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
@@ -181,64 +179,32 @@ class NativeBackend(Backend):
         return self._reference.mask(scores, top_k, top_p, min_p)
 
     def largest(self, scores: torch.Tensor) -> torch.Tensor:
-        """`draw` of rows that are not sampled."""
-        return self.draw(scores, None, None, None, None, None)
+        """`draw` of rows that ask for nothing."""
+        return self.draw(scores, Choice())
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
         """`draw` without limits."""
-        return self.draw(scores, (seeds, positions, sampled), None, None, None, None)
+        return self.draw(scores, Choice((seeds, positions, sampled)))
 
-    def draw(
-        self,
-        scores: torch.Tensor,
-        keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-        temperature: torch.Tensor | None,
-        top_k: torch.Tensor | None,
-        top_p: torch.Tensor | None,
-        min_p: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One call for the whole choice. Scores of half precision need no copy."""
-        scores = readable(scores)
+    def draw(self, scores: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """One call. Of scores in half precision no wider copy is made but a row's own, in a thread's memory."""
+        scores, chosen = readable(scores), torch.empty(len(scores), dtype=torch.int64)
+        seeds, positions, sampled = choice.keys or (None, None, None)
         columns = [
-            None if x is None else x.contiguous() for x in (*(keys or (None,) * 3), temperature, top_k, top_p, min_p)
+            None if x is None else x.contiguous()
+            for x in (sampled, seeds, positions, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
         ]
-        seeds, positions, sampled, *limits = (0 if x is None else x.data_ptr() for x in columns)
-        chosen = torch.empty(len(scores), dtype=torch.int64)
+        masks, penalties = ([x.contiguous() for x in what or ()] for what in (choice.masks, choice.penalties))
         self._choose(
-            scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0), sampled, seeds, positions,
-            *limits, chosen.data_ptr(), torch.get_num_threads(),
+            scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
+            *(0 if x is None else x.data_ptr() for x in columns),
+            *((len(masks[0]), *(x.data_ptr() for x in masks)) if masks else (0,) * 3),
+            *((len(penalties[0]), *(x.data_ptr() for x in penalties)) if penalties else (0,) * 5),
+            chosen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return chosen
-
-    def forbid(self, scores: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-        """Grammar masks, in place."""
-        assert scores.dtype == torch.float32
-        assert scores.stride(1) == 1
-        rows, bits = rows.contiguous(), bits.contiguous()
-        self._forbid(
-            scores.data_ptr(), scores.shape[1], scores.stride(0), rows.data_ptr(), bits.data_ptr(), len(rows),
-            torch.get_num_threads(),
-        )  # fmt: skip
-
-    def penalize(
-        self,
-        scores: torch.Tensor,
-        rows: torch.Tensor,
-        counts: torch.Tensor,
-        indices: torch.Tensor,
-        penalties: torch.Tensor,
-    ) -> None:
-        """Repetition, frequency and presence, in place."""
-        assert scores.dtype == torch.float32
-        assert scores.stride(1) == 1
-        assert counts.is_contiguous()
-        rows, indices, penalties = rows.contiguous(), indices.contiguous(), penalties.contiguous()
-        self._penalize(
-            scores.data_ptr(), scores.shape[1], scores.stride(0), rows.data_ptr(), counts.data_ptr(),
-            indices.data_ptr(), penalties.data_ptr(), len(rows), torch.get_num_threads(),
-        )  # fmt: skip
 
     def score(
         self, logits: torch.Tensor, tokens: torch.Tensor, count: int

@@ -119,7 +119,7 @@ void tokens(Dtype dtype, Dtype cache_dtype, int64_t dim, int64_t rotary_dim, int
 }
 
 void sampling(Dtype dtype, int64_t rows, int64_t vocab, int threads) {
-    const Array logits(dtype, rows * vocab), scores(Dtype::fp32, rows * vocab);
+    const Array logits(dtype, rows * vocab);
     const int64_t k = std::min<int64_t>(vocab, 5), words = (vocab + 31) / 32;
     std::vector<int64_t> seeds(rows, -5), places(rows, 7), chosen(rows, -1), top_k(rows, 3), index;
     std::vector<float> temperature(rows, 0.7f), top_p(rows, 0.5f), min_p(rows, 0.01f), penalties(rows * 3, 1.2f);
@@ -133,19 +133,13 @@ void sampling(Dtype dtype, int64_t rows, int64_t vocab, int threads) {
         for (int64_t token : chosen)
             if (token < 0 || token >= vocab) std::printf("choose: %ld of %ld\n", (long)token, (long)vocab), std::exit(1);
     };
-    const int64_t forbidden[] = {scores.address(), vocab, vocab, address(index), address(bits), rows, threads};
-    mainspring_forbid(forbidden);
-    const int64_t penalized[] = {
-        scores.address(), vocab, vocab, address(index), address(counts), address(index), address(penalties), rows, threads,
-    };
-    mainspring_penalize(penalized);
-    for (const bool limited : {false, true})
-        for (const Array* from : {&logits, &scores}) {
+    for (const int64_t limited : {0, 1})
+        for (const int64_t amended : {int64_t(0), rows}) {
             const int64_t choice[] = {
-                from->address(), int64_t(from == &scores ? Dtype::fp32 : dtype), rows, vocab, vocab,
-                (int64_t)sampled.get(), address(seeds), address(places), address(temperature),
-                limited ? address(top_k) : 0, limited ? address(top_p) : 0, limited ? address(min_p) : 0,
-                address(chosen), threads,
+                logits.address(), (int64_t)dtype, rows, vocab, vocab, (int64_t)sampled.get(), address(seeds),
+                address(places), address(temperature), limited * address(top_k), limited * address(top_p),
+                limited * address(min_p), amended, address(index), address(bits), amended, address(index),
+                address(counts), address(index), address(penalties), address(chosen), threads,
             };
             mainspring_choose(choice);
             must_be_tokens();

@@ -105,18 +105,63 @@ inline int64_t largest_of(const T* scores, int64_t vocab) {
 
 // ---------------------------------------------------------------- a draw
 
-// The scores of a row that is sampled, divided by its temperature, as whole vectors: -inf follows the last.
-class SampledRow {
+constexpr int32_t IN_PROMPT = 1 << 30;  // is added to the count of a token that the prompt has
+
+struct Penalties {
+    float repetition, frequency, presence;
+};
+
+// A copy of a row's scores, which changes, as whole vectors: -inf follows the last.
+class Row {
   public:
     template <class T>
-    SampledRow(const T* scores, int64_t vocab, float temperature) : vocab_(vocab), size_(padded(vocab)) {
+    Row(const T* scores, int64_t vocab) : vocab_(vocab), size_(padded(vocab)) {
         scores_ = memory(2 * size_), masses_ = scores_ + size_;
+        for (int64_t i = 0; i < size_; i += LANES) {
+            F32 s = vocab - i >= LANES ? load(scores + i) : load_n(scores + i, int(vocab - i));
+            if (vocab - i < LANES) s = where_less(ramp(), iset(int(vocab - i)), s, set(-INFINITE));
+            store(scores_ + i, s);
+        }
+    }
+
+    // Puts -inf in the place of each token whose bit is 0: bit t % 32 of word t / 32.
+    void forbid(const int32_t* bits) {
+        int32_t powers[LANES];
+        for (int j = 0; j < LANES; ++j) powers[j] = 1 << j;
+        const I32 lanes = iload(powers);
+        for (int64_t i = 0; i < size_; i += LANES) {
+            const uint32_t word = uint32_t(bits[i / 32]) >> i % 32;
+            const I32 allowed = iand(iset(int(word)), lanes);
+            store(scores_ + i, where_less(iset(0), allowed, load(scores_ + i), set(-INFINITE)));
+        }
+    }
+
+    // For each token that occurs, a positive score is divided by `repetition`, and any other is multiplied by it. Then
+    // frequency * c + presence is subtracted where a token occurs c > 0 times in the output. `counts` has each token's
+    // occurrences in the output, plus IN_PROMPT.
+    void penalize(const int32_t* counts, const Penalties& p) {
+        for (int64_t i = 0; i < vocab_; i += LANES) {
+            const int n = int(std::min<int64_t>(LANES, vocab_ - i));
+            int32_t some = 0;  // most tokens do not occur
+            for (int j = 0; j < n; ++j) some |= counts[i + j];
+            if (!some) continue;
+            for (int j = 0; j < n; ++j) {
+                if (counts[i + j] <= 0) continue;
+                const int32_t times = counts[i + j] & (IN_PROMPT - 1);
+                const float s = scores_[i + j], repeated = s > 0 ? s / p.repetition : s * p.repetition;
+                scores_[i + j] = repeated - p.frequency * float(times) - p.presence * float(times > 0);
+            }
+        }
+    }
+
+    int64_t largest_score() const { return largest_of(scores_, vocab_); }
+
+    // Divides the scores by the temperature, and prepares a draw.
+    void divide(float temperature) {
         const F32 divisor = set(temperature);
         F32 most = set(-INFINITE);
         for (int64_t i = 0; i < size_; i += LANES) {
-            F32 s = vocab - i >= LANES ? load(scores + i) : load_n(scores + i, int(vocab - i));
-            s = max(div(s, divisor), set(-INFINITE));  // NaN becomes -inf
-            if (vocab - i < LANES) s = where_less(ramp(), iset(int(vocab - i)), s, set(-INFINITE));
+            const F32 s = max(div(load(scores_ + i), divisor), set(-INFINITE));  // NaN becomes -inf
             store(scores_ + i, s);
             most = max(s, most);
         }
@@ -251,93 +296,52 @@ class SampledRow {
     }
 
     const int64_t vocab_, size_;
-    float *scores_, *masses_, peak_;
+    float *scores_, *masses_, peak_ = 0;
 };
 
 // ---------------------------------------------------------------- the choice
 
-// How the tokens of rows are chosen. Null: no row has it.
+// How the tokens of rows are chosen. What is null or 0 is not asked for by any row.
 struct Choice {
     const void* scores;  // [rows, vocab]
     Dtype dtype;
     int64_t rows, vocab, stride;
-    const bool* sampled;            // [rows]; the largest score wins in the others
-    const int64_t *seeds, *places;  // [rows], of sampled rows; a place is the index of the new token in its sequence
-    const float* temperature;       // [rows], of sampled rows, like the limits below
-    const int64_t* top_k;           // 0: all
-    const float *top_p, *min_p;     // 1 and 0: all
+    const bool* sampled;                 // [rows]; the largest score wins in the others
+    const int64_t *seeds, *places;       // [rows], of sampled rows; a place is the index of the new token in its sequence
+    const float* temperature;            // [rows], of sampled rows, like the limits below
+    const int64_t* top_k;                // 0: all
+    const float *top_p, *min_p;          // 1 and 0: all
+    int64_t num_masked, num_penalized;   // rows with a mask, and with penalties
+    const int64_t* masked_rows;          // [num_masked]
+    const int32_t* masks;                // [num_masked, ceil(vocab / 32)]; see Row::forbid
+    const int64_t *penalized_rows, *at;  // [num_penalized]; the second are rows of the counts
+    const int32_t* counts;               // [any, vocab]
+    const Penalties* penalties;          // [num_penalized]
 };
 
-// The token of each row → chosen[rows].
+// The token of each row → chosen[rows]. Masks act before penalties, and these before the temperature.
 inline void choose(const Choice& c, int64_t* chosen, int threads) {
+    std::vector<int64_t> mask_of(c.rows, -1), penalties_of(c.rows, -1);
+    for (int64_t i = 0; i < c.num_masked; ++i) mask_of[c.masked_rows[i]] = i;
+    for (int64_t i = 0; i < c.num_penalized; ++i) penalties_of[c.penalized_rows[i]] = i;
     int64_t cost = 0;  // noise takes some eight times as long as a comparison
     for (int64_t row = 0; row < c.rows; ++row) cost += c.sampled && c.sampled[row] ? 8 * c.vocab : c.vocab;
     with_dtype(c.dtype, [&](auto t) {
         for_rows(c.rows, cost, threads, [&](int64_t row) {
             const auto* scores = (const decltype(t)*)c.scores + row * c.stride;
-            if (!c.sampled || !c.sampled[row]) return void(chosen[row] = largest_of(scores, c.vocab));
-            SampledRow sampled(scores, c.vocab, c.temperature ? c.temperature[row] : 1);
-            chosen[row] = sampled.draw(
+            const int64_t mask = mask_of[row], i = penalties_of[row];
+            const bool sampled = c.sampled && c.sampled[row];
+            if (!sampled && mask < 0 && i < 0) return void(chosen[row] = largest_of(scores, c.vocab));
+            Row copy(scores, c.vocab);
+            if (mask >= 0) copy.forbid(c.masks + mask * ((c.vocab + 31) / 32));
+            if (i >= 0) copy.penalize(c.counts + c.at[i] * c.vocab, c.penalties[i]);
+            if (!sampled) return void(chosen[row] = copy.largest_score());
+            copy.divide(c.temperature ? c.temperature[row] : 1);
+            chosen[row] = copy.draw(
                 RowKey(c.seeds[row], c.places[row]), c.top_k ? c.top_k[row] : 0, c.top_p ? c.top_p[row] : 1,
                 c.min_p ? c.min_p[row] : 0
             );
         });
-    });
-}
-
-// ---------------------------------------------------------------- rules before the choice
-
-// Puts -inf in the place of each token whose bit is not set: bit t % 32 of word t / 32. Changes rows[i] of the scores by
-// row i of the bits.
-inline void forbid(
-    float* scores, int64_t vocab, int64_t stride, const int64_t* rows, const int32_t* bits, int64_t count, int threads
-) {
-    int32_t powers[LANES];
-    for (int j = 0; j < LANES; ++j) powers[j] = 1 << j;
-    const I32 lanes = iload(powers);
-    const int64_t words = (vocab + 31) / 32;
-    for_rows(count, count * vocab, threads, [&](int64_t i) {
-        float* row = scores + rows[i] * stride;
-        for (int64_t at = 0; at < vocab; at += LANES) {
-            const uint32_t word = uint32_t(bits[i * words + at / 32]) >> at % 32;
-            const int n = int(std::min<int64_t>(LANES, vocab - at));
-            const F32 s = load_n(row + at, n);
-            store_n(row + at, where_less(iset(0), iand(iset(int(word)), lanes), s, set(-INFINITE)), n);
-        }
-    });
-}
-
-constexpr int32_t IN_PROMPT = 1 << 30;  // is added to the count of a token that the prompt has
-
-struct Penalties {
-    float repetition, frequency, presence;
-};
-
-// For each token that occurs, a positive score is divided by `repetition`, and any other is multiplied by it. Then
-// frequency * c + presence is subtracted where a token occurs c > 0 times in the output. Changes rows[i] of the scores
-// by row at[i] of `counts`: [any, vocab], each token's occurrences in the output plus IN_PROMPT.
-inline void penalize(
-    float* scores, int64_t vocab, int64_t stride, const int64_t* rows, const int32_t* counts, const int64_t* at,
-    const Penalties* penalties, int64_t count, int threads
-) {
-    for_rows(count, count * vocab, threads, [&](int64_t i) {
-        float* row = scores + rows[i] * stride;
-        const int32_t* seen = counts + at[i] * vocab;
-        const Penalties& p = penalties[i];
-        const auto change = [&](int64_t token) {
-            if (seen[token] <= 0) return;
-            const int32_t times = seen[token] & (IN_PROMPT - 1);
-            const float s = row[token], repeated = s > 0 ? s / p.repetition : s * p.repetition;
-            row[token] = repeated - p.frequency * float(times) - p.presence * float(times > 0);
-        };
-        int64_t token = 0;
-        for (; token + LANES <= vocab; token += LANES) {
-            int32_t some = 0;  // of most stretches no token occurs
-            for (int j = 0; j < LANES; ++j) some |= seen[token + j];
-            if (some)
-                for (int j = 0; j < LANES; ++j) change(token + j);
-        }
-        for (; token < vocab; ++token) change(token);
     });
 }
 
