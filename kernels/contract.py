@@ -124,6 +124,14 @@ class Choice(NamedTuple):
         return scores
 
 
+class RowScores(NamedTuple):
+    """Log probabilities of the tokens of rows, and of each row's likeliest tokens."""
+
+    token_ids: torch.Tensor  # int32 [rows, 1 + count]: the row's own token first
+    logprobs: torch.Tensor  # fp32 [rows, 1 + count]
+    ranks: torch.Tensor  # int32 [rows]: 1 + the number of tokens that are likelier than the row's own
+
+
 class SequenceOffsets(NamedTuple):
     """Where the sequences of a step begin and end in its flattened rows. Both int32, on the CPU.
 
@@ -292,18 +300,29 @@ class Backend(Protocol):
             scores = self.mask(scores, *limits)
         return self.choose(scores, *choice.keys)
 
-    def score(
-        self, logits: torch.Tensor, tokens: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log probabilities by logits ``[rows, vocab]`` of the row's token (int64 ``[rows]``) and, after it, of the
-        `count` likeliest tokens of the row, or of all if the vocabulary is smaller. → token ids, int32
-        ``[rows, 1 + count]``, their log probabilities, fp32, and the rank of the row's token, int32 ``[rows]``: 1 + the
-        number of tokens that are likelier."""
+    def draw_and_score(
+        self,
+        scores: torch.Tensor,
+        choice: Choice,
+        logits: torch.Tensor,
+        groups: Sequence[tuple[torch.Tensor | None, int]],
+    ) -> tuple[torch.Tensor, list[RowScores]]:
+        """`draw`, and `score` of the tokens drawn by the model's logits ``[rows, vocab]``: for each group of
+        rows, int64 ``[n]`` (None: all rows), with its count. Groups have no row in common."""
+        tokens, found = self.draw(scores, choice), []
+        for rows, count in groups:
+            mine, own = (logits, tokens) if rows is None else (logits[rows], tokens[rows])
+            found.append(self.score(mine, own, count))
+        return tokens, found
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowScores:
+        """Log probabilities by logits ``[rows, vocab]`` of the row's token (int64 ``[rows]``), and of the `count`
+        likeliest tokens of the row, or of all if the vocabulary is smaller."""
         logprobs = logits.float().log_softmax(1)
         own = logprobs.gather(1, tokens.unsqueeze(1))
         ranks = (logprobs > own).sum(1, dtype=torch.int32) + 1
         largest, ids = logprobs.topk(min(count, logprobs.shape[1]))
-        return torch.cat([tokens.unsqueeze(1), ids], 1).int(), torch.cat([own, largest], 1), ranks
+        return RowScores(torch.cat([tokens.unsqueeze(1), ids], 1).int(), torch.cat([own, largest], 1), ranks)
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is

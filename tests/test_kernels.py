@@ -688,6 +688,14 @@ def test_log_probabilities_are_those_of_a_softmax(backend: Backend, dtype: torch
     assert all(len(set(row[1:])) == count for row in ids.tolist())
     own = logits.gather(1, tokens.unsqueeze(1))
     assert torch.equal(ranks, (logits > own).sum(1, dtype=torch.int32) + 1)
+    some = [(torch.tensor([4, 1]), 3), (torch.tensor([0]), count), (torch.tensor([5]), 0)]
+    for groups in (some, [(None, count)], []):
+        drawn, scored = backend.draw_and_score(-logits.float(), Choice(), logits, groups)
+        assert torch.equal(drawn, backend.largest(-logits.float()))
+        for (rows, number), found in zip(groups, scored, strict=True):
+            part = slice(None) if rows is None else rows
+            want = backend.score(logits[part], drawn[part], number)
+            assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
     for row in range(6):  # a row alone has the same bits
         alone = backend.score(logits[row : row + 1], tokens[row : row + 1], count)
         assert all(torch.equal(x[0], y[row]) for x, y in zip(alone, (ids, logprobs, ranks), strict=True))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels.contract import Backend, Choice
+from ...kernels.contract import Backend, Choice, RowScores
 from ..plan.step import NewSequence, PromptPart, Scores, StepPlan
 from .device import Device, Staged, Tokens
 from .logit_rules import Choosing, LogitRules
@@ -114,10 +114,11 @@ class Sampler:
         choosing = Choosing(slots, positions, self._known, {}, set())
         changed = self._rules.apply(logits, choosing)
         choice = self._draws(self._rules.in_draw(choosing), slots, positions, turn)
-        tokens = self._backend.draw(changed, choice)
+        groups = self._groups(slots)
+        tokens, found = self._backend.draw_and_score(changed, choice, logits, [(index, n) for _, index, n in groups])
         self._rules.chosen(tokens, slots)
         self.last_tokens[self._send("slot", slots, turn)] = tokens
-        scores = self._score(logits, tokens, self._num_logprobs[slots])  # by the model's logits, before rules and masks
+        scores = [self._scoring(rows, one) for (rows, _, _), one in zip(groups, found, strict=True)]
         prompts = self._score_prompts(launched)
         tokens_out = self._device.download(tokens)
         return Sampled(tokens_out, scores, prompts, choosing.errors, choosing.complete, launched.experts)
@@ -128,27 +129,25 @@ class Sampler:
             sequence = self._scored[slot]
             logits = launched.logits[first : first + count]
             tokens = self._device.bring(torch.from_numpy(sequence.tokens[start : start + count].astype(np.int64)))
-            found += self._score(logits, tokens, np.full(count, sequence.sampling.prompt_logprobs))
+            scores = self._backend.score(logits, tokens, sequence.sampling.prompt_logprobs)
+            found.append(self._scoring(np.arange(count), scores))
             first += count
         return found
 
-    def _score(self, logits: torch.Tensor, tokens: torch.Tensor, counts: np.ndarray) -> list[Scoring]:
-        """Start to copy log probabilities to the host: those of `tokens`, int64 ``[n]``, each with as many of the
-        likeliest tokens as `counts` says, int ``[n]``, or nothing where that is negative.
-
-        Rows are processed by their count. So the choice among tokens of equal probability depends on the row alone, and
-        not on the other rows of the step.
-        """
-        found = []
+    def _groups(self, slots: np.ndarray) -> list[tuple[np.ndarray, torch.Tensor | None, int]]:
+        """The rows that ask for log probabilities, by the number of likeliest tokens: on the host, on the device (None:
+        all rows), and the number. So the choice among tokens of equal probability depends on the row alone, and not on
+        the other rows of the step."""
+        counts, found = self._num_logprobs[slots], []
         for count in np.unique(counts[counts >= 0]).tolist():
             rows = np.flatnonzero(counts == count)
-            mine, own = logits, tokens
-            if len(rows) < len(counts):
-                index = self._device.bring(torch.from_numpy(rows))
-                mine, own = logits[index], tokens[index]
-            arrays = self._backend.score(mine, own, count)
-            found.append(Scoring(rows, *map(self._device.download, arrays)))
+            index = self._device.bring(torch.from_numpy(rows)) if len(rows) < len(slots) else None
+            found.append((rows, index, count))
         return found
+
+    def _scoring(self, rows: np.ndarray, scores: RowScores) -> Scoring:
+        """Start to copy scores to the host."""
+        return Scoring(rows, *map(self._device.download, scores))
 
     def _draws(self, choice: Choice, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
         """`choice` with keys, temperature and limits."""

@@ -107,12 +107,11 @@ EXPORT void mainspring_choose(const int64_t* a) {
     c.num_masked = a[12], c.masked_rows = at<const int64_t>(a[13]), c.masks = at<const int32_t>(a[14]);
     c.num_penalized = a[15], c.penalized_rows = at<const int64_t>(a[16]), c.counts = at<const int32_t>(a[17]);
     c.at = at<const int64_t>(a[18]), c.penalties = at<const Penalties>(a[19]);
-    choose(c, at<int64_t>(a[20]), int(a[21]));
+    c.logits = at<void>(a[20]), c.logits_dtype = Dtype(a[21]), c.logits_stride = a[22];
+    c.num_scored = a[23], c.scored = at<const Scoring>(a[24]);
+    choose(c, at<int64_t>(a[25]), int(a[26]));
 }
 
 EXPORT void mainspring_score(const int64_t* a) {
-    score(
-        at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), a[6], at<int32_t>(a[7]), at<float>(a[8]),
-        at<int32_t>(a[9]), int(a[10])
-    );
+    score(at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), at<const Scoring>(a[6]), int(a[7]));
 }

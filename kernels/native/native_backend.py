@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch
+from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
@@ -56,8 +57,8 @@ class NativeBackend(Backend):
         self._rms_norm = function(library, "rms_norm", "9q2d2q")
         self._add_rms_norm = function(library, "add_rms_norm", "7q2dq")
         self._act_and_mul = function(library, "act_and_mul", "8q")
-        self._choose = function(library, "choose", "22q")
-        self._score = function(library, "score", "11q")
+        self._choose = function(library, "choose", "27q")
+        self._score = function(library, "score", "8q")
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self._slow_halves = "avx512_bf16" not in cpu_features()
@@ -189,36 +190,50 @@ class NativeBackend(Backend):
         return self.draw(scores, Choice((seeds, positions, sampled)))
 
     def draw(self, scores: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """One call. Of scores in half precision no wider copy is made but a row's own, in a thread's memory."""
-        scores, chosen = readable(scores), torch.empty(len(scores), dtype=torch.int64)
+        """`draw_and_score` without log probabilities."""
+        return self.draw_and_score(scores, choice, scores, ())[0]
+
+    def draw_and_score(
+        self,
+        scores: torch.Tensor,
+        choice: Choice,
+        logits: torch.Tensor,
+        groups: Sequence[tuple[torch.Tensor | None, int]],
+    ) -> tuple[torch.Tensor, list[RowScores]]:
+        """One call. A thread has a row's wider copy of scores in half precision in its own memory."""
+        scores, logits, chosen = readable(scores), readable(logits), torch.empty(len(scores), dtype=torch.int64)
         seeds, positions, sampled = choice.keys or (None, None, None)
         columns = [
             None if x is None else x.contiguous()
             for x in (sampled, seeds, positions, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
         ]
         masks, penalties = ([x.contiguous() for x in what or ()] for what in (choice.masks, choice.penalties))
+        found, tables = [], [np.empty((0, 5), np.int64)]
+        for rows, count in groups:
+            at = np.arange(len(scores)) if rows is None else rows.numpy()
+            one, table = _scoring(at, min(count, logits.shape[1]))
+            found.append(one)
+            tables.append(table)
+        scored = np.concatenate(tables)
         self._choose(
             scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
             *(0 if x is None else x.data_ptr() for x in columns),
             *((len(masks[0]), *(x.data_ptr() for x in masks)) if masks else (0,) * 3),
             *((len(penalties[0]), *(x.data_ptr() for x in penalties)) if penalties else (0,) * 5),
+            logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), len(scored), scored.ctypes.data,
             chosen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return chosen
+        return chosen, found
 
-    def score(
-        self, logits: torch.Tensor, tokens: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log probabilities and ranks, in two passes over a row. Of equally likely tokens the lowest ids are taken."""
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowScores:
+        """Of equally likely tokens the lowest ids are taken."""
         logits, tokens = readable(logits), tokens.contiguous()
-        count = min(count, logits.shape[1])
-        ids = torch.empty(len(logits), 1 + count, dtype=torch.int32)
-        logprobs, ranks = torch.empty(ids.shape), torch.empty(len(ids), dtype=torch.int32)
+        found, table = _scoring(np.arange(len(logits)), min(count, logits.shape[1]))
         self._score(
-            logits.data_ptr(), DTYPES[logits.dtype], *logits.shape, logits.stride(0), tokens.data_ptr(), count,
-            ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr(), torch.get_num_threads(),
+            logits.data_ptr(), DTYPES[logits.dtype], *logits.shape, logits.stride(0), tokens.data_ptr(),
+            table.ctypes.data, torch.get_num_threads(),
         )  # fmt: skip
-        return ids, logprobs, ranks
+        return found
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
@@ -234,6 +249,18 @@ class NativeBackend(Backend):
             out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+
+def _scoring(rows: np.ndarray, count: int) -> tuple[RowScores, np.ndarray]:
+    """Memory for the scores of rows ``[n]``, and sample.h's Scoring of each, int64 ``[n, 5]``."""
+    places = np.arange(len(rows))
+    ids = torch.empty(len(rows), 1 + count, dtype=torch.int32)
+    found = RowScores(ids, torch.empty(ids.shape), torch.empty(len(rows), dtype=torch.int32))
+    table = np.empty((len(rows), 5), np.int64)
+    table[:, 0], table[:, 1] = rows, count
+    for column, x in enumerate(found, 2):
+        table[:, column] = x.data_ptr() + places * x.stride(0) * x.itemsize
+    return found, table
 
 
 def _heads(x: torch.Tensor) -> tuple[int, ...]:

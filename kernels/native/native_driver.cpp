@@ -129,6 +129,9 @@ void sampling(Dtype dtype, int64_t rows, int64_t vocab, int threads) {
     for (size_t i = 0; i < counts.size(); i += 7) counts[i] = int32_t(i % 3) + (i % 2 << 30);
     const std::unique_ptr<bool[]> sampled(new bool[rows]());
     for (int64_t i = 0; i < rows; i += 2) sampled[i] = true;
+    std::vector<Scoring> scored;
+    for (int64_t i = 0; i < rows; ++i)
+        scored.push_back({i, k, &ids[i * (1 + k)], &logprobs[i * (1 + k)], &ranks[i]});
     const auto must_be_tokens = [&] {
         for (int64_t token : chosen)
             if (token < 0 || token >= vocab) std::printf("choose: %ld of %ld\n", (long)token, (long)vocab), std::exit(1);
@@ -139,16 +142,16 @@ void sampling(Dtype dtype, int64_t rows, int64_t vocab, int threads) {
                 logits.address(), (int64_t)dtype, rows, vocab, vocab, (int64_t)sampled.get(), address(seeds),
                 address(places), address(temperature), limited * address(top_k), limited * address(top_p),
                 limited * address(min_p), amended, address(index), address(bits), amended, address(index),
-                address(counts), address(index), address(penalties), address(chosen), threads,
+                address(counts), address(index), address(penalties), logits.address(), (int64_t)dtype, vocab, amended,
+                address(scored), address(chosen), threads,
             };
             mainspring_choose(choice);
             must_be_tokens();
         }
-    const int64_t scored[] = {
-        logits.address(), (int64_t)dtype, rows, vocab, vocab, address(chosen), k, address(ids), address(logprobs),
-        address(ranks), threads,
+    const int64_t given[] = {
+        logits.address(), (int64_t)dtype, rows, vocab, vocab, address(chosen), address(scored), threads,
     };
-    mainspring_score(scored);
+    mainspring_score(given);
     for (int32_t rank : ranks)
         if (rank < 1 || rank > vocab) std::printf("score: rank %d of %ld\n", rank, (long)vocab), std::exit(1);
 }

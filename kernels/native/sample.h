@@ -299,6 +299,84 @@ class Row {
     float *scores_, *masses_, peak_ = 0;
 };
 
+// ---------------------------------------------------------------- log probabilities
+
+// Where the log probabilities of a row's token and of the row's `count` likeliest tokens go: 1 + count ids and numbers,
+// the row's token first, and its rank, 1 + the number of likelier tokens. Of equally likely tokens the lowest are taken.
+struct Scoring {
+    int64_t row, count;
+    int32_t* ids;
+    float* logprobs;
+    int32_t* rank;
+};
+
+template <class T>
+inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scoring& to) {
+    using Scored = std::pair<float, int32_t>;
+    const auto likelier = [](const Scored& a, const Scored& b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    const auto chunk = [&](int64_t i) {
+        if (vocab - i >= LANES) return load(logits + i);
+        return where_less(ramp(), iset(int(vocab - i)), load_n(logits + i, int(vocab - i)), set(-INFINITE));
+    };
+    F32 most = set(-INFINITE);
+    for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
+    const F32 peak = set(largest(most));
+    double mass = 0;
+    for (int64_t begin = 0; begin < vocab; begin += 64 * LANES) {
+        F32 part = zero();
+        for (int64_t i = begin; i < std::min(vocab, begin + 64 * LANES); i += LANES)
+            part = add(part, exp(sub(chunk(i), peak)));
+        mass += sum(part);
+    }
+    const F32 total = set(float(std::log(mass)));
+    const auto logprob = [&](int64_t i) { return sub(sub(chunk(i), peak), total); };
+    float lanes[LANES];
+    store(lanes, logprob(token / LANES * LANES));
+    const float own = lanes[token % LANES];
+    std::vector<Scored> best;  // a heap, the least likely first
+    best.reserve(to.count);
+    int64_t rank = 1;
+    F32 least = set(-INFINITE);
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        const F32 mine = logprob(i);
+        const unsigned here = vocab - i >= LANES ? ~0u >> (32 - LANES) : (1u << (vocab - i)) - 1;
+        rank += __builtin_popcount(less_bits(set(own), mine) & here);
+        unsigned bits = int64_t(best.size()) < to.count ? here : less_bits(least, mine) & here;
+        if (!bits || !to.count) continue;
+        store(lanes, mine);
+        for (; bits; bits &= bits - 1) {
+            const Scored found = {lanes[__builtin_ctz(bits)], int32_t(i + __builtin_ctz(bits))};
+            if (int64_t(best.size()) == to.count) {
+                if (!likelier(found, best.front())) continue;
+                std::pop_heap(best.begin(), best.end(), likelier);
+                best.pop_back();
+            }
+            best.push_back(found);
+            std::push_heap(best.begin(), best.end(), likelier);
+        }
+        least = set(best.front().first);
+    }
+    std::sort_heap(best.begin(), best.end(), likelier);
+    to.ids[0] = int32_t(token), to.logprobs[0] = own, *to.rank = int32_t(rank);
+    for (int64_t i = 0; i < to.count; ++i) to.ids[1 + i] = best[i].second, to.logprobs[1 + i] = best[i].first;
+}
+
+constexpr int64_t SCORE_COST = 8;  // of a token, in numbers that are only compared
+
+// Log probabilities of tokens that are given: [rows].
+inline void score(
+    const void* logits, Dtype dtype, int64_t rows, int64_t vocab, int64_t stride, const int64_t* tokens,
+    const Scoring* to, int threads
+) {
+    with_dtype(dtype, [&](auto t) {
+        for_rows(rows, SCORE_COST * rows * vocab, threads, [&](int64_t row) {
+            score_row((const decltype(t)*)logits + row * stride, vocab, tokens[row], to[row]);
+        });
+    });
+}
+
 // ---------------------------------------------------------------- the choice
 
 // How the tokens of rows are chosen. What is null or 0 is not asked for by any row.
@@ -317,100 +395,43 @@ struct Choice {
     const int64_t *penalized_rows, *at;  // [num_penalized]; the second are rows of the counts
     const int32_t* counts;               // [any, vocab]
     const Penalties* penalties;          // [num_penalized]
+    const void* logits;                  // [rows, vocab]: the model's, for log probabilities
+    Dtype logits_dtype;
+    int64_t logits_stride, num_scored;
+    const Scoring* scored;  // [num_scored]
 };
 
-// The token of each row → chosen[rows]. Masks act before penalties, and these before the temperature.
+// The token of each row → chosen[rows], and log probabilities to `scored`. Masks act before penalties, and these before
+// the temperature.
 inline void choose(const Choice& c, int64_t* chosen, int threads) {
-    std::vector<int64_t> mask_of(c.rows, -1), penalties_of(c.rows, -1);
+    std::vector<int64_t> mask_of(c.rows, -1), penalties_of(c.rows, -1), scoring_of(c.rows, -1);
     for (int64_t i = 0; i < c.num_masked; ++i) mask_of[c.masked_rows[i]] = i;
     for (int64_t i = 0; i < c.num_penalized; ++i) penalties_of[c.penalized_rows[i]] = i;
-    int64_t cost = 0;  // noise takes some eight times as long as a comparison
+    for (int64_t i = 0; i < c.num_scored; ++i) scoring_of[c.scored[i].row] = i;
+    int64_t cost = SCORE_COST * c.num_scored * c.vocab;  // noise takes some eight times as long as a comparison
     for (int64_t row = 0; row < c.rows; ++row) cost += c.sampled && c.sampled[row] ? 8 * c.vocab : c.vocab;
-    with_dtype(c.dtype, [&](auto t) {
-        for_rows(c.rows, cost, threads, [&](int64_t row) {
-            const auto* scores = (const decltype(t)*)c.scores + row * c.stride;
-            const int64_t mask = mask_of[row], i = penalties_of[row];
-            const bool sampled = c.sampled && c.sampled[row];
-            if (!sampled && mask < 0 && i < 0) return void(chosen[row] = largest_of(scores, c.vocab));
-            Row copy(scores, c.vocab);
-            if (mask >= 0) copy.forbid(c.masks + mask * ((c.vocab + 31) / 32));
-            if (i >= 0) copy.penalize(c.counts + c.at[i] * c.vocab, c.penalties[i]);
-            if (!sampled) return void(chosen[row] = copy.largest_score());
-            copy.divide(c.temperature ? c.temperature[row] : 1);
-            chosen[row] = copy.draw(
-                RowKey(c.seeds[row], c.places[row]), c.top_k ? c.top_k[row] : 0, c.top_p ? c.top_p[row] : 1,
-                c.min_p ? c.min_p[row] : 0
-            );
+    const auto choose_one = [&](int64_t row, const auto* scores) {
+        const int64_t mask = mask_of[row], i = penalties_of[row];
+        const bool sampled = c.sampled && c.sampled[row];
+        if (!sampled && mask < 0 && i < 0) return largest_of(scores, c.vocab);
+        Row copy(scores, c.vocab);
+        if (mask >= 0) copy.forbid(c.masks + mask * ((c.vocab + 31) / 32));
+        if (i >= 0) copy.penalize(c.counts + c.at[i] * c.vocab, c.penalties[i]);
+        if (!sampled) return copy.largest_score();
+        copy.divide(c.temperature ? c.temperature[row] : 1);
+        return copy.draw(
+            RowKey(c.seeds[row], c.places[row]), c.top_k ? c.top_k[row] : 0, c.top_p ? c.top_p[row] : 1,
+            c.min_p ? c.min_p[row] : 0
+        );
+    };
+    for_rows(c.rows, cost, threads, [&](int64_t row) {
+        with_dtype(c.dtype, [&](auto t) {
+            chosen[row] = choose_one(row, (const decltype(t)*)c.scores + row * c.stride);
         });
-    });
-}
-
-// ---------------------------------------------------------------- log probabilities
-
-// The log probability of each row's token and of its k likeliest tokens (of equal ones the lowest ids) → ids and
-// log probabilities, [rows, 1 + k], the row's token first; ranks, [rows]: 1 + the number of likelier tokens.
-inline void score(
-    const void* logits, Dtype dtype, int64_t rows, int64_t vocab, int64_t stride, const int64_t* tokens, int64_t k,
-    int32_t* ids, float* logprobs, int32_t* ranks, int threads
-) {
-    using Scored = std::pair<float, int32_t>;
-    const auto likelier = [](const Scored& a, const Scored& b) {
-        return a.first > b.first || (a.first == b.first && a.second < b.second);
-    };
-    const auto score_row = [&](int64_t row, const auto* scores) {
-        const auto chunk = [&](int64_t i) {
-            if (vocab - i >= LANES) return load(scores + i);
-            return where_less(ramp(), iset(int(vocab - i)), load_n(scores + i, int(vocab - i)), set(-INFINITE));
-        };
-        F32 most = set(-INFINITE);
-        for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
-        const F32 peak = set(largest(most));
-        double mass = 0;
-        for (int64_t begin = 0; begin < vocab; begin += 64 * LANES) {
-            F32 part = zero();
-            for (int64_t i = begin; i < std::min(vocab, begin + 64 * LANES); i += LANES)
-                part = add(part, exp(sub(chunk(i), peak)));
-            mass += sum(part);
-        }
-        const F32 total = set(float(std::log(mass)));
-        const auto logprob = [&](int64_t i) { return sub(sub(chunk(i), peak), total); };
-        float lanes[LANES];
-        store(lanes, logprob(tokens[row] / LANES * LANES));
-        const float own = lanes[tokens[row] % LANES];
-        std::vector<Scored> best;  // a heap, the least likely first
-        best.reserve(k);
-        int64_t rank = 1;
-        F32 least = set(-INFINITE);
-        for (int64_t i = 0; i < vocab; i += LANES) {
-            const F32 mine = logprob(i);
-            const unsigned here = vocab - i >= LANES ? ~0u >> (32 - LANES) : (1u << (vocab - i)) - 1;
-            rank += __builtin_popcount(less_bits(set(own), mine) & here);
-            const bool full = int64_t(best.size()) == k;
-            unsigned bits = full ? less_bits(least, mine) & here : here;
-            if (!bits || k == 0) continue;
-            store(lanes, mine);
-            for (; bits; bits &= bits - 1) {
-                const Scored found = {lanes[__builtin_ctz(bits)], int32_t(i + __builtin_ctz(bits))};
-                if (int64_t(best.size()) == k) {
-                    if (!likelier(found, best.front())) continue;
-                    std::pop_heap(best.begin(), best.end(), likelier);
-                    best.pop_back();
-                }
-                best.push_back(found);
-                std::push_heap(best.begin(), best.end(), likelier);
-            }
-            least = set(best.front().first);
-        }
-        std::sort_heap(best.begin(), best.end(), likelier);
-        int32_t* id = ids + row * (1 + k);
-        float* value = logprobs + row * (1 + k);
-        *id++ = int32_t(tokens[row]), *value++ = own;
-        for (const auto& [likely, token] : best) *id++ = token, *value++ = likely;
-        ranks[row] = int32_t(rank);
-    };
-    with_dtype(dtype, [&](auto t) {
-        for_rows(rows, 8 * rows * vocab, threads, [&](int64_t row) {
-            score_row(row, (const decltype(t)*)logits + row * stride);
+        if (scoring_of[row] < 0) return;
+        with_dtype(c.logits_dtype, [&](auto t) {
+            const auto* logits = (const decltype(t)*)c.logits + row * c.logits_stride;
+            score_row(logits, c.vocab, chosen[row], c.scored[scoring_of[row]]);
         });
     });
 }
