@@ -175,26 +175,27 @@ class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
 
     def masks(self, rows: list[tuple[int, int]], step: Choosing) -> tuple[torch.Tensor, torch.Tensor]:
         """`Choice.masks`."""
-        bits = np.stack([self._allowed(slot, step) for _, slot in rows])
+        bits = np.zeros((len(rows), -(-self.vocab_size // 32)), np.int32)
+        for (_, slot), allowed in zip(rows, bits, strict=True):
+            self._fill(allowed, slot, step)
         return self.bring([row for row, _ in rows]), self.bring(bits, torch.int32)
 
-    def _allowed(self, slot: int, step: Choosing) -> np.ndarray:
-        """The mask of the tokens that the grammar allows, int32 ``[words]``. All bits are set after an error."""
-        bits = np.zeros(-(-self.vocab_size // 32), np.int32)
+    def _fill(self, bits: np.ndarray, slot: int, step: Choosing) -> None:
+        """Write the mask of the tokens that the grammar allows to `bits`, int32 ``[words]``. After an error all bits are
+        set."""
         sequence, matcher = self.of_slot[slot]
         tokens = step.tokens[slot]
         try:
             matcher.follow(tokens[sequence.prompt_len :], bits)
         except Exception as error:  # ends this request only
             step.errors[slot], bits[:] = error, -1
-            return bits
+            return
         if matcher.finished:
             # The output is complete. If no stop token may be chosen, the request ends without one.
             early = len(tokens) < _unstoppable_until(sequence)
             ends = [t for t in sequence.sampling.stop_token_ids if bits[t >> 5] >> (t & 31) & 1]
             if early or not ends:
                 step.complete.add(slot)
-        return bits
 
 
 class Penalties(Rule[tuple[int, list[float]]]):
@@ -253,7 +254,8 @@ class LogitRules:
 
     def __init__(self, vocab_size: int, device: Device, registry: Registry) -> None:
         self._changing = [rule(vocab_size, device, registry) for rule in RULES]
-        self._masks, self._penalties = (rule(vocab_size, device, registry) for rule in (GrammarMask, Penalties))
+        self._masks = GrammarMask(vocab_size, device, registry)
+        self._penalties = Penalties(vocab_size, device, registry)
         self._rules = [*self._changing, self._masks, self._penalties]
 
     def admit(self, sequence: NewSequence) -> None:

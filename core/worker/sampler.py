@@ -160,16 +160,21 @@ class Sampler:
             return self._send(name, values, turn) if (values != _OFF[name]).any() else None
 
         seeds, where = self._send("seed", self._of_slot["seed"][slots], turn), self._send("position", positions, turn)
-        keys = seeds, where, self._send("sampled", sampled, turn)
-        return choice._replace(keys=keys, **{name: limit(name) for name in _OFF})
+        return choice._replace(
+            keys=(seeds, where, self._send("sampled", sampled, turn)),
+            temperature=limit("temperature"),
+            top_k=limit("top_k"),
+            top_p=limit("top_p"),
+            min_p=limit("min_p"),
+        )
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Run every kernel once."""
         one = np.ones(len(logits))
         seeds, sampled = (self._send(name, one, 0) for name in ("seed", "sampled"))
-        limits = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1}
-        columns = {name: self._send(name, one * value, 0) for name, value in limits.items()}
-        self._backend.draw(logits, Choice((seeds, seeds, sampled), **columns))
+        limits = (("temperature", 0.5), ("top_k", 2), ("top_p", 0.5), ("min_p", 0.1))
+        temperature, top_k, top_p, min_p = (self._send(name, one * value, 0) for name, value in limits)
+        self._backend.draw(logits, Choice((seeds, seeds, sampled), temperature, top_k, top_p, min_p))
 
     def _send(self, name: str, values: np.ndarray, turn: int) -> torch.Tensor:
         column = self._rows[name]
