@@ -181,8 +181,7 @@ class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
         return self.bring([row for row, _ in rows]), self.bring(bits, torch.int32)
 
     def _fill(self, bits: np.ndarray, slot: int, step: Choosing) -> None:
-        """Write the mask of the tokens that the grammar allows to `bits`, int32 ``[words]``. After an error all bits are
-        set."""
+        """Write the mask of the tokens that the grammar allows to `bits`, int32 ``[words]``. An error sets all bits."""
         sequence, matcher = self.of_slot[slot]
         tokens = step.tokens[slot]
         try:

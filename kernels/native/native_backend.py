@@ -200,7 +200,7 @@ class NativeBackend(Backend):
         logits: torch.Tensor,
         groups: Sequence[tuple[torch.Tensor | None, int]],
     ) -> tuple[torch.Tensor, list[RowScores]]:
-        """One call. A thread has a row's wider copy of scores in half precision in its own memory."""
+        """One call. Scores are not copied, except one row at a time to memory of the thread that chooses its token."""
         scores, logits, chosen = readable(scores), readable(logits), torch.empty(len(scores), dtype=torch.int64)
         seeds, positions, sampled = choice.keys or (None, None, None)
         columns = [
