@@ -33,6 +33,10 @@ ROW_MULTIPLE = 8
 bits whatever the number of rows is (tests/test_clockwork.py checks it)."""
 
 
+IN_PROMPT = 1 << 30
+"""`Choice.penalties` have this added to the count of a token that the prompt has; an output is far shorter."""
+
+
 class SlopeBias(NamedTuple):
     """ALiBi (Press et al. 2022): ``-slope * |query index - key index|`` is added to a score."""
 
@@ -75,6 +79,57 @@ class DeviceBatch(NamedTuple):
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     last_page_len: torch.Tensor
+
+
+class Choice(NamedTuple):
+    """How `Backend.draw` chooses tokens, by tensors on the scores' device. None: no row asks for it.
+
+    Masks act first, then penalties, temperature, top-k, top-p and min-p. In rows that are not sampled, the temperature
+    is 1, and no limit is set.
+    """
+
+    keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # seeds, positions, sampled of `Backend.choose`
+    temperature: torch.Tensor | None = None  # fp32 [rows]
+    top_k: torch.Tensor | None = None  # as for `Backend.mask`, like the next two
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Rows, int64 ``[n]``, and the bits of the tokens that they may choose from, int32 ``[n, ceil(vocab / 32)]``: bit
+    ``t % 32`` of word ``t // 32`` for token t."""
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Rows, int64 ``[n]``; occurrences of each token, int32 ``[any, vocab]``; the row of these that belongs to each
+    row, int64 ``[n]``; repetition, frequency and presence penalty of each row, fp32 ``[n, 3]``. An occurrence in the
+    output counts 1, and `IN_PROMPT` is added for a token of the prompt. For each token that occurs, a positive score is
+    divided by the repetition penalty, and any other is multiplied by it. Then ``frequency * c + presence`` is
+    subtracted where a token occurs c > 0 times in the output."""
+
+    def amend(self, scores: torch.Tensor) -> torch.Tensor:
+        """New fp32 scores ``[rows, vocab]`` with masks and penalties; `scores` if there are none."""
+        if self.masks is None and self.penalties is None:
+            return scores
+        scores = scores.to(torch.float32, copy=True)
+        if self.masks is not None:
+            rows, bits = self.masks
+            shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+            allowed = ((bits.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, : scores.shape[1]]
+            scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+        if self.penalties is not None:
+            rows, counts, indices, factors = self.penalties
+            repetition, frequency, presence = (factors[:, i : i + 1] for i in range(3))
+            mine, seen = scores[rows], counts[indices]
+            times = seen & (IN_PROMPT - 1)
+            repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
+            mine = torch.where(seen > 0, repeated, mine)
+            scores[rows] = mine - frequency * times - presence * (times > 0)
+        return scores
+
+
+class RowScores(NamedTuple):
+    """Log probabilities of the tokens of rows, and of each row's likeliest tokens."""
+
+    token_ids: torch.Tensor  # int32 [rows, 1 + count]: the row's own token first
+    logprobs: torch.Tensor  # fp32 [rows, 1 + count]
+    ranks: torch.Tensor  # int32 [rows]: 1 + the number of tokens that are likelier than the row's own
 
 
 class SequenceOffsets(NamedTuple):
@@ -231,6 +286,43 @@ class Backend(Protocol):
         """The keyed Gumbel choice (see gumbel.py) in rows where ``sampled`` (bool ``[rows]``) is set, and the largest
         score in the others → int64 ``[rows]``. scores ``[rows, vocab]``, fp32 if any row is sampled; seeds and
         positions int64 ``[rows]``, where a position is the index of the new token in its sequence."""
+
+    def draw(self, scores: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """The token of each row of scores ``[rows, vocab]``, of any dtype → int64 ``[rows]``."""
+        scores = choice.amend(scores)
+        if choice.keys is None:
+            return self.largest(scores)
+        scores = scores.float()
+        if choice.temperature is not None:
+            scores = scores / choice.temperature.unsqueeze(1)
+        limits = choice.top_k, choice.top_p, choice.min_p
+        if any(limit is not None for limit in limits):
+            scores = self.mask(scores, *limits)
+        return self.choose(scores, *choice.keys)
+
+    def draw_and_score(
+        self,
+        scores: torch.Tensor,
+        choice: Choice,
+        logits: torch.Tensor,
+        groups: Sequence[tuple[torch.Tensor | None, int]],
+    ) -> tuple[torch.Tensor, list[RowScores]]:
+        """`draw`, and `score` of the tokens drawn by the model's logits ``[rows, vocab]``: for each group of
+        rows, int64 ``[n]`` (None: all rows), with its count. Groups have no row in common."""
+        tokens, found = self.draw(scores, choice), []
+        for rows, count in groups:
+            mine, own = (logits, tokens) if rows is None else (logits[rows], tokens[rows])
+            found.append(self.score(mine, own, count))
+        return tokens, found
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowScores:
+        """Log probabilities by logits ``[rows, vocab]`` of the row's token (int64 ``[rows]``), and of the `count`
+        likeliest tokens of the row, or of all if the vocabulary is smaller."""
+        logprobs = logits.float().log_softmax(1)
+        own = logprobs.gather(1, tokens.unsqueeze(1))
+        ranks = (logprobs > own).sum(1, dtype=torch.int32) + 1
+        largest, ids = logprobs.topk(min(count, logprobs.shape[1]))
+        return RowScores(torch.cat([tokens.unsqueeze(1), ids], 1).int(), torch.cat([own, largest], 1), ranks)
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring.kernels.contract import (
+    IN_PROMPT,
     ROW_MULTIPLE,
     AttentionSpec,
     Backend,
+    Choice,
     LayerCache,
     PagedBatch,
     SlopeBias,
@@ -590,6 +592,113 @@ def test_masks_and_choices_are_those_of_sampling_and_gumbel(backend: Backend) ->
     sampled = torch.tensor([True, False, True, False, False, True])
     chosen = backend.choose(masked, seeds, positions, sampled)
     assert torch.equal(chosen, torch.where(sampled, keyed_choice(masked, seeds, positions), masked.argmax(-1)))
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("asked", ["nothing", "temperature", "top_k", "top_p", "min_p", "all"])
+def test_a_draw_is_the_choice_of_what_the_limits_leave(backend: Backend, dtype: torch.dtype, asked: str) -> None:
+    numbers = torch.Generator().manual_seed(1)
+    rows, vocab = 40, 700
+    scores = (torch.randn(rows, vocab, generator=numbers) * 2).to(dtype)
+    sampled = torch.arange(rows) % 4 > 0
+    keys = torch.arange(rows) * 977, torch.arange(rows) + 3, sampled
+    values = {
+        "temperature": (torch.rand(rows, generator=numbers) + 0.3, 1.0),
+        "top_k": (torch.randint(1, 60, (rows,), generator=numbers), 0),
+        "top_p": (torch.rand(rows, generator=numbers), 1.0),
+        "min_p": (torch.rand(rows, generator=numbers) * 0.3, 0.0),
+    }
+    limits = {
+        name: torch.where(sampled, value, torch.tensor(off)) if asked in (name, "all") else None
+        for name, (value, off) in values.items()
+    }
+    plain = scores.float()
+    if (temperature := limits["temperature"]) is not None:
+        plain = plain / temperature.unsqueeze(1)
+    plain = mask_top_k_top_p_min_p(plain, limits["top_k"], limits["top_p"], limits["min_p"])
+    want = torch.where(sampled, keyed_choice(plain, *keys[:2]), scores.argmax(-1))
+    assert torch.equal(backend.draw(scores, Choice(keys, **limits)), want)
+    assert torch.equal(backend.draw(scores, Choice()), scores.argmax(-1))
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("vocab", [1, 16, 31, 33, 500])
+def test_masks_and_penalties_change_what_is_drawn(
+    backend: Backend, vocab: int, limited: bool, dtype: torch.dtype
+) -> None:
+    """Scores and penalties have few bits, so that many sums are equal, and each rounding error would show."""
+    numbers = torch.Generator().manual_seed(vocab)
+    rows, changed = 60, torch.randperm(60, generator=numbers)
+    scores = (torch.randint(-20, 20, (rows, vocab), generator=numbers) / 4).to(dtype)
+    masked, penalized = changed[:30], changed[15:50]
+    bits = torch.randint(-(2**31), 2**31, (30, -(-vocab // 32)), generator=numbers, dtype=torch.int32)
+    bits[:, 0] |= 1  # at least one token
+    counts = torch.randint(0, 4, (70, vocab), generator=numbers, dtype=torch.int32)
+    counts += torch.randint(0, 2, (70, vocab), generator=numbers, dtype=torch.int32) * IN_PROMPT
+    counts *= torch.rand(70, vocab, generator=numbers) < 0.5
+    indices = torch.randperm(70, generator=numbers)[:35]
+    factors = torch.randint(1, 9, (35, 3), generator=numbers) / 4 * torch.tensor([1, -1, 1])
+    choice = Choice(masks=(masked, bits), penalties=(penalized, counts, indices, factors))
+
+    want = scores.to(torch.float32, copy=True)
+    for row, mine in zip(masked.tolist(), bits.tolist(), strict=True):
+        for token in range(vocab):
+            if not mine[token // 32] >> token % 32 & 1:
+                want[row, token] = -torch.inf
+    for row, index, (repetition, frequency, presence) in zip(penalized, indices, factors, strict=True):
+        seen, s = counts[index], want[row]
+        times = seen % IN_PROMPT
+        s = torch.where(seen > 0, torch.where(s > 0, s / repetition, s * repetition), s)
+        want[row] = s - frequency * times - presence * (times > 0)
+    assert torch.equal(choice.amend(scores), want)
+    keys, limits = None, {}
+    if limited:
+        keys = torch.arange(rows) * 977, torch.arange(rows) + 3, torch.arange(rows) % 4 > 0
+        ones = torch.ones(rows)
+        limits = {"temperature": ones / 2, "top_k": ones.long() * 30, "top_p": ones * 0.87654}
+        want /= 0.5
+        masks = mask_top_k_top_p_min_p(want, limits["top_k"], limits["top_p"], None)
+        chosen = torch.where(keys[2], keyed_choice(masks, *keys[:2]), want.argmax(-1))
+    else:
+        chosen = want.argmax(-1)
+    assert torch.equal(backend.draw(scores, choice._replace(keys=keys, **limits)), chosen)
+
+
+@by_backend
+@by_dtype
+@pytest.mark.parametrize("count", [0, 1, 5, 600])
+def test_log_probabilities_are_those_of_a_softmax(backend: Backend, dtype: torch.dtype, count: int) -> None:
+    vocab = 501
+    logits = (torch.randperm(6 * vocab, generator=torch.Generator().manual_seed(2)).view(6, vocab) % vocab / 30).to(
+        dtype
+    )
+    logits[2, ::3] = -torch.inf
+    tokens = torch.tensor([0, 1, 2, 499, 500, 7])
+    wanted = logits.double().log_softmax(1)
+    ids, logprobs, ranks = backend.score(logits, tokens, count)
+    count = min(count, vocab)
+    assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert ids.shape == logprobs.shape == (6, 1 + count)
+    assert torch.equal(ids[:, 0].long(), tokens)
+    torch.testing.assert_close(logprobs, wanted.gather(1, ids.long()).float(), rtol=0, atol=4e-6)
+    torch.testing.assert_close(logprobs[:, 1:], wanted.topk(count).values.float(), rtol=0, atol=4e-6)
+    assert all(len(set(row[1:])) == count for row in ids.tolist())
+    own = logits.gather(1, tokens.unsqueeze(1))
+    assert torch.equal(ranks, (logits > own).sum(1, dtype=torch.int32) + 1)
+    some = [(torch.tensor([4, 1]), 3), (torch.tensor([0]), count), (torch.tensor([5]), 0)]
+    for groups in (some, [(None, count)], []):
+        drawn, scored = backend.draw_and_score(-logits.float(), Choice(), logits, groups)
+        assert torch.equal(drawn, backend.largest(-logits.float()))
+        for (rows, number), found in zip(groups, scored, strict=True):
+            part = slice(None) if rows is None else rows
+            want = backend.score(logits[part], drawn[part], number)
+            assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+    for row in range(6):  # a row alone has the same bits
+        alone = backend.score(logits[row : row + 1], tokens[row : row + 1], count)
+        assert all(torch.equal(x[0], y[row]) for x, y in zip(alone, (ids, logprobs, ranks), strict=True))
 
 
 @by_backend

@@ -98,6 +98,11 @@ def make_rules() -> LogitRules:
     return LogitRules(VOCAB, Device(torch.device("cpu")), Registry())
 
 
+def applied(rules: LogitRules, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
+    """What the draw chooses from, before temperature and limits."""
+    return rules.in_draw(step).amend(rules.apply(logits, step))
+
+
 def choosing(
     slots: np.ndarray, positions: np.ndarray, sequences: list[NewSequence], outputs: dict[int, list[int]]
 ) -> Choosing:
@@ -132,7 +137,8 @@ def test_random_rules_of_random_rows_are_transformers_own(seed: int, dtype: torc
         logits = (3 * torch.randn(len(rows), VOCAB, generator=numbers)).to(dtype)
         positions = np.array([running[s].prompt_len + len(outputs[s]) for s in rows], np.int64)
         given = logits.clone()
-        found = rules.apply(logits, choosing(slots, positions, [running[s] for s in rows], outputs))
+        found = applied(rules, logits, choosing(slots, positions, [running[s] for s in rows], outputs))
+        assert torch.equal(logits, given), "log probabilities are computed from them later"
         for row, slot in enumerate(rows):
             request = running[slot]
             prompt = request.tokens[: request.prompt_len].tolist()
@@ -169,7 +175,7 @@ def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) ->
     rules.admit(request)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
     given = logits.clone()
-    found = rules.apply(logits, choosing(np.array([1]), np.array([7]), [request], {1: output}))
+    found = applied(rules, logits, choosing(np.array([1]), np.array([7]), [request], {1: output}))
     torch.testing.assert_close(found[0], expected(sampling, prompt, output, given[0]), rtol=1e-6, atol=1e-6)
     assert not torch.equal(found, given)
 
@@ -178,7 +184,7 @@ def test_rows_without_rules_are_handed_back_as_they_are() -> None:
     rules = make_rules()
     rules.admit(seated(Sampling(5, stop_token_ids=[1]), [1], [], 2))
     logits = torch.randn(2, VOCAB).bfloat16()
-    assert rules.apply(logits, choosing(np.array([2, 3]), np.array([1, 1]), [], {})) is logits
+    assert applied(rules, logits, choosing(np.array([2, 3]), np.array([1, 1]), [], {})) is logits
 
 
 # ------------------------------------------------------------------ through the engine, greedy

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring.core.worker.kv_layout import plan_layout
-from mainspring.kernels.contract import AttentionSpec, LayerCache, PagedBatch
+from mainspring.kernels.contract import AttentionSpec, Choice, LayerCache, PagedBatch
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.gumbel import gumbel_noise, keyed_choice
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
-from mainspring.kernels.reference.sampling import mask_top_k_top_p_min_p
 from native_here import why_not
 from tiers import examples
 
@@ -334,9 +333,9 @@ def test_a_rows_choice_does_not_depend_on_the_others_or_the_threads(native: Nati
 
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.integers(0, 10**6), vocab=st.integers(1, 700), shape=st.sampled_from(["exact", "normal", "flat"]))
-def test_masks_keep_the_references_tokens(data: int, vocab: int, shape: str) -> None:
+def test_draws_within_limits_are_the_references(data: int, vocab: int, shape: str) -> None:
     generator = torch.Generator().manual_seed(data)
-    rows = 4
+    rows = 8
     if shape == "exact":  # many ties
         scores = torch.randint(-12, 12, (rows, vocab), generator=generator) / 2
     else:
@@ -347,20 +346,50 @@ def test_masks_keep_the_references_tokens(data: int, vocab: int, shape: str) -> 
     # Exact ties would be decided by rounding, so these are not sums of a few equal weights.
     top_p = torch.tensor([1.0, 0.123457, 0.51234, 0.951317])[torch.randint(0, 4, (rows,), generator=generator)]
     min_p = torch.tensor([0.0, 0.05, 0.31, 1.0])[torch.randint(0, 4, (rows,), generator=generator)]
-    got = NativeBackend().mask(scores, top_k, top_p, min_p)
-    want = mask_top_k_top_p_min_p(scores, top_k, top_p, min_p)
-    assert torch.equal(got, want), (top_k, top_p, min_p)
+    keys = torch.arange(rows) + data, torch.arange(rows), torch.ones(rows, dtype=torch.bool)
+    choice = Choice(keys, torch.full((rows,), 0.5), top_k, top_p, min_p)
+    assert torch.equal(NativeBackend().draw(scores, choice), REFERENCE.draw(scores, choice)), choice
 
 
-def test_a_large_vocabulary_is_masked_like_the_references(native: NativeBackend) -> None:
-    for spread in (0.3, 3.0):
-        scores = draw(4, 128256) * spread
-        top_k, top_p = torch.tensor([0, 40, 5000, 0]), torch.tensor([0.95, 0.9, 0.7, 0.999])
-        got = native.mask(scores, top_k, top_p, torch.tensor([0, 0, 0.001, 0]))
-        want = mask_top_k_top_p_min_p(scores, top_k, top_p, torch.tensor([0, 0, 0.001, 0]))
-        # A mass is a sum of 100,000 rounded numbers, so the token at the edge may be included or not.
-        assert (got.isfinite() != want.isfinite()).sum(1).max() <= 2
-        assert torch.equal(native.mask(scores[1:2], top_k[1:2], top_p[1:2], None), got[1:2])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.95])
+def test_draws_of_a_large_vocabulary_are_the_references(native: NativeBackend, top_p: float, spread: float) -> None:
+    """And they depend neither on the other rows nor on the number of threads."""
+    rows = 24
+    scores = (draw(rows, 128256) * spread).bfloat16()
+    keys = torch.arange(rows), torch.arange(rows) * 7, torch.ones(rows, dtype=torch.bool)
+    top_k = torch.tensor([0, 40, 5000, 0] * (rows // 4))
+    limits = torch.full((rows,), 0.9), top_k, torch.full((rows,), top_p), torch.tensor([0, 0, 0.001, 0] * (rows // 4))
+    choice = Choice(keys, *limits)
+    together = native.draw(scores, choice)
+    assert torch.equal(together, REFERENCE.draw(scores, choice))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for row in range(0, rows, 5):
+            one = slice(row, row + 1)
+            seed, position, sampled = (key[one] for key in keys)
+            alone = native.draw(scores[one], Choice((seed, position, sampled), *(limit[one] for limit in limits)))
+            assert alone == together[row]
+
+
+def test_rows_without_a_finite_largest_score_get_a_token(native: NativeBackend) -> None:
+    scores = torch.full((4, 100), -torch.inf)
+    scores[1] = torch.nan
+    scores[2, 7] = torch.inf
+    scores[3, 40:] = torch.nan
+    scores[3, 30] = 1.0
+    ones = torch.ones(4)
+    keys = torch.arange(4), torch.arange(4), ones.bool()
+    assert native.draw(scores, Choice(keys)).tolist() == [0, 0, 7, 30]
+    assert native.draw(scores, Choice(keys, ones, ones.long() * 3, ones / 2, ones / 9)).tolist() == [0, 0, 7, 30]
+    native.score(scores, torch.zeros(4, dtype=torch.int64), 5)
+
+
+def test_of_equally_likely_tokens_the_lowest_are_scored(native: NativeBackend) -> None:
+    logits = torch.randint(0, 3, (5, 1000), generator=torch.Generator().manual_seed(0)).float()
+    for count in (3, 400, 1000):
+        order = logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        assert torch.equal(native.score(logits, torch.zeros(5, dtype=torch.int64), count)[0][:, 1:].long(), order)
 
 
 # ------------------------------------------------------------------ the process

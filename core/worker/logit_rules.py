@@ -1,6 +1,7 @@
 """Rules that change a request's logits before a token is chosen, as its sampling parameters ask.
 
-Each rule is a class below, and `RULES` is the order in which they act.
+Each rule is a class below. `RULES` change the logits, in this order. Then grammars and penalties act, as a part of the
+draw.
 
 CONTRIBUTING.md says how to add one. A rule that reads the tokens before the next one makes `Sampling.looks_back` true,
 and a rule that counts the chosen tokens makes `Sampling.is_penalised` true.
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidRequestError, RequestFailedError
+from ...kernels.contract import IN_PROMPT, Choice
 from ..plan.step import NewSequence
 from .device import Device
 from .grammar import Matcher, Replay
@@ -23,7 +25,6 @@ from .processors import ProcessedSequence
 from .registry import Function, Registry
 
 State = TypeVar("State")
-_IN_PROMPT = 1 << 30  # is added to the count of a token that the prompt has; an output is far shorter
 
 
 class Choosing(NamedTuple):
@@ -172,34 +173,28 @@ class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
     def state(self, sequence: NewSequence) -> tuple[NewSequence, Matcher | Replay] | None:
         return (sequence, self.registry.matchers[sequence.grammar].result()) if sequence.grammar else None
 
-    def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
-        at = self.bring([row for row, _ in rows])
-        bits = np.stack([self._allowed(slot, step) for _, slot in rows])
-        logits[at] = logits[at].masked_fill(~self._unpacked(bits), -torch.inf)
+    def masks(self, rows: list[tuple[int, int]], step: Choosing) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Choice.masks`."""
+        bits = np.zeros((len(rows), -(-self.vocab_size // 32)), np.int32)
+        for (_, slot), allowed in zip(rows, bits, strict=True):
+            self._fill(allowed, slot, step)
+        return self.bring([row for row, _ in rows]), self.bring(bits, torch.int32)
 
-    def _allowed(self, slot: int, step: Choosing) -> np.ndarray:
-        """The mask of the tokens that the grammar allows, int32 ``[words]``. All bits are set after an error."""
-        bits = np.zeros(-(-self.vocab_size // 32), np.int32)
+    def _fill(self, bits: np.ndarray, slot: int, step: Choosing) -> None:
+        """Write the mask of the tokens that the grammar allows to `bits`, int32 ``[words]``. An error sets all bits."""
         sequence, matcher = self.of_slot[slot]
         tokens = step.tokens[slot]
         try:
             matcher.follow(tokens[sequence.prompt_len :], bits)
         except Exception as error:  # ends this request only
             step.errors[slot], bits[:] = error, -1
-            return bits
+            return
         if matcher.finished:
             # The output is complete. If no stop token may be chosen, the request ends without one.
             early = len(tokens) < _unstoppable_until(sequence)
             ends = [t for t in sequence.sampling.stop_token_ids if bits[t >> 5] >> (t & 31) & 1]
             if early or not ends:
                 step.complete.add(slot)
-        return bits
-
-    def _unpacked(self, bits: np.ndarray) -> torch.Tensor:
-        """int32 ``[rows, words]`` → bool ``[rows, vocab]``."""
-        shifts = torch.arange(32, dtype=torch.int32, device=self.device.torch)
-        words = self.bring(bits, torch.int32).unsqueeze(2)
-        return ((words >> shifts) & 1).bool().flatten(1)[:, : self.vocab_size]
 
 
 class Penalties(Rule[tuple[int, list[float]]]):
@@ -209,7 +204,7 @@ class Penalties(Rule[tuple[int, list[float]]]):
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
-        # For each penalised slot the occurrences of each token in the output, plus `_IN_PROMPT`: int32 [rows, vocab].
+        # For each penalised slot the occurrences of each token in the output, plus `IN_PROMPT`: int32 [rows, vocab].
         self._counts = torch.zeros((0, self.vocab_size), dtype=torch.int32, device=self.device.torch)
         self._free: list[int] = []  # rows of `_counts`
 
@@ -226,7 +221,7 @@ class Penalties(Rule[tuple[int, list[float]]]):
         first, last = sequence.num_virtual, sequence.prompt_len
         _, prompt, output = map(self.bring, np.split(sequence.tokens.astype(np.int64), [first, last]))
         if sequence.embeds is None or first:
-            counts[prompt] = _IN_PROMPT
+            counts[prompt] = IN_PROMPT
         counts.index_put_((output,), torch.ones_like(output, dtype=torch.int32), accumulate=True)
         return index, [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
 
@@ -236,14 +231,10 @@ class Penalties(Rule[tuple[int, list[float]]]):
         if self._free and not self.of_slot:  # free the memory
             self._counts, self._free = self._counts[:0].clone(), []
 
-    def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
+    def penalties(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`Choice.penalties`."""
         factors = self.bring([self.of_slot[slot][1] for _, slot in rows], torch.float32)
-        repetition, frequency, presence = (factors[:, i : i + 1] for i in range(3))
-        at, seen = self.bring([row for row, _ in rows]), self._counts[self._indices(rows)]
-        mine, counts = logits[at], seen & (_IN_PROMPT - 1)
-        repeated = torch.where(mine > 0, mine / repetition, mine * repetition)
-        mine = torch.where(seen > 0, repeated, mine)
-        logits[at] = mine - frequency * counts - presence * (counts > 0)
+        return self.bring([row for row, _ in rows]), self._counts, self._indices(rows), factors
 
     def chosen(self, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
         one = torch.ones(len(rows), dtype=torch.int32, device=tokens.device)
@@ -254,14 +245,17 @@ class Penalties(Rule[tuple[int, list[float]]]):
         return self.bring([self.of_slot[slot][0] for _, slot in rows])
 
 
-RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, UserClasses, Bias, MinTokens, BadWords, GrammarMask, Penalties)
+RULES: tuple[type[Rule[Any]], ...] = (UserFunctions, UserClasses, Bias, MinTokens, BadWords)
 
 
 class LogitRules:
     """The rules of all slots. A step in which no slot has a rule costs one look-up per rule."""
 
     def __init__(self, vocab_size: int, device: Device, registry: Registry) -> None:
-        self._rules = [rule(vocab_size, device, registry) for rule in RULES]
+        self._changing = [rule(vocab_size, device, registry) for rule in RULES]
+        self._masks = GrammarMask(vocab_size, device, registry)
+        self._penalties = Penalties(vocab_size, device, registry)
+        self._rules = [*self._changing, self._masks, self._penalties]
 
     def admit(self, sequence: NewSequence) -> None:
         for rule in self._rules:
@@ -273,13 +267,22 @@ class LogitRules:
             rule.release(slot)
 
     def apply(self, logits: torch.Tensor, step: Choosing) -> torch.Tensor:
-        """Apply the rules to logits ``[rows, vocab]``. Returns new fp32 logits, or `logits` if no row has a rule."""
-        slots = step.slots.tolist()
-        for rule in self._rules:
+        """Apply `RULES` to logits ``[rows, vocab]``. Returns new fp32 logits, or `logits` if no row has such a rule."""
+        slots, changed = step.slots.tolist(), None
+        for rule in self._changing:
             if rows := rule.rows_of(slots):
-                logits = logits.float()
-                rule.apply(logits, rows, step)
-        return logits
+                changed = logits.to(torch.float32, copy=True) if changed is None else changed
+                rule.apply(changed, rows, step)
+        return logits if changed is None else changed
+
+    def in_draw(self, step: Choosing) -> Choice:
+        """The rules that act as a part of the draw, after `apply`: masks and penalties."""
+        slots = step.slots.tolist()
+        masked, penalized = self._masks.rows_of(slots), self._penalties.rows_of(slots)
+        return Choice(
+            masks=self._masks.masks(masked, step) if masked else None,
+            penalties=self._penalties.penalties(penalized) if penalized else None,
+        )
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
         """Tell the rules which tokens were chosen for `slots`: int64 ``[rows]``, on the device."""

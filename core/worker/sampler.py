@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels.contract import Backend
+from ...kernels.contract import Backend, Choice, RowScores
 from ..plan.step import NewSequence, PromptPart, Scores, StepPlan
 from .device import Device, Staged, Tokens
 from .logit_rules import Choosing, LogitRules
@@ -27,7 +27,7 @@ _COLUMNS = {
     "sampled": torch.bool,
 }
 _OF_SEQUENCE = ("temperature", "top_p", "min_p", "top_k", "seed")
-_OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
+_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Launched(NamedTuple):
@@ -108,21 +108,17 @@ class Sampler:
                 known[plan.starts[row] :] = plan.token_ids[ends[row] - plan.counts[row] : ends[row]].tolist()
 
     def sample(self, launched: Launched) -> Sampled:
-        """Choose a token for each sampling row, and score the prompts. May change the logits."""
+        """Choose a token for each sampling row, and score the prompts."""
         slots, positions, turn = launched.slots, launched.positions, launched.turn
         logits = launched.logits[: len(slots)]
-        asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
-        if asked.size:
-            index = self._device.bring(torch.from_numpy(asked))
-            logprobs = logits[index].float().log_softmax(1)  # of the model's logits, before rules and masks
         choosing = Choosing(slots, positions, self._known, {}, set())
-        tokens = self._choose(self._rules.apply(logits, choosing), slots, positions, turn)
+        changed = self._rules.apply(logits, choosing)
+        choice = self._draws(self._rules.in_draw(choosing), slots, positions, turn)
+        groups = self._groups(slots)
+        tokens, found = self._backend.draw_and_score(changed, choice, logits, [(index, n) for _, index, n in groups])
         self._rules.chosen(tokens, slots)
         self.last_tokens[self._send("slot", slots, turn)] = tokens
-        scores = []
-        if asked.size:
-            scores = score(logprobs, tokens[index], self._num_logprobs[slots[asked]], self._device)
-            scores = [one._replace(rows=asked[one.rows]) for one in scores]
+        scores = [self._scoring(rows, one) for (rows, _, _), one in zip(groups, found, strict=True)]
         prompts = self._score_prompts(launched)
         tokens_out = self._device.download(tokens)
         return Sampled(tokens_out, scores, prompts, choosing.errors, choosing.complete, launched.experts)
@@ -131,66 +127,56 @@ class Sampler:
         found, first = [], len(launched.slots)
         for slot, start, count, _ in launched.scored:
             sequence = self._scored[slot]
-            logprobs = launched.logits[first : first + count].float().log_softmax(1)
+            logits = launched.logits[first : first + count]
             tokens = self._device.bring(torch.from_numpy(sequence.tokens[start : start + count].astype(np.int64)))
-            found += score(logprobs, tokens, np.full(count, sequence.sampling.prompt_logprobs), self._device)
+            scores = self._backend.score(logits, tokens, sequence.sampling.prompt_logprobs)
+            found.append(self._scoring(np.arange(count), scores))
             first += count
         return found
 
-    def _choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, turn: int) -> torch.Tensor:
+    def _groups(self, slots: np.ndarray) -> list[tuple[np.ndarray, torch.Tensor | None, int]]:
+        """The rows that ask for log probabilities, by the number of likeliest tokens: on the host, on the device (None:
+        all rows), and the number. So the choice among tokens of equal probability depends on the row alone, and not on
+        the other rows of the step."""
+        counts, found = self._num_logprobs[slots], []
+        for count in np.unique(counts[counts >= 0]).tolist():
+            rows = np.flatnonzero(counts == count)
+            index = self._device.bring(torch.from_numpy(rows)) if len(rows) < len(slots) else None
+            found.append((rows, index, count))
+        return found
+
+    def _scoring(self, rows: np.ndarray, scores: RowScores) -> Scoring:
+        """Start to copy scores to the host."""
+        return Scoring(rows, *map(self._device.download, scores))
+
+    def _draws(self, choice: Choice, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
+        """`choice` with keys, temperature and limits."""
         sampled = self._of_slot["temperature"][slots] > 0
         if not sampled.any():
-            return self._backend.largest(logits)
+            return choice
 
         def limit(name: str) -> torch.Tensor | None:
             values = np.where(sampled, self._of_slot[name][slots], _OFF[name])
             return self._send(name, values, turn) if (values != _OFF[name]).any() else None
 
-        scores = logits.float()
-        temperature = limit("temperature")
-        if temperature is not None:
-            scores = scores / temperature.unsqueeze(1)
-        limits = limit("top_k"), limit("top_p"), limit("min_p")
-        if any(values is not None for values in limits):
-            scores = self._backend.mask(scores, *limits)
-        seeds = self._send("seed", self._of_slot["seed"][slots], turn)
-        where = self._send("position", positions, turn)
-        return self._backend.choose(scores, seeds, where, self._send("sampled", sampled, turn))
+        seeds, where = self._send("seed", self._of_slot["seed"][slots], turn), self._send("position", positions, turn)
+        return choice._replace(
+            keys=(seeds, where, self._send("sampled", sampled, turn)),
+            temperature=limit("temperature"),
+            top_k=limit("top_k"),
+            top_p=limit("top_p"),
+            min_p=limit("min_p"),
+        )
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Run every kernel once."""
         one = np.ones(len(logits))
-        limits = [self._send(name, one * value, 0) for name, value in (("top_k", 2), ("top_p", 0.5), ("min_p", 0.1))]
         seeds, sampled = (self._send(name, one, 0) for name in ("seed", "sampled"))
-        self._backend.choose(self._backend.mask(logits.float(), *limits), seeds, seeds, sampled)
+        limits = (("temperature", 0.5), ("top_k", 2), ("top_p", 0.5), ("min_p", 0.1))
+        temperature, top_k, top_p, min_p = (self._send(name, one * value, 0) for name, value in limits)
+        self._backend.draw(logits, Choice((seeds, seeds, sampled), temperature, top_k, top_p, min_p))
 
     def _send(self, name: str, values: np.ndarray, turn: int) -> torch.Tensor:
         column = self._rows[name]
         column.host[turn][: len(values)] = values
         return column.send(turn, len(values))
-
-
-def score(logprobs: torch.Tensor, tokens: torch.Tensor, counts: np.ndarray, device: Device) -> list[Scoring]:
-    """Start to copy the log probabilities of `tokens` to the host, each with those of the likeliest tokens.
-
-    Rows are processed by their count. So the choice among tokens of equal probability depends on the row alone, and not
-    on the other rows of the step.
-
-    Args:
-        logprobs: fp32 ``[n, vocab]``.
-        tokens: int64 ``[n]``.
-        counts: how many of the likeliest tokens each row asks for, ``[n]``.
-    """
-    found = []
-    for count in np.unique(counts).tolist():
-        rows = np.flatnonzero(counts == count)
-        everyone = len(rows) == len(counts)
-        index = None if everyone else device.bring(torch.from_numpy(rows))
-        mine, own = (logprobs, tokens) if index is None else (logprobs[index], tokens[index])
-        own_logprob = mine.gather(1, own.unsqueeze(1))
-        ranks = (mine > own_logprob).sum(1, dtype=torch.int32) + 1
-        largest, ids = mine.topk(min(count, mine.shape[1]))
-        token_ids = torch.cat([own.unsqueeze(1), ids], 1).int()
-        arrays = (device.download(a) for a in (token_ids, torch.cat([own_logprob, largest], 1), ranks))
-        found.append(Scoring(rows, *arrays))
-    return found

@@ -98,16 +98,20 @@ EXPORT void mainspring_rotate_and_append(const int64_t* a) {
     rotate_and_append(call, int(a[31]));
 }
 
-EXPORT void mainspring_mask(const int64_t* a) {
-    mask(
-        at<const float>(a[0]), a[1], a[2], a[3], at<const int64_t>(a[4]), at<const float>(a[5]), at<const float>(a[6]),
-        at<float>(a[7]), int(a[8])
-    );
+EXPORT void mainspring_choose(const int64_t* a) {
+    Choice c;
+    c.scores = at<void>(a[0]), c.dtype = Dtype(a[1]), c.rows = a[2], c.vocab = a[3], c.stride = a[4];
+    c.sampled = at<const bool>(a[5]), c.seeds = at<const int64_t>(a[6]), c.places = at<const int64_t>(a[7]);
+    c.temperature = at<const float>(a[8]), c.top_k = at<const int64_t>(a[9]);
+    c.top_p = at<const float>(a[10]), c.min_p = at<const float>(a[11]);
+    c.num_masked = a[12], c.masked_rows = at<const int64_t>(a[13]), c.masks = at<const int32_t>(a[14]);
+    c.num_penalized = a[15], c.penalized_rows = at<const int64_t>(a[16]), c.counts = at<const int32_t>(a[17]);
+    c.at = at<const int64_t>(a[18]), c.penalties = at<const Penalties>(a[19]);
+    c.logits = at<void>(a[20]), c.logits_dtype = Dtype(a[21]), c.logits_stride = a[22];
+    c.num_scored = a[23], c.scored = at<const Scoring>(a[24]);
+    choose(c, at<int64_t>(a[25]), int(a[26]));
 }
 
-EXPORT void mainspring_choose(const int64_t* a) {
-    choose(
-        at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), at<const int64_t>(a[6]),
-        at<const bool>(a[7]), at<int64_t>(a[8]), int(a[9])
-    );
+EXPORT void mainspring_score(const int64_t* a) {
+    score(at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), at<const Scoring>(a[6]), int(a[7]));
 }

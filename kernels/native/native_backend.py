@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
@@ -56,8 +57,8 @@ class NativeBackend(Backend):
         self._rms_norm = function(library, "rms_norm", "9q2d2q")
         self._add_rms_norm = function(library, "add_rms_norm", "7q2dq")
         self._act_and_mul = function(library, "act_and_mul", "8q")
-        self._mask = function(library, "mask", "9q")
-        self._choose = function(library, "choose", "10q")
+        self._choose = function(library, "choose", "27q")
+        self._score = function(library, "score", "8q")
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self._slow_halves = "avx512_bf16" not in cpu_features()
@@ -175,33 +176,64 @@ class NativeBackend(Backend):
         top_p: torch.Tensor | None,
         min_p: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Top-k, top-p and min-p, in this order."""
-        limits = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
-        scores = readable(scores.float())
-        out = torch.empty(scores.shape, dtype=torch.float32)
-        self._mask(
-            scores.data_ptr(), *scores.shape, scores.stride(0), *(0 if x is None else x.data_ptr() for x in limits),
-            out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        return out
+        """The reference's: `draw` does not need a masked copy of the scores."""
+        return self._reference.mask(scores, top_k, top_p, min_p)
 
     def largest(self, scores: torch.Tensor) -> torch.Tensor:
-        """`choose` without noise."""
-        nothing = torch.zeros(len(scores), dtype=torch.int64)
-        return self.choose(scores, nothing, nothing, nothing.bool())
+        """`draw` of rows that ask for nothing."""
+        return self.draw(scores, Choice())
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
-        """The largest score, with noise in rows that are sampled."""
-        scores = readable(scores)
-        keys = [x.contiguous() for x in (seeds, positions, sampled)]
-        chosen = torch.empty(len(scores), dtype=torch.int64)
+        """`draw` without limits."""
+        return self.draw(scores, Choice((seeds, positions, sampled)))
+
+    def draw(self, scores: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """`draw_and_score` without log probabilities."""
+        return self.draw_and_score(scores, choice, scores, ())[0]
+
+    def draw_and_score(
+        self,
+        scores: torch.Tensor,
+        choice: Choice,
+        logits: torch.Tensor,
+        groups: Sequence[tuple[torch.Tensor | None, int]],
+    ) -> tuple[torch.Tensor, list[RowScores]]:
+        """One call. Scores are not copied, except one row at a time to memory of the thread that chooses its token."""
+        scores, logits, chosen = readable(scores), readable(logits), torch.empty(len(scores), dtype=torch.int64)
+        seeds, positions, sampled = choice.keys or (None, None, None)
+        columns = [
+            None if x is None else x.contiguous()
+            for x in (sampled, seeds, positions, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
+        ]
+        masks, penalties = ([x.contiguous() for x in what or ()] for what in (choice.masks, choice.penalties))
+        found, tables = [], [np.empty((0, 5), np.int64)]
+        for rows, count in groups:
+            at = np.arange(len(scores)) if rows is None else rows.numpy()
+            one, table = _scoring(at, min(count, logits.shape[1]))
+            found.append(one)
+            tables.append(table)
+        scored = np.concatenate(tables)
         self._choose(
             scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
-            *(x.data_ptr() for x in keys), chosen.data_ptr(), torch.get_num_threads(),
+            *(0 if x is None else x.data_ptr() for x in columns),
+            *((len(masks[0]), *(x.data_ptr() for x in masks)) if masks else (0,) * 3),
+            *((len(penalties[0]), *(x.data_ptr() for x in penalties)) if penalties else (0,) * 5),
+            logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), len(scored), scored.ctypes.data,
+            chosen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return chosen
+        return chosen, found
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowScores:
+        """Of equally likely tokens the lowest ids are taken."""
+        logits, tokens = readable(logits), tokens.contiguous()
+        found, table = _scoring(np.arange(len(logits)), min(count, logits.shape[1]))
+        self._score(
+            logits.data_ptr(), DTYPES[logits.dtype], *logits.shape, logits.stride(0), tokens.data_ptr(),
+            table.ctypes.data, torch.get_num_threads(),
+        )  # fmt: skip
+        return found
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
@@ -217,6 +249,18 @@ class NativeBackend(Backend):
             out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+
+def _scoring(rows: np.ndarray, count: int) -> tuple[RowScores, np.ndarray]:
+    """Memory for the scores of rows ``[n]``, and sample.h's Scoring of each, int64 ``[n, 5]``."""
+    places = np.arange(len(rows))
+    ids = torch.empty(len(rows), 1 + count, dtype=torch.int32)
+    found = RowScores(ids, torch.empty(ids.shape), torch.empty(len(rows), dtype=torch.int32))
+    table = np.empty((len(rows), 5), np.int64)
+    table[:, 0], table[:, 1] = rows, count
+    for column, x in enumerate(found, 2):
+        table[:, column] = x.data_ptr() + places * x.stride(0) * x.itemsize
+    return found, table
 
 
 def _heads(x: torch.Tensor) -> tuple[int, ...]:

@@ -121,22 +121,42 @@ void tokens(Dtype dtype, Dtype cache_dtype, int64_t dim, int64_t rotary_dim, int
     keys.must_be_finite("append");
 }
 
-void sampling(int64_t rows, int64_t vocab, int threads) {
-    const Array scores(Dtype::fp32, rows * vocab), out(Dtype::fp32, rows * vocab);
-    std::vector<int64_t> seeds(rows, -5), positions(rows, 7), chosen(rows, -1), top_k(rows, 3);
-    std::vector<float> top_p(rows, 0.5f), min_p(rows, 0.01f);
+void sampling(Dtype dtype, int64_t rows, int64_t vocab, int threads) {
+    const Array logits(dtype, rows * vocab);
+    const int64_t k = std::min<int64_t>(vocab, 5), words = (vocab + 31) / 32;
+    std::vector<int64_t> seeds(rows, -5), places(rows, 7), chosen(rows, -1), top_k(rows, 3), index;
+    std::vector<float> temperature(rows, 0.7f), top_p(rows, 0.5f), min_p(rows, 0.01f), penalties(rows * 3, 1.2f);
+    std::vector<float> logprobs(rows * (1 + k));
+    std::vector<int32_t> bits(rows * words, 0x55555555), counts(rows * vocab), ids(rows * (1 + k)), ranks(rows);
+    for (int64_t i = 0; i < rows; ++i) index.push_back(rows - 1 - i);
+    for (size_t i = 0; i < counts.size(); i += 7) counts[i] = int32_t(i % 3) + (i % 2 << 30);
     const std::unique_ptr<bool[]> sampled(new bool[rows]());
     for (int64_t i = 0; i < rows; i += 2) sampled[i] = true;
-    const int64_t masked[] = {
-        scores.address(), rows, vocab, vocab, address(top_k), address(top_p), address(min_p), out.address(), threads,
+    std::vector<Scoring> scored;
+    for (int64_t i = 0; i < rows; ++i)
+        scored.push_back({i, k, &ids[i * (1 + k)], &logprobs[i * (1 + k)], &ranks[i]});
+    const auto must_be_tokens = [&] {
+        for (int64_t token : chosen)
+            if (token < 0 || token >= vocab) std::printf("choose: %ld of %ld\n", (long)token, (long)vocab), std::exit(1);
     };
-    mainspring_mask(masked);
-    const int64_t choice[] = {
-        out.address(), 0, rows, vocab, vocab, address(seeds), address(positions), (int64_t)sampled.get(), address(chosen), threads,
+    for (const int64_t limited : {0, 1})
+        for (const int64_t amended : {int64_t(0), rows}) {
+            const int64_t choice[] = {
+                logits.address(), (int64_t)dtype, rows, vocab, vocab, (int64_t)sampled.get(), address(seeds),
+                address(places), address(temperature), limited * address(top_k), limited * address(top_p),
+                limited * address(min_p), amended, address(index), address(bits), amended, address(index),
+                address(counts), address(index), address(penalties), logits.address(), (int64_t)dtype, vocab, amended,
+                address(scored), address(chosen), threads,
+            };
+            mainspring_choose(choice);
+            must_be_tokens();
+        }
+    const int64_t given[] = {
+        logits.address(), (int64_t)dtype, rows, vocab, vocab, address(chosen), address(scored), threads,
     };
-    mainspring_choose(choice);
-    for (int64_t token : chosen)
-        if (token < 0 || token >= vocab) std::printf("choose: %ld of %ld\n", (long)token, (long)vocab), std::exit(1);
+    mainspring_score(given);
+    for (int32_t rank : ranks)
+        if (rank < 1 || rank > vocab) std::printf("score: rank %d of %ld\n", rank, (long)vocab), std::exit(1);
 }
 
 // ---------------------------------------------------------------- a whole model
@@ -275,7 +295,8 @@ int main() {
             for (Dtype cache : dtypes)
                 for (int64_t rotary : {2, 24, 34, 66}) tokens(dtype, cache, 67, rotary, rotary == 34, threads);
         }
-        for (int64_t vocab : {1, 15, 16, 17, 5001, 9000}) sampling(4, vocab, threads);
+        for (Dtype dtype : {Dtype::fp32, Dtype::bf16})
+            for (int64_t vocab : {1, 15, 16, 17, 5001, 9000}) sampling(dtype, 4, vocab, threads);
         for (Dtype dtype : {Dtype::fp32, Dtype::bf16, Dtype::fp16})
             for (WeightKind kind : {WeightKind::fp32, WeightKind::int8, WeightKind::int4})
                 for (Dtype cache : {dtype, Dtype::fp8})

@@ -1,10 +1,12 @@
-// From scores to tokens: the largest score, the keyed Gumbel choice (gumbel.py's hash, bit for bit), and top-k, top-p and
-// min-p without sorting the vocabulary (sampling.py's sets).
+// From logits to tokens: grammar masks and penalties, temperature, top-k, top-p and min-p (sampling.py's sets), the
+// keyed Gumbel choice (gumbel.py's hash, bit for bit), and log probabilities. No vocabulary is sorted. One thread
+// computes a row, so its result depends on no other row and not on the number of threads.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "dtypes.h"
@@ -50,7 +52,24 @@ inline F32 gumbel_noise(I32 hash) {
     return sub(zero(), log(minus_log_of_rest(u)));
 }
 
+// A cheap upper bound of the noise: -log(u), because -log(1 - u) >= u. The bits of a float, read as an integer, give its
+// logarithm with straight lines between powers of two, which lie below it. 0.01 is a margin for rounding.
+inline F32 noise_bound(I32 hash) {
+    const F32 f = add(unsigned_to_float(hash), set(0.5f));  // u * 2^32
+    constexpr float LOG_2 = 0.69314718056f;
+    return fma(to_float(bits_of(f)), set(-LOG_2 * 0x1p-23f), set(LOG_2 * (127 + 32) + 0.01f));
+}
+
 // ---------------------------------------------------------------- the largest
+
+// Runs work(row) for all rows. `cost` is that of all rows, in numbers that are only compared.
+template <class Work>
+inline void for_rows(int64_t rows, int64_t cost, int threads, Work&& work) {
+    constexpr int64_t WORTH_WAKING = 1 << 18;  // takes as long as it may take the team to wake up
+    run_team(cost < WORTH_WAKING ? 1 : int(std::min<int64_t>(threads, rows)), [&](Team& team, int) {
+        for (int64_t row = team.take(); row < rows; row = team.take()) work(row);
+    });
+}
 
 struct Best {
     float value = -INFINITE;
@@ -61,22 +80,19 @@ struct Best {
     }
 };
 
-// The largest of scores[begin, end), with noise where there is a key.
 template <class T>
-inline Best largest_of(const T* scores, int64_t begin, int64_t end, const RowKey* key) {
+inline int64_t largest_of(const T* scores, int64_t vocab) {
     F32 best[2] = {set(-INFINITE), set(-INFINITE)};
-    I32 where[2] = {iset(int(begin)), iset(int(begin))};
+    I32 where[2] = {iset(0), iset(0)};
     int which = 0;
-    for (int64_t i = begin; i < end; i += LANES, which ^= 1) {
+    for (int64_t i = 0; i < vocab; i += LANES, which ^= 1) {
         const I32 tokens = iadd(ramp(), iset(int(i)));
-        F32 s = end - i >= LANES ? load(scores + i) : load_n(scores + i, int(end - i));
-        if (key) s = add(gumbel_noise(keyed_hash(*key, tokens)), s);
-        if (end - i < LANES) s = where_less(tokens, iset(int(end)), s, set(-INFINITE));
+        F32 s = vocab - i >= LANES ? load(scores + i) : load_n(scores + i, int(vocab - i));
+        if (vocab - i < LANES) s = where_less(tokens, iset(int(vocab)), s, set(-INFINITE));
         where[which] = where_less_i(best[which], s, tokens, where[which]);
         best[which] = where_less(best[which], s, s, best[which]);
     }
     Best all;
-    all.token = begin;
     for (int w = 0; w < 2; ++w) {
         float values[LANES];
         int32_t tokens[LANES];
@@ -84,194 +100,339 @@ inline Best largest_of(const T* scores, int64_t begin, int64_t end, const RowKey
         istore(tokens, where[w]);
         for (int j = 0; j < LANES; ++j) all.meet(values[j], tokens[j]);
     }
-    return all;
+    return all.token;
 }
 
-// Comparisons that take as long as it may take the team to wake up.
-constexpr int64_t WORTH_WAKING = 1 << 18;
+// ---------------------------------------------------------------- a draw
 
-// The choice of each row: the largest score, plus noise where the row is sampled.
-inline void choose(
-    const void* scores, Dtype dtype, int64_t rows, int64_t vocab, int64_t stride, const int64_t* seeds,
-    const int64_t* positions, const bool* sampled, int64_t* chosen, int threads
-) {
-    // Few rows are cut in pieces. What a piece's best is, and which piece has the best, does not depend on the cut.
-    int64_t pieces = 1;
-    while (rows * pieces < 2 * threads && vocab / pieces > 4096) pieces *= 2;
-    std::vector<Best> bests(rows * pieces);
-    with_dtype(dtype, [&](auto t) {
-        using T = decltype(t);
-        int64_t cost = 0;  // in scores that are only compared: noise takes some sixteen times as long
-        for (int64_t row = 0; row < rows; ++row) cost += sampled && sampled[row] ? 16 * vocab : vocab;
-        const int wanted = cost < WORTH_WAKING ? 1 : int(std::min<int64_t>(threads, rows * pieces));
-        run_team(wanted, [&](Team& team, int) {
-            for (int64_t i = team.take(); i < rows * pieces; i = team.take()) {
-                const int64_t row = i / pieces, piece = i % pieces;
-                const RowKey key(seeds ? seeds[row] : 0, positions ? positions[row] : 0);
-                bests[i] = largest_of(
-                    (const T*)scores + row * stride, vocab * piece / pieces, vocab * (piece + 1) / pieces,
-                    sampled && sampled[row] ? &key : nullptr
-                );
-            }
-        });
-    });
-    for (int64_t row = 0; row < rows; ++row) {
-        Best best = bests[row * pieces];
-        for (int64_t piece = 1; piece < pieces; ++piece) {
-            const Best& other = bests[row * pieces + piece];
-            best.meet(other.value, other.token);
-        }
-        chosen[row] = best.token;
-    }
-}
+constexpr int32_t IN_PROMPT = 1 << 30;  // is added to the count of a token that the prompt has
 
-// ---------------------------------------------------------------- top-k, top-p, min-p
+struct Penalties {
+    float repetition, frequency, presence;
+};
 
-// Sorts a row's tokens into bins by how far below the largest score they lie: the bins are in order, so what is sought
-// (the k-th, or the token at which the mass is complete) lies in one bin, and only that bin is sorted.
-class RowMask {
+// A copy of a row's scores, which changes, as whole vectors: -inf follows the last.
+class Row {
   public:
-    RowMask(const float* scores, int64_t vocab) : scores_(scores), vocab_(vocab) {
-        F32 most = set(-INFINITE);
-        for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
-        peak_ = largest(most);
-        has_peak_ = std::isfinite(peak_);
-    }
-
-    void top_k(int64_t k) {
-        if (!has_peak_ || k <= 0 || k >= vocab_) return;
-        fill_bins(false);
-        int bin = 0;
-        int64_t before = 0;
-        while (before + counts_[bin] < k) before += counts_[bin++];
-        std::vector<float> in_bin = scores_in(bin);
-        auto kth = in_bin.begin() + (k - before - 1);
-        std::nth_element(in_bin.begin(), kth, in_bin.end(), std::greater<float>());
-        floor_ = *kth;
-    }
-
-    // A token stays while those ranked before it hold less than `p` of what top-k left.
-    void top_p(float p) {
-        if (!has_peak_ || !(p < 1)) return;
-        fill_bins(true);
-        const int last_bin = bin_of(floor_);  // of what top-k left
-        double total = 0;
-        for (int bin = 0; bin < last_bin; ++bin) total += masses_[bin];
-        for (float s : scores_in(last_bin))
-            if (s >= floor_) total += mass(s);
-        const double needed = double(p) * total;
-        double before = 0;
-        int bin = 0;
-        while (bin < last_bin && before + masses_[bin] < needed) before += masses_[bin++];
-        std::vector<float> in_bin = scores_in(bin);
-        std::sort(in_bin.begin(), in_bin.end(), std::greater<float>());
-        size_t kept = 0;
-        while (kept < in_bin.size() && in_bin[kept] >= floor_ && (kept == 0 || before < needed))
-            before += mass(in_bin[kept++]);
-        const float smallest = in_bin[kept - 1];
-        // Of scores equal to the smallest that stays, those of the lowest tokens stay.
-        keep_equal_ = 0;
-        for (size_t i = 0; i < kept; ++i) keep_equal_ += in_bin[i] == smallest;
-        edge_ = smallest;
-        floor_ = std::max(floor_, smallest);
-    }
-
-    void min_p(float p) {
-        if (has_peak_ && p > 0) floor_ = std::max(floor_, peak_ + std::log(p));
-    }
-
-    void write(float* out) const {
-        for (int64_t i = 0; i < vocab_; i += LANES) {
-            const F32 s = chunk(i);
-            const F32 kept = where_less(s, set(floor_), set(-INFINITE), s);
-            store_n(out + i, kept, int(std::min<int64_t>(LANES, vocab_ - i)));
+    template <class T>
+    Row(const T* scores, int64_t vocab) : vocab_(vocab), size_(padded(vocab)) {
+        scores_ = memory(2 * size_), masses_ = scores_ + size_;
+        for (int64_t i = 0; i < size_; i += LANES) {
+            F32 s = vocab - i >= LANES ? load(scores + i) : load_n(scores + i, int(vocab - i));
+            if (vocab - i < LANES) s = where_less(ramp(), iset(int(vocab - i)), s, set(-INFINITE));
+            store(scores_ + i, s);
         }
-        if (keep_equal_ < 0 || edge_ < floor_) return;
-        int64_t seen = 0;
-        for (int64_t i = 0; i < vocab_; i += LANES)
-            for (unsigned equal = equal_bits(chunk(i), set(edge_)); equal; equal &= equal - 1)
-                if (seen++ >= keep_equal_) out[i + __builtin_ctz(equal)] = -INFINITE;
+    }
+
+    // Puts -inf in the place of each token whose bit is 0: bit t % 32 of word t / 32.
+    void forbid(const int32_t* bits) {
+        int32_t powers[LANES];
+        for (int j = 0; j < LANES; ++j) powers[j] = 1 << j;
+        const I32 lanes = iload(powers);
+        for (int64_t i = 0; i < size_; i += LANES) {
+            const uint32_t word = uint32_t(bits[i / 32]) >> i % 32;
+            const I32 allowed = iand(iset(int(word)), lanes);
+            store(scores_ + i, where_less(iset(0), allowed, load(scores_ + i), set(-INFINITE)));
+        }
+    }
+
+    // For each token that occurs, a positive score is divided by `repetition`, and any other is multiplied by it. Then
+    // frequency * c + presence is subtracted where a token occurs c > 0 times in the output. `counts` has each token's
+    // occurrences in the output, plus IN_PROMPT.
+    void penalize(const int32_t* counts, const Penalties& p) {
+        for (int64_t i = 0; i < vocab_; i += LANES) {
+            const int n = int(std::min<int64_t>(LANES, vocab_ - i));
+            int32_t some = 0;  // most tokens do not occur
+            for (int j = 0; j < n; ++j) some |= counts[i + j];
+            if (!some) continue;
+            for (int j = 0; j < n; ++j) {
+                if (counts[i + j] <= 0) continue;
+                const int32_t times = counts[i + j] & (IN_PROMPT - 1);
+                const float s = scores_[i + j], repeated = s > 0 ? s / p.repetition : s * p.repetition;
+                scores_[i + j] = repeated - p.frequency * float(times) - p.presence * float(times > 0);
+            }
+        }
+    }
+
+    int64_t largest_score() const { return largest_of(scores_, vocab_); }
+
+    // Divides the scores by the temperature, and prepares a draw.
+    void divide(float temperature) {
+        const F32 divisor = set(temperature);
+        F32 most = set(-INFINITE);
+        for (int64_t i = 0; i < size_; i += LANES) {
+            const F32 s = max(div(load(scores_ + i), divisor), set(-INFINITE));  // NaN becomes -inf
+            store(scores_ + i, s);
+            most = max(s, most);
+        }
+        peak_ = largest(most);
+    }
+
+    // The token with the largest sum of score and noise, of those that stay. The tokens that stay are the first of a
+    // ranking (by score, of equal ones the lowest token first). So the winner among all tokens is the result if it stays.
+    // Otherwise it and all tokens behind it are dropped, and the winner among the others is the next candidate. Each
+    // round halves the remaining probability on average.
+    int64_t draw(const RowKey& key, int64_t top_k, float top_p, float min_p) {
+        if (!std::isfinite(peak_)) return winner(key, {-INFINITE, size_});
+        float floor = top_k > 0 && top_k < vocab_ ? kth(top_k) : -INFINITE;
+        double needed = INFINITE;
+        if (top_p < 1) needed = double(top_p) * weigh(floor);
+        if (min_p > 0) floor = std::max(floor, peak_ + std::log(min_p));
+        Place behind = {floor, size_};
+        for (;;) {
+            const int64_t token = winner(key, behind);
+            behind = {scores_[token], token};
+            if (!(top_p < 1)) return token;
+            const double before = mass_before(behind);
+            if (before == 0 || before < needed) return token;
+        }
     }
 
   private:
+    struct Place {
+        float score;
+        int64_t token;
+    };
     static constexpr int BINS = 4096;
     static constexpr float BINS_PER_NAT = 128;  // the last bin has what is 32 and more below the peak
 
-    F32 chunk(int64_t i) const {
-        if (vocab_ - i >= LANES) return load(scores_ + i);
-        const F32 s = load_n(scores_ + i, int(vocab_ - i));
-        return where_less(ramp(), iset(int(vocab_ - i)), s, set(-INFINITE));
+    // Kept by the thread, because the system zeroes each page of a new allocation.
+    static float* memory(size_t numbers) {
+        static thread_local std::vector<float> kept;
+        if (kept.size() < numbers) kept.resize(numbers);
+        return kept.data();
+    }
+    static int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+    static unsigned lanes_below(int64_t n) { return n >= LANES ? ~0u >> (32 - LANES) : n > 0 ? (1u << n) - 1 : 0; }
+
+    int64_t winner(const RowKey& key, Place behind) const {
+        Best best;
+        F32 most = set(-INFINITE);
+        const bool all = behind.score == -INFINITE;
+        for (int64_t i = 0; i < size_; i += LANES) {
+            const F32 s = load(scores_ + i);
+            unsigned lanes = lanes_below(LANES);
+            if (!all) {
+                lanes = less_bits(set(behind.score), s);
+                if (i < behind.token) lanes |= equal_bits(s, set(behind.score)) & lanes_below(behind.token - i);
+                if (!lanes) continue;
+            }
+            const I32 hash = keyed_hash(key, iadd(ramp(), iset(int(i))));
+            lanes &= less_bits(most, add(noise_bound(hash), s));
+            if (!lanes) continue;
+            float sums[LANES];
+            store(sums, add(gumbel_noise(hash), s));
+            for (; lanes; lanes &= lanes - 1)
+                if (const int j = __builtin_ctz(lanes); sums[j] > best.value) best = {sums[j], i + j};
+            most = set(best.value);
+        }
+        return best.token;
+    }
+
+    // Stores each token's mass, exp(score - peak), or 0 below `floor`, and returns their sum.
+    double weigh(float floor) {
+        const F32 peak = set(peak_), least = set(floor);
+        return sum_of([&](int64_t i) {
+            const F32 s = load(scores_ + i), mass = where_less(s, least, zero(), exp(sub(s, peak)));
+            store(masses_ + i, mass);
+            return mass;
+        });
+    }
+
+    // The mass of the tokens that are ranked before a token.
+    double mass_before(Place place) const {
+        const F32 limit = set(place.score);
+        const int64_t own = place.token / LANES * LANES;
+        double mass = sum_of([&](int64_t i) {
+            const F32 s = load(scores_ + i), m = load(masses_ + i);
+            return i < own ? where_less(s, limit, zero(), m) : where_less(limit, s, m, zero());
+        });
+        for (int64_t i = own; i < place.token; ++i)
+            if (scores_[i] == place.score) mass += masses_[i];
+        return mass;
+    }
+
+    // The sum of value(i) over all vectors, in fp32 for some and in fp64 for all.
+    template <class Value>
+    double sum_of(Value&& value) const {
+        double total = 0;
+        for (int64_t begin = 0; begin < size_; begin += 64 * LANES) {
+            const int64_t end = std::min<int64_t>(size_, begin + 64 * LANES);
+            F32 sums[4] = {zero(), zero(), zero(), zero()};
+            int64_t i = begin;
+            for (; i + 4 * LANES <= end; i += 4 * LANES)
+                for (int j = 0; j < 4; ++j) sums[j] = add(sums[j], value(i + j * LANES));
+            for (; i < end; i += LANES) sums[0] = add(sums[0], value(i));
+            total += sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+        }
+        return total;
+    }
+
+    // The k-th largest score. Tokens are counted in bins by how far below the largest score they lie: the bins are in
+    // order, so the k-th lies in one bin, and only that bin is looked through.
+    float kth(int64_t k) const {
+        int32_t counts[BINS] = {};
+        for (int64_t i = 0; i < size_; i += LANES) {
+            int32_t bins[LANES];
+            istore(bins, bins_of(load(scores_ + i)));
+            const int n = int(std::min<int64_t>(LANES, vocab_ - i));
+            for (int j = 0; j < n; ++j) ++counts[bins[j]];
+        }
+        int bin = 0;
+        int64_t before = 0;
+        while (before + counts[bin] < k) before += counts[bin++];
+        std::vector<float> in_bin;
+        in_bin.reserve(counts[bin]);
+        const F32 wanted = set(float(bin));
+        for (int64_t i = 0; i < size_; i += LANES)
+            for (unsigned bits = equal_bits(to_float(bins_of(load(scores_ + i))), wanted); bits; bits &= bits - 1)
+                if (const int64_t token = i + __builtin_ctz(bits); token < vocab_) in_bin.push_back(scores_[token]);
+        const auto found = in_bin.begin() + (k - before - 1);
+        std::nth_element(in_bin.begin(), found, in_bin.end(), std::greater<float>());
+        return *found;
     }
     I32 bins_of(F32 s) const {
         return to_int(min(mul(sub(set(peak_), s), set(BINS_PER_NAT)), set(BINS - 1)));
     }
-    int bin_of(float s) const {
-        int32_t lanes[LANES];
-        istore(lanes, bins_of(set(s)));
-        return lanes[0];
-    }
-    F32 masses_of(F32 s) const { return exp(sub(s, set(peak_))); }
-    double mass(float s) const {
-        float lanes[LANES];
-        store(lanes, masses_of(set(s)));
-        return lanes[0];
-    }
 
-    void fill_bins(bool with_mass) {
-        if (with_mass ? !masses_.empty() : !counts_.empty()) return;
-        if (with_mass) masses_.assign(BINS, 0);
-        counts_.assign(BINS, 0);
-        for (int64_t i = 0; i < vocab_; i += LANES) {
-            const F32 s = chunk(i);
-            int32_t bins[LANES];
-            float masses[LANES];
-            istore(bins, bins_of(s));
-            if (with_mass) store(masses, masses_of(s));
-            const int n = int(std::min<int64_t>(LANES, vocab_ - i));
-            for (int j = 0; j < n; ++j) ++counts_[bins[j]];
-            if (with_mass)
-                for (int j = 0; j < n; ++j) masses_[bins[j]] += masses[j];
-        }
-    }
-
-    std::vector<float> scores_in(int bin) const {
-        std::vector<float> found;
-        found.reserve(counts_[bin]);
-        const F32 wanted = set(float(bin));
-        for (int64_t i = 0; i < vocab_; i += LANES) {
-            const F32 s = chunk(i);
-            const unsigned here = equal_bits(to_float(bins_of(s)), wanted);
-            if (!here) continue;
-            float lanes[LANES];
-            store(lanes, s);
-            for (unsigned bits = here; bits; bits &= bits - 1)
-                if (const int j = __builtin_ctz(bits); i + j < vocab_) found.push_back(lanes[j]);
-        }
-        return found;
-    }
-
-    const float* scores_;
-    const int64_t vocab_;
-    float peak_, floor_ = -INFINITE, edge_ = -INFINITE;
-    bool has_peak_;
-    int64_t keep_equal_ = -1;  // how many scores equal to edge_ stay; -1: all
-    std::vector<int32_t> counts_;
-    std::vector<double> masses_;
+    const int64_t vocab_, size_;
+    float *scores_, *masses_, peak_ = 0;
 };
 
-// Limits are null where no row has one.
-inline void mask(
-    const float* scores, int64_t rows, int64_t vocab, int64_t stride, const int64_t* top_k, const float* top_p,
-    const float* min_p, float* out, int threads
-) {
-    run_team(rows * vocab < (1 << 14) ? 1 : int(std::min<int64_t>(threads, rows)), [&](Team& team, int) {
-        for (int64_t row = team.take(); row < rows; row = team.take()) {
-            RowMask of_row(scores + row * stride, vocab);
-            if (top_k) of_row.top_k(top_k[row]);
-            if (top_p) of_row.top_p(top_p[row]);
-            if (min_p) of_row.min_p(min_p[row]);
-            of_row.write(out + row * vocab);
+// ---------------------------------------------------------------- log probabilities
+
+// Where the log probabilities of a row's token and of the row's `count` likeliest tokens go: 1 + count ids and numbers,
+// the row's token first, and its rank, 1 + the number of likelier tokens. Of equally likely tokens the lowest are taken.
+struct Scoring {
+    int64_t row, count;
+    int32_t* ids;
+    float* logprobs;
+    int32_t* rank;
+};
+
+template <class T>
+inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scoring& to) {
+    using Scored = std::pair<float, int32_t>;
+    const auto likelier = [](const Scored& a, const Scored& b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    const auto chunk = [&](int64_t i) {
+        if (vocab - i >= LANES) return load(logits + i);
+        return where_less(ramp(), iset(int(vocab - i)), load_n(logits + i, int(vocab - i)), set(-INFINITE));
+    };
+    F32 most = set(-INFINITE);
+    for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
+    const F32 peak = set(largest(most));
+    double mass = 0;
+    for (int64_t begin = 0; begin < vocab; begin += 64 * LANES) {
+        F32 part = zero();
+        for (int64_t i = begin; i < std::min(vocab, begin + 64 * LANES); i += LANES)
+            part = add(part, exp(sub(chunk(i), peak)));
+        mass += sum(part);
+    }
+    const F32 total = set(float(std::log(mass)));
+    const auto logprob = [&](int64_t i) { return sub(sub(chunk(i), peak), total); };
+    float lanes[LANES];
+    store(lanes, logprob(token / LANES * LANES));
+    const float own = lanes[token % LANES];
+    std::vector<Scored> best;  // a heap, the least likely first
+    best.reserve(to.count);
+    int64_t rank = 1;
+    F32 least = set(-INFINITE);
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        const F32 mine = logprob(i);
+        const unsigned here = vocab - i >= LANES ? ~0u >> (32 - LANES) : (1u << (vocab - i)) - 1;
+        rank += __builtin_popcount(less_bits(set(own), mine) & here);
+        unsigned bits = int64_t(best.size()) < to.count ? here : less_bits(least, mine) & here;
+        if (!bits || !to.count) continue;
+        store(lanes, mine);
+        for (; bits; bits &= bits - 1) {
+            const Scored found = {lanes[__builtin_ctz(bits)], int32_t(i + __builtin_ctz(bits))};
+            if (int64_t(best.size()) == to.count) {
+                if (!likelier(found, best.front())) continue;
+                std::pop_heap(best.begin(), best.end(), likelier);
+                best.pop_back();
+            }
+            best.push_back(found);
+            std::push_heap(best.begin(), best.end(), likelier);
         }
+        least = set(best.front().first);
+    }
+    std::sort_heap(best.begin(), best.end(), likelier);
+    to.ids[0] = int32_t(token), to.logprobs[0] = own, *to.rank = int32_t(rank);
+    for (int64_t i = 0; i < to.count; ++i) to.ids[1 + i] = best[i].second, to.logprobs[1 + i] = best[i].first;
+}
+
+constexpr int64_t SCORE_COST = 8;  // of a token, in numbers that are only compared
+
+// Log probabilities of tokens that are given: [rows].
+inline void score(
+    const void* logits, Dtype dtype, int64_t rows, int64_t vocab, int64_t stride, const int64_t* tokens,
+    const Scoring* to, int threads
+) {
+    with_dtype(dtype, [&](auto t) {
+        for_rows(rows, SCORE_COST * rows * vocab, threads, [&](int64_t row) {
+            score_row((const decltype(t)*)logits + row * stride, vocab, tokens[row], to[row]);
+        });
+    });
+}
+
+// ---------------------------------------------------------------- the choice
+
+// How the tokens of rows are chosen. What is null or 0 is not asked for by any row.
+struct Choice {
+    const void* scores;  // [rows, vocab]
+    Dtype dtype;
+    int64_t rows, vocab, stride;
+    const bool* sampled;                 // [rows]; the largest score wins in the others
+    const int64_t *seeds, *places;       // [rows], of sampled rows; a place is the index of the new token in its sequence
+    const float* temperature;            // [rows], of sampled rows, like the limits below
+    const int64_t* top_k;                // 0: all
+    const float *top_p, *min_p;          // 1 and 0: all
+    int64_t num_masked, num_penalized;   // rows with a mask, and with penalties
+    const int64_t* masked_rows;          // [num_masked]
+    const int32_t* masks;                // [num_masked, ceil(vocab / 32)]; see Row::forbid
+    const int64_t *penalized_rows, *at;  // [num_penalized]; the second are rows of the counts
+    const int32_t* counts;               // [any, vocab]
+    const Penalties* penalties;          // [num_penalized]
+    const void* logits;                  // [rows, vocab]: the model's, for log probabilities
+    Dtype logits_dtype;
+    int64_t logits_stride, num_scored;
+    const Scoring* scored;  // [num_scored]
+};
+
+// The token of each row → chosen[rows], and log probabilities to `scored`. Masks act before penalties, and these before
+// the temperature.
+inline void choose(const Choice& c, int64_t* chosen, int threads) {
+    std::vector<int64_t> mask_of(c.rows, -1), penalties_of(c.rows, -1), scoring_of(c.rows, -1);
+    for (int64_t i = 0; i < c.num_masked; ++i) mask_of[c.masked_rows[i]] = i;
+    for (int64_t i = 0; i < c.num_penalized; ++i) penalties_of[c.penalized_rows[i]] = i;
+    for (int64_t i = 0; i < c.num_scored; ++i) scoring_of[c.scored[i].row] = i;
+    int64_t cost = SCORE_COST * c.num_scored * c.vocab;  // noise takes some eight times as long as a comparison
+    for (int64_t row = 0; row < c.rows; ++row) cost += c.sampled && c.sampled[row] ? 8 * c.vocab : c.vocab;
+    const auto choose_one = [&](int64_t row, const auto* scores) {
+        const int64_t mask = mask_of[row], i = penalties_of[row];
+        const bool sampled = c.sampled && c.sampled[row];
+        if (!sampled && mask < 0 && i < 0) return largest_of(scores, c.vocab);
+        Row copy(scores, c.vocab);
+        if (mask >= 0) copy.forbid(c.masks + mask * ((c.vocab + 31) / 32));
+        if (i >= 0) copy.penalize(c.counts + c.at[i] * c.vocab, c.penalties[i]);
+        if (!sampled) return copy.largest_score();
+        copy.divide(c.temperature ? c.temperature[row] : 1);
+        return copy.draw(
+            RowKey(c.seeds[row], c.places[row]), c.top_k ? c.top_k[row] : 0, c.top_p ? c.top_p[row] : 1,
+            c.min_p ? c.min_p[row] : 0
+        );
+    };
+    for_rows(c.rows, cost, threads, [&](int64_t row) {
+        with_dtype(c.dtype, [&](auto t) {
+            chosen[row] = choose_one(row, (const decltype(t)*)c.scores + row * c.stride);
+        });
+        if (scoring_of[row] < 0) return;
+        with_dtype(c.logits_dtype, [&](auto t) {
+            const auto* logits = (const decltype(t)*)c.logits + row * c.logits_stride;
+            score_row(logits, c.vocab, chosen[row], c.scored[scoring_of[row]]);
+        });
     });
 }
 
