@@ -1,7 +1,8 @@
 // Matrix products (kernels/native/linear.h): checks, which a slow test runs, and a table of speeds for developers:
 //   g++ -std=c++17 -O3 -march=native -pthread benchmarks/products.cpp -o products && ./products
 //   HUGEPAGES=1 ./products bench [threads] [kinds, of bf16 int8 int4 fp32 fp16]
-// With -mavx2 -mfma -mf16c in place of -march=native it uses the AVX2 path.
+// With -mavx2 -mfma -mf16c in place of -march=native it uses the AVX2 path, with -mno-avx512bf16 behind -march=native the
+// one for AVX-512 without bf16.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

@@ -129,8 +129,8 @@ struct Bf16Shift {
     template <int ROWS, int VECS>
     MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
 #if MAINSPRING_AVX512
-        // A word of x is loaded into a register once and used for both vectors, because a multiply-add that loads its own
-        // copy takes the place of a load of W: two loads a cycle, as many as multiply-adds.
+        // A word of x is loaded into a register once for both vectors. A core loads as many words a cycle as it multiplies
+        // vectors, so multiply-adds that load a copy of x each would leave no load for W.
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; ++odd) {
             F32 wv[VECS];
