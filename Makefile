@@ -132,14 +132,18 @@ demo-model: $(DEV) ## train the embedded model again
 docs: $(DEV) ## write the generated pages
 	$(BIN)/python benchmarks/reference_docs.py
 
-package: $(DEV) ## build sdist and wheel; install the wheel into an empty folder and run the demo there
+package: $(DEV) ## build sdist and wheel, with compiled kernels; install the wheel into an empty folder and run the demo there
 	rm -rf build dist mainspring.egg-info
-	$(BIN)/python -P -m build --outdir dist . > /dev/null
+	$(BIN)/python -P -m build --sdist --outdir dist . > /dev/null
 	rm -rf build mainspring.egg-info
-	place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; \
+	place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; set -e; \
+	tar xf dist/*.tar.gz -C "$$place"; source=$$(echo "$$place"/mainspring-*); \
+	$(BIN)/python -P -m mainspring.kernels.native.build "$$source/kernels/native/shipped"; \
+	platform=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())'); \
+	$(BIN)/python -P -m build --wheel --outdir dist "-C--build-option=--plat-name=$$platform" "$$source" > /dev/null; \
 	$(BIN)/python -P -m venv "$$place/venv"; \
 	"$$place/venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) dist/*.whl; \
-	cd "$$place"; venv/bin/mainspring demo
+	cd "$$place"; CXX=none MAINSPRING_CACHE="$$place/cache" venv/bin/mainspring demo --attention-backend native
 
 clean: ## remove what the targets above made, but for the virtual environment and .bench/
 	rm -rf build dist mainspring.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -446,3 +446,10 @@ def test_links_in_documents_lead_somewhere() -> None:
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert not broken
+
+
+@pytest.mark.parametrize("image", sorted((ROOT / "docker").glob("Dockerfile.*")), ids=lambda path: path.name)
+def test_an_image_is_built_from_every_room(image: Path) -> None:
+    copied = re.findall(r"^COPY (\w+) \1$", image.read_text(), re.MULTILINE)
+    rooms = {name.split(".")[1] for name in PACKAGES if "." in name}
+    assert sorted(copied) == sorted(rooms)

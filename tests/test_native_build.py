@@ -110,6 +110,33 @@ def test_a_library_is_built_once_and_again_when_a_source_changes(
 
 
 @needs_compiler
+def test_a_library_of_the_wheel_is_loaded_without_a_compiler_unless_the_sources_differ(
+    tiny_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tiny_sources / "answer.cpp").write_text(
+        '#include "answer.h"\n#include <omp.h>\n'
+        'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER + omp_in_parallel(); }\n'
+    )
+    monkeypatch.setattr(native_build, "SHIPPED", tiny_sources / "shipped")
+    made = native_build.ship(tiny_sources / "shipped")
+    assert {path.name.rpartition("-")[0] for path in made} == {"avx512_bf16", "avx512", "avx2"}
+
+    def no_compiler() -> native_build.Compiler:
+        raise BackendUnavailableError("no compiler")
+
+    monkeypatch.setattr(native_build, "find_compiler", no_compiler)
+    for level in (level for level in native_build.LEVELS if "avx2" in level.needs):
+        cpu_with(monkeypatch, *level.needs, "avx512_vnni", "avx_vnni")  # the last has no library of its own
+        path = native_build.build(native_build.choose_level())
+        assert path in made
+        assert path.name.startswith(f"{level.name}-")
+    assert native_build._load(path).answer() == 42
+    (tiny_sources / "answer.h").write_text("#define ANSWER 43\n")
+    with pytest.raises(BackendUnavailableError, match="no compiler"):
+        native_build.build(native_build.choose_level())
+
+
+@needs_compiler
 def test_a_source_that_does_not_compile_is_named(tiny_sources: Path) -> None:
     (tiny_sources / "answer.cpp").write_text("#error out of order\n")
     with pytest.raises(BackendUnavailableError, match=r"did not compile: .*answer\.cpp.*out of order"):

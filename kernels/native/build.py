@@ -1,11 +1,13 @@
-"""The native kernels, compiled by the machine's own compiler on first use and kept.
+"""The native kernels: a library that came with the wheel, or one that the machine's own compiler makes on first use.
 
-A library is named by a digest of everything that shapes it: the sources, the flags, the compiler's version, what the
-processor can do and the OpenMP runtime it is linked to. It is written beside its place and renamed; of two processes
-that want the same one, the second waits for the first.
+A library is named by a digest of everything that shapes it. For one of a wheel these are the sources and the flags;
+`ship` makes some for the common instruction sets. One that is made here also depends on the compiler's version and the
+OpenMP runtime. It is kept, written beside its place and renamed; of two processes that want the same one, the second
+waits for the first.
 
 torch brings an OpenMP runtime of its own. A second one in the process would mean two teams of threads that fight for
-the cores, so the objects are compiled for OpenMP and linked to the very file that torch has loaded.
+the cores, so the objects are compiled for OpenMP and linked to the very file that torch has loaded: a library of a
+wheel when it is loaded, because that file has another name in each version of torch.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import shlex
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ from .. import BackendUnavailableError
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).resolve().parent
+SHIPPED = SOURCES / "shipped"  # libraries of a wheel
 COMPILERS = ("c++", "g++", "clang++")  # after CXX
 FLAGS = (
     "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math "
@@ -70,6 +74,15 @@ LEVELS = (
     Level("neon", ("asimd",), ()),
 )
 """The best of each kind of processor first."""
+_COMMON = (
+    ("avx512_bf16", "avx512_vnni"),
+    ("avx512", "avx512_vnni"),
+    ("avx512", ""),
+    ("avx2", ""),
+    ("neon_bf16", ""),
+    ("neon", ""),
+)
+"""Levels that a wheel has libraries for, with an optional feature or without."""
 
 
 class Compiler(NamedTuple):
@@ -100,6 +113,8 @@ def function(library: ctypes.CDLL, name: str, layout: str, result: Any = None) -
 
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
+    if path.parent == SHIPPED:
+        ctypes.CDLL(find_runtime(), ctypes.RTLD_GLOBAL)  # where its calls of OpenMP lead
     return ctypes.CDLL(str(path))
 
 
@@ -181,17 +196,19 @@ def cache_folder() -> Path:
 
 
 def build(level: Level) -> Path:
-    """The library of `level`: the one that was kept, or a new one, which takes seconds and says so in the log.
+    """The library of `level`: the wheel's, the one that was kept, or a new one, which takes seconds and says so in the
+    log.
 
     Raises:
         BackendUnavailableError: it can't be built. The message ends with what the compiler said first.
     """
+    flags = _flags_of(level, cpu_features())
+    for path in (_shipped(level, flags), _shipped(level, _flags_of(level, frozenset()))):
+        if path.exists():
+            return path
     compiler, runtime = find_compiler(), find_runtime()
-    extras = _flags(
-        [name for start, name in _OPTIONAL.items() if level.name.startswith(start) and name in cpu_features()]
-    )
-    flags = (*FLAGS, *level.flags, *extras)
-    path = cache_folder() / f"{level.name}-{digest(compiler, flags, runtime)}.so"
+    whole = _digest(flags, *compiler.command, compiler.version, runtime, shutil.which(compiler.command[0]) or "")
+    path = cache_folder() / f"{level.name}-{whole}.so"
     if path.exists():
         return path
     start = time.perf_counter()
@@ -211,10 +228,39 @@ def build(level: Level) -> Path:
     return path
 
 
-def digest(compiler: Compiler, flags: Sequence[str], runtime: str) -> str:
-    """Names a library by what it is made from."""
+def ship(folder: Path) -> list[Path]:
+    """Compile libraries for this kind of processor into `folder`, which is to be `SHIPPED` in a wheel.
+
+    Raises:
+        BackendUnavailableError: the compiler can't make one.
+    """
+    compiler, made = find_compiler(), []
+    folder.mkdir(parents=True)
+    levels = {level.name: level for level in LEVELS if ("asimd" in level.needs) == (platform.machine() == "aarch64")}
+    for name, feature in _COMMON:
+        if name in levels:
+            flags = _flags_of(levels[name], {feature})
+            made.append(folder / _shipped(levels[name], flags).name)
+            with tempfile.TemporaryDirectory() as place:
+                library = Path(place) / made[-1].name
+                compile_library(compiler, (*flags, "-static-libstdc++", "-static-libgcc"), None, library)
+                shutil.copy(library, folder)
+    return made
+
+
+def _flags_of(level: Level, features: Set[str]) -> tuple[str, ...]:
+    optional = [name for start, name in _OPTIONAL.items() if level.name.startswith(start) and name in features]
+    return *FLAGS, *level.flags, *_flags(optional)
+
+
+def _shipped(level: Level, flags: Sequence[str]) -> Path:
+    return SHIPPED / f"{level.name}-{_digest(flags)}.so"
+
+
+def _digest(flags: Sequence[str], *more: str) -> str:
+    """Names a library by what it is made from: the sources, flags and `more`."""
     hashed = hashlib.blake2b(digest_size=12)
-    parts = [*compiler.command, compiler.version, *flags, runtime, shutil.which(compiler.command[0]) or ""]
+    parts = [*more, *flags]
     for file in sorted([*SOURCES.glob("*.h"), *_translation_units()]):
         parts += [file.name, file.read_text()]
     for part in parts:
@@ -222,8 +268,9 @@ def digest(compiler: Compiler, flags: Sequence[str], runtime: str) -> str:
     return hashed.hexdigest()
 
 
-def compile_library(compiler: Compiler, flags: Sequence[str], runtime: str, library: Path) -> None:
-    """Compile every source beside `library`, two at a time, and link them."""
+def compile_library(compiler: Compiler, flags: Sequence[str], runtime: str | None, library: Path) -> None:
+    """Compile every source beside `library`, two at a time, and link them. runtime: of OpenMP; None: it is found when
+    the library is loaded."""
 
     def object_of(source: Path) -> str:
         made = library.with_name(source.stem + ".o")
@@ -232,7 +279,8 @@ def compile_library(compiler: Compiler, flags: Sequence[str], runtime: str, libr
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(object_of, _translation_units()))
-    _run([*compiler.command, "-shared", "-o", str(library), *objects, runtime])
+    linked = [flag for flag in flags if flag.startswith("-static")] if runtime is None else [runtime]
+    _run([*compiler.command, "-shared", "-o", str(library), *objects, *linked])
 
 
 def _translation_units() -> list[Path]:
@@ -244,3 +292,7 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:])
         raise BackendUnavailableError(f"the native kernels did not compile: {said.strip() or shlex.join(command)}")
+
+
+if __name__ == "__main__":
+    ship(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED)
