@@ -22,7 +22,7 @@ from mainspring import (
 )
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.tokenizer import load_tokenizer
-from mainspring.ipc import logits_processors
+from mainspring.ipc import processor_names
 from mainspring.ipc.config import EngineConfig, ModelConfig, SchedulerConfig
 from mainspring.ipc.errors import (
     EngineDeadError,
@@ -58,7 +58,7 @@ class Idle(AdapterLogitsProcessor):
 
 @pytest.fixture(scope="module")
 def inside() -> Iterator[LLM]:
-    with mock.patch.object(logits_processors, "only_here", True), LLM(logits_processors=[Idle]) as made:
+    with mock.patch.object(processor_names, "only_here", True), LLM(logits_processors=[Idle]) as made:
         assert isinstance(made.llm_engine.engine_core, InprocClient)
         yield made
 

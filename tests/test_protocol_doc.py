@@ -25,9 +25,9 @@ from mainspring.ipc import (
     codec,
     connection_limits,
     intake,
-    logits_processors,
     messages,
     params,
+    processor_names,
     server,
     structured,
     transport,
@@ -187,7 +187,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     words, tokens = params.MAX_BAD_WORDS, params.MAX_BAD_WORD_TOKENS
     assert limits["`bad_words`"] == f"{words:,} sequences, {tokens:,} tokens together"
     assert limits["text of a `grammar`"] == f"{structured.MAX_SPEC_BYTES >> 10} KiB"
-    assert limits["`extra_args`"] == f"{logits_processors.MAX_EXTRA_ARGS_BYTES >> 10} KiB"
+    assert limits["`extra_args`"] == f"{processor_names.MAX_EXTRA_ARGS_BYTES >> 10} KiB"
     less = connection_limits.OWN_DESCRIPTORS + connection_limits.SPARE
     assert limits["connections of all clients"] == f"¾ of the core's limit of open files, less {less}"
     model = messages.ModelFacts(150_000, 64, 100_000, "float32")
