@@ -203,10 +203,14 @@ def build(level: Level) -> Path:
         BackendUnavailableError: it can't be built. The message ends with what the compiler said first.
     """
     flags = _flags_of(level, cpu_features())
-    for path in (_shipped(level, flags), _shipped(level, _flags_of(level, frozenset()))):
-        if path.exists():
-            return path
-    compiler, runtime = find_compiler(), find_runtime()
+    if (shipped := _shipped(level, flags)).exists():
+        return shipped
+    try:
+        compiler, runtime = find_compiler(), find_runtime()
+    except BackendUnavailableError:
+        if (plain := _shipped(level, _flags_of(level, frozenset()))).exists():  # slower products of bytes
+            return plain
+        raise
     whole = _digest(flags, *compiler.command, compiler.version, runtime, shutil.which(compiler.command[0]) or "")
     path = cache_folder() / f"{level.name}-{whole}.so"
     if path.exists():
@@ -235,7 +239,7 @@ def ship(folder: Path) -> list[Path]:
         BackendUnavailableError: the compiler can't make one.
     """
     compiler, made = find_compiler(), []
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     levels = {level.name: level for level in LEVELS if ("asimd" in level.needs) == (platform.machine() == "aarch64")}
     for name, feature in _COMMON:
         if name in levels:
