@@ -1,23 +1,23 @@
-"""Plans of several decode steps: they bring what as many plans of one step would, and end when something else is due."""
+"""Plans of several decode steps: they bring what as many plans of one step would, and end when something is due."""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from msgspec.structs import replace
 
 import tiny
-from harness import Engine, message, run_core
+from harness import Engine, run_core
 from mainspring import EngineArgs
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan import several_steps
-from mainspring.ipc.messages import AddRequest, Sampling
+from mainspring.core.plan.step import Step, StepResult
+from mainspring.ipc.inbox import Event, Inbox
+from mainspring.ipc.messages import AddRequest, Outputs, Sampling
 from native_here import why_not
 
 native = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -106,16 +106,37 @@ REQUESTS = [
 ]
 
 
-def tokens_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch, seconds: float) -> dict[Any, list[int]]:
+def tokens_of(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, seconds: float, stop: Sequence[int] = ()
+) -> dict[Any, list[int]]:
+    """The tokens of `REQUESTS`, in plans of at most so many seconds. stop: the first request's stop tokens."""
     monkeypatch.setattr(several_steps, "MOST_SECONDS", seconds)
     core.scheduler.reset_prefix_cache()
     core.connect(0)
     numbers = random.Random(2)
-    for handle, sampling in enumerate(REQUESTS):
+    for handle, sampling in enumerate([replace(REQUESTS[0], stop_token_ids=list(stop)), *REQUESTS[1:]]):
         prompt = [numbers.randrange(3, 60) for _ in range(3 + 11 * handle)]
         core.add_request(0, AddRequest(handle, "", prompt, sampling, patient=True))
     found = {key: tokens for key, (tokens, _) in run_core(core).items()}
     core.disconnect(0)
+    return found
+
+
+def core_of(folder: Path, **fields: Any) -> EngineCore:
+    args = EngineArgs(model=str(folder), device="cpu", num_gpu_blocks_override=100, skip_tokenizer_init=True, **fields)
+    return EngineCore(args.create_engine_config())
+
+
+def watch(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Returns a list that receives, for each plan, the steps that it allows and those that are made."""
+    found: list[tuple[int, int]] = []
+    update = core.scheduler.update
+
+    def noted(step: Step, result: StepResult) -> dict[int, Outputs]:
+        found.append((step.plan.num_steps, result.num_steps))
+        return update(step, result)
+
+    monkeypatch.setattr(core.scheduler, "update", noted)
     return found
 
 
@@ -132,16 +153,51 @@ def tokens_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch, seconds: float)
 def test_tokens_are_those_of_single_steps(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
 ) -> None:
-    core = EngineCore(
-        EngineArgs(
-            model=str(folders[name]), device="cpu", num_gpu_blocks_override=100, skip_tokenizer_init=True, **fields
-        ).create_engine_config()
-    )
+    core = core_of(folders[name], **fields)
     one = tokens_of(core, monkeypatch, 0.0)
     steps = core.stats().num_steps
-    plans: list[int] = []
-    launch = core.worker.launch
-    monkeypatch.setattr(core.worker, "launch", lambda plan: (plans.append(plan.num_steps), launch(plan))[1])
+    plans = watch(core, monkeypatch)
     assert tokens_of(core, monkeypatch, 1e9) == one
     assert core.stats().num_steps == 2 * steps
-    assert max(plans) > 5, "no plan had several steps"
+    assert max(made for _, made in plans) > 5, "no plan had several steps"
+    tokens = one[0, 0]
+    stop = next(i for i in range(10, 30) if tokens[i] not in tokens[:i])
+    plans.clear()
+    ended = tokens_of(core, monkeypatch, 1e9, [tokens[stop], tokens[stop] + 1])
+    assert ended == {**one, (0, 0): tokens[: stop + 1]}
+    assert any(made < most for most, made in plans), "no stop token ended a plan"
+
+
+@native
+def test_no_step_follows_while_a_message_waits(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(folders["llama"])
+    one = tokens_of(core, monkeypatch, 0.0)
+    plans = watch(core, monkeypatch)
+    inbox = Inbox()
+    core.worker.interrupt = inbox.waits
+    inbox.put(Event(0, None))
+    assert tokens_of(core, monkeypatch, 1e9) == one
+    assert max(most for most, _ in plans) > 5
+    assert all(made == 1 for _, made in plans)
+    inbox.take(False)
+    tokens_of(core, monkeypatch, 1e9)
+    assert max(made for _, made in plans) > 5
+
+
+@native
+def test_tokens_are_handed_out_one_by_one_unless_all_are_patient(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several_steps, "MOST_SECONDS", 1e9)
+    core, handed = core_of(folders["llama"]), list[dict[int, Outputs]]()
+    core.hand_out(handed.append)
+    core.connect(0)
+    for handle, patient in enumerate((True, False)):
+        core.add_request(
+            0, AddRequest(handle, "", [5, 6, 7], Sampling(30, seed=handle, temperature=1.0), patient=patient)
+        )
+    steps = [core.step() for _ in range(4)]
+    assert len(handed) > 20
+    told = [outputs[0].handles for outputs in (*handed, *steps) if outputs]
+    assert sum(map(len, told)) == 60
+    assert all(len(set(handles)) == len(handles) for handles in told), "two tokens of a request in one message"

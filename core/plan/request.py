@@ -36,8 +36,8 @@ class Request:
         (
             "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
             "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_routed num_scored num_virtual patient pending pooling priority processed prompt_len queued "
-            "room root sampling seq slot started stop_tokens tables timed tokens"
+            "num_preemptions num_routed num_scored num_virtual patient pending pooling priority processed prompt_len "
+            "queued room root sampling seq slot started stop_tokens tables timed tokens"
         ).split()
     )
 
@@ -132,7 +132,9 @@ class Request:
     def is_plain(self) -> bool:
         """Whether each token of the request is chosen from the logits alone, and nothing else is wanted of them."""
         asked = self.sampling
-        ruled = asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens or asked.logprobs >= 0
+        ruled = (
+            asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens or asked.logprobs >= 0
+        )
         return not (ruled or self.looks_back or asked.is_penalised or self.pooling)
 
     @property

@@ -15,7 +15,7 @@ from .state import SchedulerState
 from .step import Step, StepPlan, StepResult
 from .take_in import end_complete, publish, retire
 
-MOST_SECONDS = 0.05  # that a plan may take; what the core does beside steps waits as long
+MOST_SECONDS = 0.2  # that a plan may take by the step before; what the core does beside steps waits as long
 
 
 def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
@@ -30,9 +30,7 @@ def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
     computed, known = rows.num_computed[slots], rows.num_tokens[slots]
     if (computed + 1 < known).any() or state.step_seconds == 0:
         return 1
-    count = min(
-        state.most_steps, int((rows.max_len[slots] - known).min()), int(MOST_SECONDS / state.step_seconds)
-    )
+    count = min(state.most_steps, int((rows.max_len[slots] - known).min()), int(MOST_SECONDS / state.step_seconds))
     return _within_blocks(state, slots, count) if count > 1 else 1
 
 

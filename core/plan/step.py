@@ -53,9 +53,9 @@ NO_STOPS = np.zeros((0, 2), np.int32)
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Row ``r`` computes tokens ``starts[r] : starts[r] + counts[r]`` of the sequence at ``slots[r]``.
 
-    With `num_steps` above 1 every row computes one token and samples, and the worker makes up to so many steps, each over
-    the tokens that the step before sampled. No step follows one that brought a token of `stops`, nor does one begin
-    while `Worker.interrupt` is set.
+    With `num_steps` above 1 every row computes one token and samples, and the worker makes up to so many steps, each
+    over the tokens that the step before sampled. No step follows one that brought a token of `stops`, nor does one
+    begin while `Worker.interrupt` is set.
     """
 
     id: int

@@ -150,9 +150,7 @@ class ModelRunner:
         slots, starts = plan.slots.astype(np.int64), plan.starts.astype(np.int64)
         rows = np.arange(len(slots))
         self._turn = (self._turn + 1) % TURNS
-        count, batches, _ = self.inputs.fill(
-            Rows(slots, starts, np.ones_like(slots), plan.token_ids, rows), self._turn
-        )
+        count, batches, _ = self.inputs.fill(Rows(slots, starts, np.ones_like(slots), plan.token_ids, rows), self._turn)
         attention = self._plan(batches, count)
         columns = (int(starts.max()) + plan.num_steps - 1) // batches[0].block_size + 1
         kinds, kind_of_layer = [], [0] * len(attention)
@@ -164,9 +162,7 @@ class ModelRunner:
         ids = self._with_last_tokens(self.inputs.ids.device[:count], count)
         choice = self._sampler.begin_steps(slots, starts + 1, self._turn)
         positions = self.inputs.positions(count)[0].clone()
-        go_on = whole.repeat(
-            ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, plan.num_steps
-        )
+        go_on = whole.repeat(ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, plan.num_steps)
 
         def make(most: int) -> tuple[np.ndarray, bool]:
             tokens, stopped = go_on(most)

@@ -75,7 +75,7 @@ struct StepOf {
 
 struct RepeatOf;
 
-enum Phase { NORM, QKV, HEADS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, PHASES };
+enum Phase { NORM, QKV, HEADS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, PHASES };
 
 void attend_in_team(const AttentionCall& call, Team& team, int rank);
 
@@ -149,10 +149,11 @@ class Forward {
         finish();
     }
 
-  private:
     static int64_t now() {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
+
+  private:
     // The end of a phase: what was written may be read.
     void done(Phase phase) {
         team_.barrier();

@@ -26,7 +26,7 @@ from .weights import GATE, PanelWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
-PHASES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "down", "head")  # decoder.h
+PHASES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "down", "head", "choice")  # decoder.h
 
 # structs of decoder.h, in words of 64 bits
 _NORM = struct.Struct("=3q2d")
@@ -122,7 +122,9 @@ class NativeDecoder:
 
     def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
         weight, scales = steps.embedding
-        table, rows = (weight.data_ptr(), _NO_LINEAR) if isinstance(weight, torch.Tensor) else (0, (*_packed(weight), 0))
+        table, rows = (
+            (weight.data_ptr(), _NO_LINEAR) if isinstance(weight, torch.Tensor) else (0, (*_packed(weight), 0))
+        )
         first, second = (*scales, 1.0, 1.0)[:2]
         kinds = b"".join(_KIND.pack(plan.handle, blocks.data_ptr(), blocks.shape[1]) for plan, blocks in steps.kinds)
         of_layer = (ctypes.c_int64 * len(steps.kind_of_layer))(*steps.kind_of_layer)

@@ -68,11 +68,12 @@ class Repeated {
                 team.barrier();
                 Forward<T>(d_, step_, nullptr, team, rank).run();
                 team.barrier();
+                const int64_t began = rank ? 0 : Forward<T>::now();
                 if (of_.scale != 1) scale(Share(of_.rows, rank, team.size));
                 team.barrier();
                 choose_in_team(choice_, of_.chosen + done_ * of_.rows, team);
                 team.barrier();
-                if (rank == 0) end();
+                if (rank == 0) end(), d_.nanoseconds[CHOICE] += Forward<T>::now() - began;
                 team.barrier();
                 more = more_;
             }

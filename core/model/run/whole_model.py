@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ....kernels.contract import Backend, Choice
-from ....kernels.decoder_contract import DecodeSteps, Decoder, Embedding, Linear
+from ....kernels.decoder_contract import Decoder, DecodeSteps, Embedding, Linear
 from .attention import StepAttention
 from .stack import Attend, LayerInputs, StackedDecoder, cos_sin, position_ids, run_layers
 
