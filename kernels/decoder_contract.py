@@ -6,6 +6,7 @@ core/model/learn/stack_match.py recognises such layers, and core/model/run/stack
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -96,7 +97,8 @@ class PackedWeight(Protocol):
         """Take the values of another weight, ``[out, in]``."""
 
 
-class Embedding(NamedTuple):
+@dataclass(frozen=True)
+class Embedding:
     """Rows of a weight, multiplied by each of `scales` in turn, with a rounding after each."""
 
     weight: PackedWeight | torch.Tensor  # [vocab, hidden]

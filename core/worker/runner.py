@@ -153,7 +153,8 @@ class ModelRunner:
         count, batches, _ = self.inputs.fill(Rows(slots, starts, np.ones_like(slots), plan.token_ids, rows), self._turn)
         attention = self._plan(batches, count)
         columns = (int(starts.max()) + plan.num_steps - 1) // batches[0].block_size + 1
-        kinds, kind_of_layer = [], [0] * len(attention)
+        kinds: list[tuple[Any, torch.Tensor]] = []
+        kind_of_layer = [0] * len(attention)
         for (group, _), calls in self._plans.items():
             for call in calls:
                 kind_of_layer[call] = len(kinds)

@@ -35,8 +35,7 @@ _LAYER = struct.Struct("=10qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
 _STEP = struct.Struct("=10q")
-_KIND = struct.Struct("=3q")  # this and the next in repeat.h
-_REPEAT = struct.Struct("=16q3d30q")
+_REPEAT = struct.Struct("=16q3d30q")  # of repeat.h
 _NO_LINEAR = (0,) * 6
 _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
@@ -121,15 +120,14 @@ class NativeDecoder:
         return out
 
     def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
-        weight, scales = steps.embedding
+        weight = steps.embedding.weight
         table, rows = (
             (weight.data_ptr(), _NO_LINEAR) if isinstance(weight, torch.Tensor) else (0, (*_packed(weight), 0))
         )
-        first, second = (*scales, 1.0, 1.0)[:2]
-        kinds = b"".join(_KIND.pack(plan.handle, blocks.data_ptr(), blocks.shape[1]) for plan, blocks in steps.kinds)
-        of_layer = (ctypes.c_int64 * len(steps.kind_of_layer))(*steps.kind_of_layer)
-        angles = [w for t in steps.angles for w in (t.data_ptr(), t.shape[1])]
-        of_rotary = (ctypes.c_int64 * len(angles))(*angles)
+        first, second = (*steps.embedding.scales, 1.0, 1.0)[:2]
+        kinds = [w for plan, blocks in steps.kinds for w in (plan.handle, blocks.data_ptr(), blocks.shape[1])]
+        tables = [w for table in steps.angles for w in (table.data_ptr(), table.shape[1])]
+        arrays = [(ctypes.c_int64 * len(words))(*words) for words in (kinds, steps.kind_of_layer, tables)]
         choice = choice_words(steps.choice)
         count, stopped = len(steps.ids), ctypes.c_int64(0)
         chosen = torch.empty(most, count, dtype=torch.int64)
@@ -137,7 +135,7 @@ class NativeDecoder:
             self._handle,
             _REPEAT.pack(
                 count, torch.get_num_threads(), most, steps.ids.data_ptr(), steps.positions.data_ptr(),
-                len(steps.kinds), _address(kinds), ctypes.addressof(of_layer), ctypes.addressof(of_rotary),
+                len(steps.kinds), *map(ctypes.addressof, arrays),
                 table, *rows, first, second, steps.scale, *NO_TENSOR, *choice.words, *NO_TENSOR,
                 len(steps.stops), steps.stops.ctypes.data, steps.interrupt.ctypes.data, chosen.data_ptr(),
                 ctypes.addressof(stopped),
@@ -200,11 +198,6 @@ class NativeDecoder:
 def _packed(weight: PackedWeight) -> tuple[int, ...]:
     assert isinstance(weight, PanelWeight)
     return weight.words()
-
-
-def _address(words: bytes) -> int:
-    """Where `words` lie, as long as the object lives."""
-    return ctypes.cast(words, ctypes.c_void_p).value or 0
 
 
 def cache_view(side: torch.Tensor) -> tuple[int, ...]:
