@@ -19,8 +19,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from msgspec.structs import replace
+
 from compare import Machine, measure_machine
-from mainspring import EngineArgs, LLMEngine, SamplingParams
+from mainspring import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.step import StepPlan
 from mainspring.core.worker.generation_worker import GenerationWorker
@@ -40,6 +43,7 @@ PHASES = {  # the phases in kernels/native/decoder.h
     "gate_up": "product: gate and up, activation",
     "down": "product: down, added to the residual, norm",
     "head": "product: logits",
+    "choice": "choice of tokens, in calls of several steps",
 }
 
 
@@ -123,26 +127,45 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
 
     def serve(requests: list[Ask], tag: str) -> int:
         for number, ask in enumerate(requests):
-            params = SamplingParams(temperature=0, max_tokens=ask.output_tokens, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=ask.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             engine.add_request(f"{tag} {number}", {"prompt_token_ids": ask.prompt}, params)
-        steps = 0
+        before = core.stats().num_steps
         while engine.has_unfinished_requests():
             engine.step()
-            steps += 1
-        return steps
+        return core.stats().num_steps - before
 
     serve(asks(workload, core.model.vocab_size, seed=1)[:2], "first")  # warm-up: buffers grow, memory is touched
     decoder = worker.model.whole.decoder if worker.model.whole else None
     before = decoder.seconds() if decoder else {}
     clock, steps_run = Clock(), []
-    execute = runner.execute
+    execute, repeat = runner.execute, runner.repeat
 
     def remember(plan: StepPlan) -> Any:
         steps_run.append(plan)
         return execute(plan)
 
+    def remember_each(plan: StepPlan, interrupt: np.ndarray) -> Any:
+        begun = repeat(plan, interrupt)
+
+        def make(most: int) -> Any:
+            began = time.perf_counter()
+            made = begun(most)
+            clock.spent["forward"] += time.perf_counter() - began
+            steps_run.extend(replace(plan, starts=plan.starts + step) for step in range(len(made[0])))
+            return made
+
+        return make
+
     runner.execute = remember  # type: ignore[method-assign]
+    runner.repeat = remember_each  # type: ignore[method-assign]
     clock.watch(runner, "execute", "forward")
+    clock.watch(runner, "repeat", "forward")
     clock.watch(runner, "sample", "sampling")
     for method in ("schedule", "update"):
         clock.watch(core.scheduler, method, "scheduler")
@@ -175,6 +198,10 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
     for part, s in parts.items():
         bound = [f"{least[part]:.3f}", f"{least[part] / s:.0%}"] if part in least and decoder else ["", ""]
         rows.append([part, f"{s:.3f}", f"{1e3 * s / steps:.3f}", f"{s / total:.2%}", *bound])
+    if decoder:
+        tokens = sum(ask.output_tokens for ask in asks(workload, core.model.vocab_size))
+        between = total - sum(phases.values())
+        rows.append(["**between native calls, a token**", "", f"{1e3 * between / tokens:.3f}", "", "", ""])
     around = total - model
     rows.append(["**all but the model**", f"{around:.3f}", "", f"**{around / total:.2%}**", "", ""])
     rows.append(

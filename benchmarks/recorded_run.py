@@ -41,7 +41,7 @@ class Recorder(Worker):
 
     def __init__(self, worker: Worker, config: EngineConfig, file: BinaryIO) -> None:
         self._worker, self._file = worker, file
-        self.facts, self.decisions = worker.facts, worker.decisions
+        self.facts, self.decisions, self.interrupt = worker.facts, worker.decisions, worker.interrupt
         self._write(CONFIG, msgspec.json.encode(config))
 
     def _write(self, kind: int, data: bytes) -> None:
@@ -76,11 +76,10 @@ class _Recorded:
     def lacks_memory(self) -> bool:
         return self._pending.lacks_memory
 
-    def wait(self) -> list[StepResult]:
-        results = self._pending.wait()
-        for result in results:
-            self._write(RESULT, encode(result))
-        return results
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        self._write(RESULT, encode(result))
+        return result
 
 
 def read(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -155,7 +154,7 @@ def replay(path: Path) -> int:
     """
     worker: Worker | None = None
     launched: list[PendingStep] = []
-    same, expected = 0, list[StepResult]()
+    same = 0
     with path.open("rb") as file:
         for kind, data in read(file):
             if kind == CONFIG:
@@ -170,9 +169,10 @@ def replay(path: Path) -> int:
             elif kind == PLAN:
                 launched.append(worker.launch(decode(data, StepPlan)))
             else:
-                expected = expected or launched.pop(0).wait()
-                found = encode(expected.pop(0))
-                assert found == data, f"result {same} is another one"
+                result = launched[0].wait()
+                if not result.more:
+                    del launched[0]
+                assert encode(result) == data, f"result {same} is another one"
                 same += 1
     return same
 

@@ -32,6 +32,7 @@ from ..ipc.messages import (
     Bye,
     CoreStatus,
     Hello,
+    Outputs,
     Ready,
     StartReport,
     UtilityCall,
@@ -142,6 +143,8 @@ class ServeLoop:
         self._counts: list[tuple[float, int]] = []  # (time, tokens generated so far), within RATE_SECONDS
         self._drain_until: float | None = None
         self._batcher = OutputBatcher()
+        core.worker.interrupt = server.messages_wait
+        core.hand_out(self._send)
         journal.set_phase(Phase.SERVING)
         self._publish(self._started)
 
@@ -163,13 +166,16 @@ class ServeLoop:
                 elif isinstance(event.message, Bye):
                     batcher.forget(event.frontend)
             brought = core.step() if core.has_work else {}
-            for frontend, outputs in batcher.due(brought, time.monotonic(), core.has_work):
-                server.send(frontend, outputs)
+            self._send(brought, core.has_work)
             now, at_rest = time.monotonic(), bool(events) and not core.has_work
             if at_rest or now - self._published > PUBLISH_SECONDS:
                 self._publish(now)
             if self._drain_until is not None and (core.drained or now > self._drain_until):
                 return
+
+    def _send(self, brought: dict[int, Outputs], more: bool = True) -> None:
+        for frontend, outputs in self._batcher.due(brought, time.monotonic(), more):
+            self._server.send(frontend, outputs)
 
     def drain(self, seconds: float, end_now: Callable[[], NoReturn]) -> None:
         """Let `run` finish the accepted requests within `seconds`, and then return. A second call ends the process at

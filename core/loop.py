@@ -136,7 +136,9 @@ class EngineCore:
         self._draining = False
         overlap = scheduler.async_scheduling
         self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
+        self.scheduler.state.most_steps = facts.most_steps if self._depth == 1 else 1
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
+        self._hand_out: Callable[[dict[int, Outputs]], None] = lambda outputs: None
         self._num_preparing = 0  # grammars being compiled and adapters being read
         self._prepared: SimpleQueue[Callable[[], None]] = SimpleQueue()  # callbacks of those that are ready
         self._next_grammar = 1
@@ -459,6 +461,11 @@ class EngineCore:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work or self.lifecycle.is_due or bool(self._in_flight or self._num_preparing)
 
+    def hand_out(self, give: Callable[[dict[int, Outputs]], None]) -> None:
+        """From now on `step` gives the outputs of steps to `give` while it goes on with further ones of the same plan.
+        Without this a plan of several steps is made only of requests that are patient."""
+        self._hand_out, self.scheduler.state.hands_out = give, True
+
     def step(self) -> dict[int, Outputs]:
         """Launch steps until enough are in flight, take in the oldest, and return the output messages by frontend.
         Calls of `pause` and `sleep` are answered in a step without outputs, so that no output follows the answer."""
@@ -470,22 +477,29 @@ class EngineCore:
     def _step(self) -> dict[int, Outputs]:
         if self._num_preparing:
             self._take_prepared()
-        span = self.worker.span
+        span, began = self.worker.span, time.monotonic()
         while len(self._in_flight) < self._depth and not (self._in_flight and self._in_flight[-1][1].lacks_memory):
             with span("schedule"):
                 step = self.scheduler.schedule()
             if step is None:
                 break
             if self._journal:
-                self._journal.launched(step.plan.id, step.keys, step.output_index, step.solo)
+                # Whichever of several steps kills the core: on trial a request has to get past the last.
+                positions = step.output_index + step.plan.num_steps - 1
+                self._journal.launched(step.plan.id, step.keys, positions, step.solo)
             self._in_flight.append((step, self.worker.launch(step.plan)))
         if not self._in_flight:
             return self.scheduler.take_notices()
         step, pending = self._in_flight.popleft()
-        with span("wait"):
-            [result] = pending.wait()  # the scheduler plans one step at a time
-        with span("update"):
-            outputs = self.scheduler.update(step, result)
+        while True:
+            with span("wait"):
+                result = pending.wait()
+            with span("update"):
+                outputs = self.scheduler.update(step, result)
+            if not result.more:
+                break
+            self._hand_out(outputs)
+        self.scheduler.state.step_seconds = (time.monotonic() - began) / (result.first + result.num_steps)
         if lack := result.lack:
             logger.warning("out of memory in a step of %d tokens, retried in parts: %s", step.plan.num_tokens, lack)
             self.worker.control(ReleaseMemory())

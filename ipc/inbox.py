@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .codec import Frame
 
 MAX_MESSAGES = 1024
@@ -42,6 +44,7 @@ class Inbox:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Event] = SimpleQueue()
         self._put_bytes = self._taken_bytes = 0  # counters, each written by one thread only
+        self.waits = np.zeros(1, np.int32)  # not 0: there are events
 
     @property
     def has_room(self) -> bool:
@@ -50,14 +53,18 @@ class Inbox:
     def put(self, event: Event) -> None:
         self._put_bytes += event.size
         self._queue.put(event)
+        self.waits[0] = 1
 
     def take(self, wait: bool) -> list[Event]:
         """All events that are there. With `wait`, wait up to a second for the first."""
         events: list[Event] = []
+        self.waits[0] = 0  # before the queue is emptied, so that no later event is overlooked
         with contextlib.suppress(Empty):
             if wait:
                 events.append(self._queue.get(timeout=1.0))  # bounded, so that Python can run signal handlers
             while len(events) < MAX_MESSAGES:
                 events.append(self._queue.get_nowait())
+        if len(events) == MAX_MESSAGES:
+            self.waits[0] = 1
         self._taken_bytes += sum(event.size for event in events)
         return events

@@ -184,6 +184,11 @@ class CoreServer:
         self._outbox.put((frontend, None, ()))
         self._waker.wake()
 
+    @property
+    def messages_wait(self) -> np.ndarray:
+        """int32 [1]: not 0 while the inbox has messages, for one who looks at it without the interpreter's lock."""
+        return self._inbox.waits
+
     def receive(self, wait: bool) -> list[Event]:
         """The messages in the inbox. With `wait`, wait up to a second for the first."""
         self._turns.begin(wait)

@@ -6,12 +6,15 @@ core/model/learn/stack_match.py recognises such layers, and core/model/run/stack
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from .contract import LayerCache
+from .contract import Choice, LayerCache
 
 NormT = TypeVar("NormT")
 LinearT = TypeVar("LinearT")
@@ -94,12 +97,43 @@ class PackedWeight(Protocol):
         """Take the values of another weight, ``[out, in]``."""
 
 
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of a weight, multiplied by each of `scales` in turn, with a rounding after each."""
+
+    weight: PackedWeight | torch.Tensor  # [vocab, hidden]
+    scales: Sequence[float] = ()
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 ``[n]`` → ``[n, hidden]``."""
+        rows = F.embedding(ids, self.weight) if isinstance(self.weight, torch.Tensor) else self.weight.rows(ids)
+        for scale in self.scales:
+            rows = rows * scale
+        return rows
+
+
+class DecodeSteps(NamedTuple):
+    """Steps one after another in which each row computes one token, the one that the step before chose for it."""
+
+    ids: torch.Tensor  # int64 [rows]: the tokens that the next step computes; overwritten by each step
+    positions: torch.Tensor  # int64 [rows]: their positions; likewise
+    kinds: Sequence[tuple[Any, torch.Tensor]]
+    """A plan of the first step, and the blocks of each row's sequence, int32 ``[rows, columns]``."""
+    kind_of_layer: Sequence[int]
+    angles: Sequence[torch.Tensor]  # as in `Decoder.run`, up to the last step's positions
+    embedding: Embedding
+    scale: float  # of the logits
+    choice: Choice  # of the first step; its positions advance with each step
+    stops: np.ndarray  # int32 [n, 2]: a row, and a token that ends the row's request
+    interrupt: np.ndarray  # int32 [1]; another thread may set it
+
+
 class Decoder(Protocol):
     """All layers, the final norm and the output layer."""
 
     @property
     def runs_steps(self) -> bool:
-        """Whether `run` may be called. If not, each step is computed layer by layer with `linear`."""
+        """Whether `run` and `repeat` may be called. If not, each step is computed layer by layer with `linear`."""
 
     @property
     def weights(self) -> Mapping[int, PackedWeight]:
@@ -129,4 +163,13 @@ class Decoder(Protocol):
 
         A kind is a plan, and the block and the row of that block for each row's keys and values, both int32 ``[rows]``.
         angles has a table fp32 ``[positions, rotary_dim]`` for each rotary embedding: cosines, then sines.
+        """
+
+    def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
+        """Make at most `most` steps, at least one. No step follows one that chose a token of `DecodeSteps.stops`, nor
+        is another one begun while `DecodeSteps.interrupt` is not 0. A token has the bits of `run`'s logits and of
+        `Backend.draw`'s choice.
+
+        Returns:
+            the tokens chosen, int64 ``[steps, rows]``, and whether one of them is among the stops.
         """

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from invariants import check_host, check_pool
 from mainspring.core.features.speculation import Speculation
 from mainspring.core.loop import EngineCore
 from mainspring.core.memory.block_pool import NULL_BLOCK
 from mainspring.core.memory.cache_manager import CacheManager
-from mainspring.core.memory.updates import LayerGroup
+from mainspring.core.memory.updates import NO_COPIES, NO_TABLES, LayerGroup
 from mainspring.core.plan.control import WorkerFacts
 from mainspring.core.plan.need import cuts_are_ruled
 from mainspring.core.plan.request import Request
@@ -253,6 +254,7 @@ class Engine:
         host_blocks: number of blocks in host memory.
         guesses: maximum draft tokens of a request in a step; 0: no speculation.
         guessed_right: probability that a draft token is right.
+        most_steps: of one plan, which sometimes ends early; with one step in flight.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -271,6 +273,7 @@ class Engine:
         host_blocks: int = 0,
         guesses: int = 0,
         guessed_right: float = 0.7,
+        most_steps: int = 1,
         **limits: Any,
     ) -> None:
         limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
@@ -296,6 +299,9 @@ class Engine:
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
         )
+        state = self.scheduler.state
+        state.most_steps, state.hands_out, state.step_seconds = most_steps if depth == 1 else 1, True, 1e-3
+        self.num_several = 0  # plans of several steps
         seats = limits["max_num_seqs"]
         self._guessed_right, self._luck = guessed_right, random.Random(1)
         self.model = StandInModel(windows, block_size, num_blocks + 1, seats, max_model_len, host_blocks)
@@ -339,7 +345,9 @@ class Engine:
     ) -> Key:
         handle = len(self.messages)
         sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=list(stop))
-        message = AddRequest(handle, str(handle), list(prompt), sampling, priority, list(output), salt)
+        message = AddRequest(
+            handle, str(handle), list(prompt), sampling, priority, list(output), salt, patient=handle % 3 > 0
+        )
         self.now += 1.0
         key = self.keys[frontend, handle] = next(self._suspect_keys) if suspect else 1_000_000 + handle
         self.scheduler.add(Request(message, frontend, self.now, self.max_model_len, key=key))
@@ -431,8 +439,27 @@ class Engine:
         """Take in the oldest step in flight."""
         step, sampled = self.in_flight.popleft()
         self.model.retire(step.plan)
+        if step.plan.num_steps > 1:
+            return self._retire_several(step, sampled)
         self._tell(self.scheduler.update(step, result_of(step.plan, sampled)))
         self.check()
+
+    def _retire_several(self, step: Step, sampled: np.ndarray) -> None:
+        plan, stops, wanted = step.plan, set(map(tuple, step.plan.stops.tolist())), self._luck.choice([1, 2, 99, 99])
+        self.num_several += 1
+        made = [sampled]
+        while len(made) < min(plan.num_steps, wanted) and not stops & set(enumerate(made[-1].tolist())):
+            starts, ids = plan.starts + len(made), np.full_like(plan.token_ids, IN_FLIGHT)
+            later = replace(plan, starts=starts, token_ids=ids, admitted=[], tables=NO_TABLES, copies=NO_COPIES)
+            made.append(self.model.execute(later))
+            self.model.retire(later)
+        for first in range(len(made)) if plan.apart else [0]:
+            tokens = made[first] if plan.apart else np.concatenate(made)
+            count = 1 if plan.apart else len(made)
+            more = first + count < len(made)
+            result = result_of(plan, tokens, first=first, num_steps=count, more=more)
+            self._tell(self.scheduler.update(step, result))
+            self.check()
 
     def step(self) -> bool:
         """One round of the core's loop; False if it produced nothing and no step is in flight."""
@@ -559,10 +586,10 @@ class StandInPending(NamedTuple):
     def lacks_memory(self) -> bool:
         return bool(self.lack)
 
-    def wait(self) -> list[StepResult]:
+    def wait(self) -> StepResult:
         if not self.lack:
             self.model.retire(self.plan)
-        return [result_of(self.plan, self.tokens, lack=self.lack)]
+        return result_of(self.plan, self.tokens, lack=self.lack)
 
 
 class StandInWorker:
@@ -571,6 +598,7 @@ class StandInWorker:
 
     def __init__(self, config: EngineConfig, launched: Callable[[StepPlan], str | None] = lambda plan: None) -> None:
         self.decisions: dict[str, Any] = {}
+        self.interrupt = np.zeros(1, np.int32)
         self.controls: list[Any] = []
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
         num_blocks, longest = cache.num_gpu_blocks_override or 200, 64

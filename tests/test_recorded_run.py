@@ -73,7 +73,7 @@ def begin(worker: LocalWorker) -> list[int]:
     ]
     columns = TableUpdate(*np.array([[0, 0], [0, 1], [0, 0], [1, 2]], np.int32))
     plan = plan_of([0, 1], [0, 0], prompts, admitted=sequences, tables=columns)
-    tokens: list[int] = worker.launch(plan).wait()[0].tokens.tolist()
+    tokens: list[int] = worker.launch(plan).wait().tokens.tolist()
     return tokens
 
 
@@ -86,10 +86,11 @@ def test_a_plan_of_several_decode_steps_brings_the_results_of_as_many_plans() ->
     one_by_one = []
     for step in range(5):
         plan = plan_of([0, 1], [start + step for start in starts], [[IN_FLIGHT], [IN_FLIGHT]])
-        [result] = worker.launch(plan).wait()
-        one_by_one.append(result.tokens.tolist())
+        one_by_one.append(worker.launch(plan).wait().tokens.tolist())
     begin(worker)
     several = plan_of([0, 1], starts, [[IN_FLIGHT], [IN_FLIGHT]], num_steps=5)
-    together = [result.tokens.tolist() for result in worker.launch(several).wait()]
+    result = worker.launch(several).wait()
+    assert (result.num_steps, result.first, result.more) == (5, 0, False)
+    together = result.tokens.reshape(5, 2).tolist()
     assert together == one_by_one
     assert len({tuple(tokens) for tokens in together}) > 1, "sampled tokens differ from step to step"

@@ -102,8 +102,7 @@ def test_a_socket_file_whose_folder_is_gone_is_made_again_when_the_folder_is_bac
     folder = tmp_path / "run"
     folder.mkdir()
     with stand_in(address=f"ipc://{folder}/core.sock") as owner:
-        (folder / "core.sock").unlink()
-        folder.rmdir()
+        folder.rename(tmp_path / "gone")
         assert eventually(lambda: "can't be made again" in caplog.text)
         for _ in range(3):
             assert tells_status_at(owner.address) is False

@@ -279,7 +279,7 @@ def test_the_time_of_every_phase_is_known(native: NativeBackend) -> None:
     logits_of(model, native)
     after = model.whole.decoder.seconds()
     assert tuple(after) == PHASES
-    assert all(after[phase] > before[phase] for phase in PHASES)
+    assert all(after[phase] > before[phase] for phase in PHASES if phase != "choice")  # of `repeat` alone
 
 
 # ------------------------------------------------------------------ parameters

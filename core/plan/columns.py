@@ -31,6 +31,8 @@ class Columns:
         self.excluded = np.zeros(slots, bool)  # joins no step with others: no credit, or on trial after a crash
         self.granted = np.zeros(slots, np.int64)  # tokens to compute in the step being planned
         self.looks_back = np.zeros(slots, bool)  # waits while its last token is in flight, see `Request.looks_back`
+        self.plain = np.zeros(slots, bool)  # see `Request.is_plain`
+        self.patient = np.zeros(slots, bool)
         self.scored = np.zeros(slots, bool)  # prompt rows need logits, see `Request.num_scored`
         self.guessed = np.zeros(slots, np.int64)  # guesses among the tokens granted or in flight; the request waits
         self.trust = np.zeros(slots, np.int64)  # most guesses in one step, at least 1
@@ -51,6 +53,7 @@ class Columns:
         self.alive[slot] = True
         self.silent[slot] = not request.started
         self.looks_back[slot] = request.looks_back
+        self.plain[slot], self.patient[slot] = request.is_plain, request.patient
         self.scored[slot] = request.wants_scores
         self.excluded[slot] = False
         self.guessed[slot], self.guess_from[slot] = 0, NEVER

@@ -164,6 +164,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, array_like=True):
     has_adapters: bool = False  # requests may have LoRA adapters
     asynchronous: bool = False  # the host has time to spare while a step runs
     pooling: PoolingFacts | None = None  # of a model that gives vectors
+    most_steps: int = 1  # that it makes of one plan
 
 
 class PendingStep(Protocol):
@@ -173,8 +174,8 @@ class PendingStep(Protocol):
     def lacks_memory(self) -> bool:
         """Whether it is known already that the device found no memory for it."""
 
-    def wait(self) -> list[StepResult]:
-        """Wait for the results: one for each of the plan's `num_steps`."""
+    def wait(self) -> StepResult:
+        """Wait for the result, or for the next one: see `StepResult.more`."""
 
 
 class Worker(Protocol):
@@ -182,6 +183,7 @@ class Worker(Protocol):
 
     facts: WorkerFacts
     decisions: Any  # what a restart need not find out again: plain values
+    interrupt: np.ndarray  # int32 [1]: no further step of a plan of several is begun while it is not 0
 
     def warm_up(self) -> None:
         """Do once what would make the first steps slow."""

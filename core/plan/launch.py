@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from .columns import MANY_STOPS, NO_STOP
 from .state import SchedulerState
-from .step import IN_FLIGHT, Step, StepPlan
+from .step import IN_FLIGHT, NO_STOPS, Step, StepPlan
 
 
-def launch_step(state: SchedulerState, slots: np.ndarray, counts: np.ndarray, solo: bool = False) -> Step:
+def launch_step(
+    state: SchedulerState, slots: np.ndarray, counts: np.ndarray, solo: bool = False, num_steps: int = 1
+) -> Step:
     """The step that computes the next `counts` tokens of the requests at `slots` (int64 ``[rows]`` each). It is in
-    flight from now on. `solo`: it is a suspect's."""
+    flight from now on. `solo`: it is a suspect's. `num_steps`: that the worker may make of it, see several_steps.py."""
     rows, kv, running, meter = state.rows, state.kv, state.running, state.meter
     prompt_len, starts, guessed = rows.prompt_len[slots], rows.num_computed[slots], rows.guessed[slots]
     output_index = rows.num_tokens[slots] - guessed - prompt_len
@@ -39,6 +42,18 @@ def launch_step(state: SchedulerState, slots: np.ndarray, counts: np.ndarray, so
         [part for parts in state.features.prompt_parts for part in parts(slots, starts, counts)],
         kv.take_copies(),
         kv.take_state_copies(running.requests, slots, ends, guessed),
+        num_steps,
+        num_steps > 1 and not rows.patient[slots].all(),
+        _stops(state, slots) if num_steps > 1 else NO_STOPS,
     )
     kv.step_launched(number)
     return Step(plan, rows.key[slots], output_index, solo)
+
+
+def _stops(state: SchedulerState, slots: np.ndarray) -> np.ndarray:
+    """`StepPlan.stops` of the requests at `slots`."""
+    stop = state.rows.stop[slots]
+    found = [(row, token) for row, token in enumerate(stop.tolist()) if token not in (NO_STOP, MANY_STOPS)]
+    for row in np.flatnonzero(stop == MANY_STOPS).tolist():
+        found += [(row, token) for token in state.running.requests[int(slots[row])].stop_tokens]
+    return np.array(found, np.int32).reshape(-1, 2)

@@ -36,8 +36,8 @@ class Request:
         (
             "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
             "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_routed num_scored num_virtual pending pooling priority processed prompt_len queued "
-            "room root sampling seq slot started stop_tokens tables timed tokens"
+            "num_preemptions num_routed num_scored num_virtual patient pending pooling priority processed prompt_len "
+            "queued room root sampling seq slot started stop_tokens tables timed tokens"
         ).split()
     )
 
@@ -59,6 +59,7 @@ class Request:
         self.keeps_rows = False  # whether pooling needs the hidden states of all prompt tokens
         self.sampling: Sampling = Sampling(1) if message.pooling else message.sampling
         self.priority = message.priority
+        self.patient = message.patient  # its tokens may come several at a time
         self.arrival = arrival
         self.timed = True  # whether its latencies are counted; not if its client stated an unlikely age
         self.admitted_at: float | None = None  # when it was admitted first
@@ -126,6 +127,15 @@ class Request:
     def looks_back(self) -> bool:
         """Whether the host must know all previous tokens before the next one can be chosen."""
         return self.processed or bool(self.functions) or self.sampling.looks_back
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each token of the request is chosen from the logits alone, and nothing else is wanted of them."""
+        asked = self.sampling
+        ruled = (
+            asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens or asked.logprobs >= 0
+        )
+        return not (ruled or self.looks_back or asked.is_penalised or self.pooling)
 
     @property
     def may_speculate(self) -> bool:

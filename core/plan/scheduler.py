@@ -35,6 +35,7 @@ from .need import cut_rows, tokens_needed
 from .request import Request
 from .room import allocate, extend
 from .running import Running
+from .several_steps import steps_of, take_in_several
 from .share import divide_budget, grant_rest
 from .state import SchedulerState
 from .step import Step, StepResult
@@ -249,12 +250,16 @@ class Scheduler:
         for fill in state.features.fill:
             fill(running.order, budget.tokens, partial(extend, state))
         slots = running.order[granted[running.order] > 0]
-        return launch_step(state, slots, granted[slots]) if slots.size else None
+        if not slots.size:
+            return None
+        return launch_step(state, slots, granted[slots], num_steps=steps_of(state, slots))
 
     def update(self, step: Step, result: StepResult) -> dict[int, Outputs]:
         """Take in what a step brought. Returns each frontend's outputs."""
         if result.lack:
             take_back(self.state, step, result.lack)
+        elif step.plan.num_steps > 1:
+            take_in_several(self.state, step, result)
         else:
             take_in(self.state, step, result)
         return self.take_notices()

@@ -34,6 +34,9 @@ class SchedulerState:
     on_end: Callable[[Request], None] = lambda request: None  # called with each request that ends
     stalled: bool = False  # nothing can be computed before something changes
     promised: Request | None = None  # the request that blocks on their way back to the pool are reserved for
+    most_steps: int = 1  # that the worker makes of one plan
+    hands_out: bool = False  # whether frontends get the tokens of such a plan as they are made
+    step_seconds: float = 0.0  # that the last step took
     waits: tuple[Request, int] | None = None  # the oldest request, if it waits for blocks, and the step since when
 
     def may_run(self, request: Request, fetch: bool) -> bool:

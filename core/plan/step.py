@@ -47,11 +47,15 @@ class PromptPart(NamedTuple):
     row: int  # the first one, counted in `StepPlan.token_ids`
 
 
+NO_STOPS = np.zeros((0, 2), np.int32)
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Row ``r`` computes tokens ``starts[r] : starts[r] + counts[r]`` of the sequence at ``slots[r]``.
 
-    With `num_steps` above 1 every row computes one token and samples, and the worker runs as many steps, each over the
-    tokens that the step before sampled. It gives one result for each.
+    With `num_steps` above 1 every row computes one token and samples, and the worker makes up to so many steps, each
+    over the tokens that the step before sampled. No step follows one that brought a token of `stops`, nor does one
+    begin while `Worker.interrupt` is set.
     """
 
     id: int
@@ -68,6 +72,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copies: Copies = NO_COPIES  # between pool and host memory, before anything is computed
     states: StateCopies = NO_STATE_COPIES  # between slots of recurrent state, before and after
     num_steps: int = 1
+    apart: bool = False  # each of several steps has a result of its own; else all have one together
+    stops: np.ndarray = NO_STOPS  # int32 [n, 2]: a row, and a token that ends the row's request
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +125,7 @@ class RowError(NamedTuple):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought."""
+    """What a step brought, or several of one plan: then `tokens` has those of one step after those of another."""
 
     id: int  # of the plan
     computed: np.ndarray  # int32 [rows]: tokens computed
@@ -132,6 +138,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     guesses: np.ndarray | None = None  # int32 [sum of guessed]: a draft model's; None: those of the plan
     lack: str = ""  # why the device found no memory; then nothing was computed
     experts: np.ndarray | None = None  # of each token, if wanted: uint8 or uint16 [tokens, layers, experts of a token]
+    first: int = 0  # which of the plan's steps it begins with
+    num_steps: int = 1  # that it is of
+    more: bool = False  # another result of the plan follows
 
 
 def with_guesses(plan: StepPlan, guesses: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
     chosen, at, tokens = slots[row][keep], at[keep], sampled[keep]
     if result.pooled is None:
         rows.tokens[chosen, at] = tokens
-    _publish(state, slots[alive], ends[alive])
+    publish(state, slots[alive], ends[alive])
     if step.solo and chosen.size:
         state.suspects.token_came(int(step.output_index[0]))
     firsts = chosen[rows.silent[chosen]]
@@ -48,10 +48,10 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
         for one in routed(plan, result, alive, ends):
             outbox.put_routed(one)
     if result.pooled is None:
-        _end_complete(state, chosen, at, tokens)
+        end_complete(state, chosen, at, tokens)
     else:
         _end_pooled(state, chosen, [result.pooled[i] for i in np.flatnonzero(keep).tolist()])
-    _retire(state, step)
+    retire(state, step)
     state.budget.step_succeeded()
 
 
@@ -60,7 +60,7 @@ def take_back(state: SchedulerState, step: Step, why: str) -> None:
     size; the budget grows back. A request that can't be cut any further ends with an error."""
     plan = step.plan
     requests = [state.running.requests[slot] for slot in plan.slots.tolist() if state.rows.alive[slot]]
-    _retire(state, step)
+    retire(state, step)
     if len(plan.slots) == 1 and (plan.num_tokens == 1 or not state.budget.chunked):
         for request in requests:
             fail(state, request, OutOfMemoryError(f"the device lacks memory for this request alone: {why}"))
@@ -70,7 +70,7 @@ def take_back(state: SchedulerState, step: Step, why: str) -> None:
     state.budget.cut(max(1, plan.num_tokens // 2))
 
 
-def _retire(state: SchedulerState, step: Step) -> None:
+def retire(state: SchedulerState, step: Step) -> None:
     state.kv.step_retired(step.plan.id)
     state.running.retire(step.plan.id)
     if step.solo:
@@ -102,7 +102,7 @@ def _stops(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> np.n
     return found
 
 
-def _end_complete(state: SchedulerState, slots: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
+def end_complete(state: SchedulerState, slots: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
     """End the requests for which a stop token came, or the last token they may have (int64 ``[n]`` each; `at`: index of
     the token in its sequence)."""
     stop = state.rows.stop[slots]
@@ -127,7 +127,7 @@ def _end_pooled(state: SchedulerState, slots: np.ndarray, results: Sequence[np.n
 # ------------------------------------------------------------------ requests go on
 
 
-def _publish(state: SchedulerState, slots: np.ndarray, ends: np.ndarray) -> None:
+def publish(state: SchedulerState, slots: np.ndarray, ends: np.ndarray) -> None:
     """Let the prefix cache have the blocks that are full, where `ends` tokens are computed (int64 ``[n]`` each)."""
     size, published = state.kv.block_size, state.rows.num_published
     for i in np.flatnonzero(ends // size > published[slots] // size):

@@ -14,7 +14,6 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
-from ..memory.updates import NO_COPIES, NO_TABLES
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.expert_recorder import ExpertRecorder
@@ -22,7 +21,7 @@ from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..model.run.streamed_layers import offloaded_bytes
 from ..plan.control import ParameterRows, PendingStep, WorkerFacts
-from ..plan.step import IN_FLIGHT, StepPlan, StepResult, with_guesses
+from ..plan.step import StepPlan, StepResult, with_guesses
 from .backends import graph_sizes
 from .block_count import count_slots, free_host_bytes, offloading_bytes
 from .device import tensor_of
@@ -45,6 +44,7 @@ from .worker import (
     tensors_of,
 )
 
+MOST_STEPS = 32  # of one plan
 MOST_EXPERT_BYTES = 64 << 20  # numbers of experts in a step, because they are sent in one message
 
 
@@ -87,7 +87,10 @@ class GenerationWorker(LocalWorker):
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # sleeping weights, and their copies in host memory
         self._drafter: Drafter | None = None
         self._make_runners()
-        self.facts = replace(self.facts, asynchronous=self.runner.device.asynchronous)
+        repeats = self.runner.repeats and self._drafter is None and not processors.classes
+        self.facts = replace(
+            self.facts, asynchronous=self.runner.device.asynchronous, most_steps=MOST_STEPS if repeats else 1
+        )
         known = replace(config.model_config, max_model_len=max_model_len, dtype=self.facts.model.dtype)
         processors.start(replace(config, model_config=known), self._device)
 
@@ -123,19 +126,31 @@ class GenerationWorker(LocalWorker):
             if self._drafter is not None:
                 guesses = self._drafter.guess(plan)
                 plan = replace(plan, token_ids=with_guesses(plan, guesses)) if guesses.size else plan
-            sampled = [self._choose(plan)]
-            for _ in range(1, plan.num_steps):
-                plan = _next_step(plan)
-                sampled.append(self._choose(plan))
-            return Pending(lambda: [_result(plan, one, guesses) for one in sampled])
+            if plan.num_steps > 1:
+                return self._repeat(plan)
+            with self.span("execute"):
+                launched = self.runner.execute(plan)
+            with self.span("sample"):
+                sampled = self.runner.sample(launched)
+            return Pending(lambda: _result(plan, sampled, guesses))
         except RuntimeError as error:
             return lacking(plan, error)
 
-    def _choose(self, plan: StepPlan) -> Sampled:
-        with self.span("execute"):
-            launched = self.runner.execute(plan)
-        with self.span("sample"):
-            return self.runner.sample(launched)
+    def _repeat(self, plan: StepPlan) -> Pending:
+        """Several steps, which are made when their results are waited for."""
+        make, done = self.runner.repeat(plan, self.interrupt), 0
+
+        def wait() -> StepResult:
+            nonlocal done
+            first, left = done, plan.num_steps - done
+            with self.span("execute"):
+                tokens, stopped = make(1 if plan.apart else left)
+            done += len(tokens)
+            more = plan.apart and done < plan.num_steps and not (stopped or self.interrupt[0])
+            computed = np.full(len(plan.slots), len(tokens), np.int32)
+            return StepResult(plan.id, computed, tokens.reshape(-1), first=first, num_steps=len(tokens), more=more)
+
+        return Pending(wait)
 
     def warm_up(self) -> None:
         if self.facts.asynchronous:
@@ -260,19 +275,6 @@ def _recorder(model: PagedModel, max_tokens: int) -> ExpertRecorder:
         )
     model.notes.append(f"experts: recorded, {chosen} of a token in {recorder.num_routed_layers} of {layers} layers")
     return recorder
-
-
-def _next_step(plan: StepPlan) -> StepPlan:
-    """The decode step after `plan`; its inputs are the tokens that `plan` samples."""
-    return replace(
-        plan,
-        starts=plan.starts + 1,
-        token_ids=np.full_like(plan.token_ids, IN_FLIGHT),
-        admitted=[],
-        released=plan.released[:0],
-        tables=NO_TABLES,
-        copies=NO_COPIES,
-    )
 
 
 def _grammar_compiler(config: EngineConfig, model: PagedModel) -> GrammarCompiler:

@@ -162,7 +162,7 @@ class PoolingWorker(LocalWorker):
         except RuntimeError as error:
             return lacking(plan, error)
         rows = self._copies.download(hidden.float())
-        return Pending(lambda: [self._take_in(plan, rows.wait(), kept)])
+        return Pending(lambda: self._take_in(plan, rows.wait(), kept))
 
     def _take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
         """Store the hidden states of `plan`, and return its result.

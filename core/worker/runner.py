@@ -140,6 +140,44 @@ class ModelRunner:
         logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
         return Launched(logits, sampling, positions, self._turn, plan.scored, self._experts_of(counts))
 
+    @torch.inference_mode()
+    def repeat(self, plan: StepPlan, interrupt: np.ndarray) -> Callable[[int], tuple[np.ndarray, bool]]:
+        """Begin a plan of several steps, for a model that `WholeModel.repeats`. Returns a function that makes at most
+        so many further steps; see `Decoder.repeat`."""
+        whole = self.model.whole
+        assert whole is not None, "only a model as a whole makes several steps"
+        self.begin(plan)
+        slots, starts = plan.slots.astype(np.int64), plan.starts.astype(np.int64)
+        rows = np.arange(len(slots))
+        self._turn = (self._turn + 1) % TURNS
+        count, batches, _ = self.inputs.fill(Rows(slots, starts, np.ones_like(slots), plan.token_ids, rows), self._turn)
+        attention = self._plan(batches, count)
+        columns = (int(starts.max()) + plan.num_steps - 1) // batches[0].block_size + 1
+        kinds: list[tuple[Any, torch.Tensor]] = []
+        kind_of_layer = [0] * len(attention)
+        for (group, _), calls in self._plans.items():
+            for call in calls:
+                kind_of_layer[call] = len(kinds)
+            tables = torch.from_numpy(self.inputs.tables[group, slots, :columns])
+            kinds.append((attention[calls[0]].plan, tables))
+        ids = self._with_last_tokens(self.inputs.ids.device[:count], count)
+        choice = self._sampler.begin_steps(slots, starts + 1, self._turn)
+        positions = self.inputs.positions(count)[0].clone()
+        go_on = whole.repeat(ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, plan.num_steps)
+
+        def make(most: int) -> tuple[np.ndarray, bool]:
+            tokens, stopped = go_on(most)
+            self._sampler.made_steps(tokens, slots)
+            return tokens.numpy(), stopped
+
+        return make
+
+    @property
+    def repeats(self) -> bool:
+        """Whether `repeat` may be called."""
+        whole = self.model.whole
+        return whole is not None and whole.repeats and all(b is whole.backend for b in self._backends)
+
     def _experts_of(self, counts: np.ndarray) -> Tokens | None:
         """The experts of the rows of the forward pass just launched, whose requests computed `counts` tokens."""
         if self._experts is None:

@@ -123,6 +123,15 @@ class Sampler:
         tokens_out = self._device.download(tokens)
         return Sampled(tokens_out, scores, prompts, choosing.errors, choosing.complete, launched.experts)
 
+    def begin_steps(self, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
+        """How the tokens of several steps are chosen, for slots without rules and log probabilities. positions: of the
+        first tokens."""
+        return self._draws(Choice(), slots, positions, turn)
+
+    def made_steps(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
+        """The tokens that such steps chose: int64 ``[steps, rows]``."""
+        self.last_tokens[torch.from_numpy(slots)] = tokens[-1]
+
     def _score_prompts(self, launched: Launched) -> list[Scoring]:
         found, first = [], len(launched.slots)
         for slot, start, count, _ in launched.scored:

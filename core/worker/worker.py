@@ -66,6 +66,7 @@ class LocalWorker(Worker):
         self._free_at_first = free_bytes(self._device)
         self._backend = choose_backend(config.device_config, self._device)
         self._copies = device_for(self._device)  # for copies outside of a runner
+        self.interrupt = np.zeros(1, np.int32)
         self._dropped = False  # whether the weights were dropped by sleep
         self._runner: ModelRunner | None = None
         self._registry = Registry()
@@ -224,7 +225,7 @@ def lay_out(cache: CacheConfig, model: PagedModel, backend: Backend) -> KVLayout
 class Pending(NamedTuple):
     """See `PendingStep`."""
 
-    wait: Callable[[], list[StepResult]]
+    wait: Callable[[], StepResult]
     lacks_memory: bool = False
 
 
@@ -237,7 +238,7 @@ def lacking(plan: StepPlan, error: RuntimeError) -> Pending:
         raise error
     why = str(error).partition("\n")[0] or "out of memory"
     result = StepResult(plan.id, np.zeros(len(plan.slots), np.int32), np.zeros(0, np.int64), lack=why)
-    return Pending(lambda: [result], lacks_memory=True)
+    return Pending(lambda: result, lacks_memory=True)
 
 
 def row_errors(plan: StepPlan, errors: Mapping[int, Exception]) -> list[RowError]:

@@ -73,7 +73,9 @@ struct StepOf {
     const AnglesOf* angles;
 };
 
-enum Phase { NORM, QKV, HEADS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, PHASES };
+struct RepeatOf;
+
+enum Phase { NORM, QKV, HEADS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, PHASES };
 
 void attend_in_team(const AttentionCall& call, Team& team, int rank);
 
@@ -84,6 +86,7 @@ class Decoder {
         for (auto& layer : layers_) layer.cache = *caches++;
     }
     void run(const StepOf& step);
+    int64_t repeat(const RepeatOf& of);  // repeat.h
     int64_t nanoseconds[PHASES] = {};  // spent in each phase since the decoder was made
 
   private:
@@ -100,10 +103,14 @@ class Decoder {
     };
     template <class T>
     friend class Forward;
+    template <class T>
+    friend class Repeated;
+    void reserve(const StepOf& step);
 
     DecoderOf of_;
     std::vector<LayerOf> layers_;
     Buffer rows_, own_, joined_, activated_, added_, wanted_, workspace_;  // what is never needed at once shares one
+    Buffer hidden_, logits_;  // of repeated steps
 };
 
 // A step in the eyes of one member of the team.
@@ -142,10 +149,11 @@ class Forward {
         finish();
     }
 
-  private:
     static int64_t now() {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
+
+  private:
     // The end of a phase: what was written may be read.
     void done(Phase phase) {
         team_.barrier();
@@ -328,7 +336,8 @@ class Forward {
     int64_t began_ = 0;
 };
 
-inline void Decoder::run(const StepOf& step) {
+// Memory for a step of so many rows.
+inline void Decoder::reserve(const StepOf& step) {
     const int threads = int(step.threads);
     int64_t joined = 0, attended = 0, activated = 0, added = 0;
     size_t workspace = workspace_bytes(of_.head.weight(), int(step.num_wanted), threads);
@@ -344,17 +353,22 @@ inline void Decoder::run(const StepOf& step) {
     rows_.reserve(std::max({bytes * attended, bytes * of_.hidden, step.num_wanted * size * of_.hidden}));
     joined_.reserve(bytes * joined), activated_.reserve(bytes * activated), added_.reserve(bytes * added);
     workspace_.reserve(workspace);
+    with_dtype(of_.dtype, [&](auto t) { own_.reserve(threads * Forward<decltype(t)>::own_bytes(of_.hidden)); });
+}
+
+inline void Decoder::run(const StepOf& step) {
+    reserve(step);
     std::unique_ptr<Plan> wanted;
     if (2 * step.num_wanted <= step.rows) {
         const LayerOf& last = layers_.back();
-        wanted_.reserve(step.num_wanted * size * (of_.hidden + last.q_size));
+        wanted_.reserve(step.num_wanted * size_of(of_.dtype) * (of_.hidden + last.q_size));
         const Plan& plan = *step.kinds[step.kind_of_layer[layers_.size() - 1]].plan;
-        wanted = plan_rows(plan, step.num_wanted, step.wanted, step.positions, threads);
+        wanted = plan_rows(plan, step.num_wanted, step.wanted, step.positions, int(step.threads));
     }
     with_dtype(of_.dtype, [&](auto t) {
-        using T = decltype(t);
-        own_.reserve(threads * Forward<T>::own_bytes(of_.hidden));
-        run_team(threads, [&](Team& team, int rank) { Forward<T>(*this, step, wanted.get(), team, rank).run(); });
+        run_team(int(step.threads), [&](Team& team, int rank) {
+            Forward<decltype(t)>(*this, step, wanted.get(), team, rank).run();
+        });
     });
 }
 

@@ -11,12 +11,22 @@ import torch
 
 from .. import host_memory
 from ..contract import LayerCache
-from ..decoder_contract import NF4, GatedMLP, LayerTensors, Linear, Norm, QuantizedWeight
+from ..decoder_contract import (
+    NF4,
+    DecodeSteps,
+    GatedMLP,
+    LayerTensors,
+    Linear,
+    Norm,
+    PackedWeight,
+    QuantizedWeight,
+)
+from .choice import NO_TENSOR, choice_words
 from .weights import GATE, PanelWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
-PHASES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "down", "head")  # decoder.h
+PHASES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "down", "head", "choice")  # decoder.h
 
 # structs of decoder.h, in words of 64 bits
 _NORM = struct.Struct("=3q2d")
@@ -25,6 +35,8 @@ _LAYER = struct.Struct("=10qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
 _STEP = struct.Struct("=10q")
+_REPEAT = struct.Struct("=16q3d30q")  # of repeat.h
+_NO_LINEAR = (0,) * 6
 _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
 
@@ -45,8 +57,9 @@ class NativeDecoder:
         """bits: 8, 4, `NF4` or `INT8_ROWS`, of weights that are to be quantized; None: they stay as they are.
         quantized: weights that are, by the ``id`` of the tensor that stands for them."""
         self._library = library
-        for name in ("new", "forget", "bind", "run", "phases"):
+        for name in ("new", "forget", "bind", "run", "repeat", "phases"):
             getattr(library, f"mainspring_decoder_{name}").argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        library.mainspring_decoder_repeat.restype = ctypes.c_int64
         library.mainspring_decoder_new.argtypes = [ctypes.c_char_p]
         library.mainspring_decoder_new.restype = ctypes.c_void_p
         library.mainspring_decoder_phases.restype = ctypes.POINTER(ctypes.c_int64 * len(PHASES))
@@ -106,6 +119,30 @@ class NativeDecoder:
         )  # fmt: skip
         return out
 
+    def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
+        weight = steps.embedding.weight
+        table, rows = (
+            (weight.data_ptr(), _NO_LINEAR) if isinstance(weight, torch.Tensor) else (0, (*_packed(weight), 0))
+        )
+        first, second = (*steps.embedding.scales, 1.0, 1.0)[:2]
+        kinds = [w for plan, blocks in steps.kinds for w in (plan.handle, blocks.data_ptr(), blocks.shape[1])]
+        tables = [w for table in steps.angles for w in (table.data_ptr(), table.shape[1])]
+        arrays = [(ctypes.c_int64 * len(words))(*words) for words in (kinds, steps.kind_of_layer, tables)]
+        choice = choice_words(steps.choice)
+        count, stopped = len(steps.ids), ctypes.c_int64(0)
+        chosen = torch.empty(most, count, dtype=torch.int64)
+        made = self._library.mainspring_decoder_repeat(
+            self._handle,
+            _REPEAT.pack(
+                count, torch.get_num_threads(), most, steps.ids.data_ptr(), steps.positions.data_ptr(),
+                len(steps.kinds), *map(ctypes.addressof, arrays),
+                table, *rows, first, second, steps.scale, *NO_TENSOR, *choice.words, *NO_TENSOR,
+                len(steps.stops), steps.stops.ctypes.data, steps.interrupt.ctypes.data, chosen.data_ptr(),
+                ctypes.addressof(stopped),
+            ),
+        )  # fmt: skip
+        return chosen[:made], bool(stopped.value)
+
     def seconds(self) -> dict[str, float]:
         """Spent in each phase since the decoder was made."""
         spent = self._library.mainspring_decoder_phases(self._handle, None).contents
@@ -156,6 +193,11 @@ class NativeDecoder:
             host_memory.give_back(weight)
             return pack_quantized(self._library, given, weight.dtype, gated)
         return pack(self._library, weight, gated, release=True, bits=bits)
+
+
+def _packed(weight: PackedWeight) -> tuple[int, ...]:
+    assert isinstance(weight, PanelWeight)
+    return weight.words()
 
 
 def cache_view(side: torch.Tensor) -> tuple[int, ...]:

@@ -3,9 +3,8 @@
 #include <cstring>
 
 #include "attention.h"
-#include "decoder.h"
 #include "fused.h"
-#include "sample.h"
+#include "repeat.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -37,6 +36,12 @@ void mainspring::attend_in_team(const AttentionCall& call, Team& team, int rank)
     if (call.query_dtype == Dtype::bf16 && call.cache_dtype == Dtype::fp8) return with(Bf16Math(), fp8());
 #endif
     with_cache_dtype(call.cache_dtype, [&](auto cache) { with(Fp32Math(), cache); });
+}
+
+// Likewise repeat.h's.
+void mainspring::choose_in_team(const Choice& choice, int64_t* chosen, Team& team) {
+    const Choosing each(choice, chosen);
+    for (int64_t row = team.take(); row < choice.rows; row = team.take()) each(row);
 }
 
 // A plan, to be freed with mainspring_attention_forget.
@@ -98,19 +103,7 @@ EXPORT void mainspring_rotate_and_append(const int64_t* a) {
     rotate_and_append(call, int(a[31]));
 }
 
-EXPORT void mainspring_choose(const int64_t* a) {
-    Choice c;
-    c.scores = at<void>(a[0]), c.dtype = Dtype(a[1]), c.rows = a[2], c.vocab = a[3], c.stride = a[4];
-    c.sampled = at<const bool>(a[5]), c.seeds = at<const int64_t>(a[6]), c.places = at<const int64_t>(a[7]);
-    c.temperature = at<const float>(a[8]), c.top_k = at<const int64_t>(a[9]);
-    c.top_p = at<const float>(a[10]), c.min_p = at<const float>(a[11]);
-    c.num_masked = a[12], c.masked_rows = at<const int64_t>(a[13]), c.masks = at<const int32_t>(a[14]);
-    c.num_penalized = a[15], c.penalized_rows = at<const int64_t>(a[16]), c.counts = at<const int32_t>(a[17]);
-    c.at = at<const int64_t>(a[18]), c.penalties = at<const Penalties>(a[19]);
-    c.logits = at<void>(a[20]), c.logits_dtype = Dtype(a[21]), c.logits_stride = a[22];
-    c.num_scored = a[23], c.scored = at<const Scoring>(a[24]);
-    choose(c, at<int64_t>(a[25]), int(a[26]));
-}
+EXPORT void mainspring_choose(const int64_t* a) { choose(*(const Choice*)a, at<int64_t>(a[25]), int(a[26])); }
 
 EXPORT void mainspring_score(const int64_t* a) {
     score(at<void>(a[0]), Dtype(a[1]), a[2], a[3], a[4], at<const int64_t>(a[5]), at<const Scoring>(a[6]), int(a[7]));

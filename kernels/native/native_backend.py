@@ -17,6 +17,7 @@ from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, R
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
+from .choice import choice_words
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
 from .weights import linear, readable
 
@@ -202,12 +203,7 @@ class NativeBackend(Backend):
     ) -> tuple[torch.Tensor, list[RowScores]]:
         """One call. Scores are not copied, except one row at a time to memory of the thread that chooses its token."""
         scores, logits, chosen = readable(scores), readable(logits), torch.empty(len(scores), dtype=torch.int64)
-        seeds, positions, sampled = choice.keys or (None, None, None)
-        columns = [
-            None if x is None else x.contiguous()
-            for x in (sampled, seeds, positions, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
-        ]
-        masks, penalties = ([x.contiguous() for x in what or ()] for what in (choice.masks, choice.penalties))
+        words = choice_words(choice)
         found, tables = [], [np.empty((0, 5), np.int64)]
         for rows, count in groups:
             at = np.arange(len(scores)) if rows is None else rows.numpy()
@@ -217,9 +213,7 @@ class NativeBackend(Backend):
         scored = np.concatenate(tables)
         self._choose(
             scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
-            *(0 if x is None else x.data_ptr() for x in columns),
-            *((len(masks[0]), *(x.data_ptr() for x in masks)) if masks else (0,) * 3),
-            *((len(penalties[0]), *(x.data_ptr() for x in penalties)) if penalties else (0,) * 5),
+            *words.words,
             logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), len(scored), scored.ctypes.data,
             chosen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip

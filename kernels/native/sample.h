@@ -379,7 +379,8 @@ inline void score(
 
 // ---------------------------------------------------------------- the choice
 
-// How the tokens of rows are chosen. What is null or 0 is not asked for by any row.
+// How the tokens of rows are chosen. What is null or 0 is not asked for by any row. Made of 64-bit words, as choice.py
+// writes them.
 struct Choice {
     const void* scores;  // [rows, vocab]
     Dtype dtype;
@@ -389,11 +390,13 @@ struct Choice {
     const float* temperature;            // [rows], of sampled rows, like the limits below
     const int64_t* top_k;                // 0: all
     const float *top_p, *min_p;          // 1 and 0: all
-    int64_t num_masked, num_penalized;   // rows with a mask, and with penalties
+    int64_t num_masked;                  // rows with a mask
     const int64_t* masked_rows;          // [num_masked]
     const int32_t* masks;                // [num_masked, ceil(vocab / 32)]; see Row::forbid
-    const int64_t *penalized_rows, *at;  // [num_penalized]; the second are rows of the counts
+    int64_t num_penalized;               // rows with penalties
+    const int64_t* penalized_rows;       // [num_penalized]
     const int32_t* counts;               // [any, vocab]
+    const int64_t* at;                   // [num_penalized]: rows of the counts
     const Penalties* penalties;          // [num_penalized]
     const void* logits;                  // [rows, vocab]: the model's, for log probabilities
     Dtype logits_dtype;
@@ -403,37 +406,59 @@ struct Choice {
 
 // The token of each row → chosen[rows], and log probabilities to `scored`. Masks act before penalties, and these before
 // the temperature.
-inline void choose(const Choice& c, int64_t* chosen, int threads) {
-    std::vector<int64_t> mask_of(c.rows, -1), penalties_of(c.rows, -1), scoring_of(c.rows, -1);
-    for (int64_t i = 0; i < c.num_masked; ++i) mask_of[c.masked_rows[i]] = i;
-    for (int64_t i = 0; i < c.num_penalized; ++i) penalties_of[c.penalized_rows[i]] = i;
-    for (int64_t i = 0; i < c.num_scored; ++i) scoring_of[c.scored[i].row] = i;
-    int64_t cost = SCORE_COST * c.num_scored * c.vocab;  // noise takes some eight times as long as a comparison
-    for (int64_t row = 0; row < c.rows; ++row) cost += c.sampled && c.sampled[row] ? 8 * c.vocab : c.vocab;
-    const auto choose_one = [&](int64_t row, const auto* scores) {
-        const int64_t mask = mask_of[row], i = penalties_of[row];
-        const bool sampled = c.sampled && c.sampled[row];
-        if (!sampled && mask < 0 && i < 0) return largest_of(scores, c.vocab);
-        Row copy(scores, c.vocab);
-        if (mask >= 0) copy.forbid(c.masks + mask * ((c.vocab + 31) / 32));
-        if (i >= 0) copy.penalize(c.counts + c.at[i] * c.vocab, c.penalties[i]);
-        if (!sampled) return copy.largest_score();
-        copy.divide(c.temperature ? c.temperature[row] : 1);
+class Choosing {
+  public:
+    Choosing(const Choice& c, int64_t* chosen)
+        : c_(c), chosen_(chosen), mask_of_(c.rows, -1), penalties_of_(c.rows, -1), scoring_of_(c.rows, -1) {
+        for (int64_t i = 0; i < c.num_masked; ++i) mask_of_[c.masked_rows[i]] = i;
+        for (int64_t i = 0; i < c.num_penalized; ++i) penalties_of_[c.penalized_rows[i]] = i;
+        for (int64_t i = 0; i < c.num_scored; ++i) scoring_of_[c.scored[i].row] = i;
+    }
+
+    // Of all rows, in numbers that are only compared.
+    int64_t cost() const {
+        int64_t cost = SCORE_COST * c_.num_scored * c_.vocab;  // noise takes some eight times as long as a comparison
+        for (int64_t row = 0; row < c_.rows; ++row) cost += is_sampled(row) ? 8 * c_.vocab : c_.vocab;
+        return cost;
+    }
+
+    void operator()(int64_t row) const {
+        with_dtype(c_.dtype, [&](auto t) {
+            chosen_[row] = choose_one(row, (const decltype(t)*)c_.scores + row * c_.stride);
+        });
+        if (scoring_of_[row] < 0) return;
+        with_dtype(c_.logits_dtype, [&](auto t) {
+            const auto* logits = (const decltype(t)*)c_.logits + row * c_.logits_stride;
+            score_row(logits, c_.vocab, chosen_[row], c_.scored[scoring_of_[row]]);
+        });
+    }
+
+  private:
+    bool is_sampled(int64_t row) const { return c_.sampled && c_.sampled[row]; }
+
+    template <class T>
+    int64_t choose_one(int64_t row, const T* scores) const {
+        const int64_t mask = mask_of_[row], i = penalties_of_[row];
+        if (!is_sampled(row) && mask < 0 && i < 0) return largest_of(scores, c_.vocab);
+        Row copy(scores, c_.vocab);
+        if (mask >= 0) copy.forbid(c_.masks + mask * ((c_.vocab + 31) / 32));
+        if (i >= 0) copy.penalize(c_.counts + c_.at[i] * c_.vocab, c_.penalties[i]);
+        if (!is_sampled(row)) return copy.largest_score();
+        copy.divide(c_.temperature ? c_.temperature[row] : 1);
         return copy.draw(
-            RowKey(c.seeds[row], c.places[row]), c.top_k ? c.top_k[row] : 0, c.top_p ? c.top_p[row] : 1,
-            c.min_p ? c.min_p[row] : 0
+            RowKey(c_.seeds[row], c_.places[row]), c_.top_k ? c_.top_k[row] : 0, c_.top_p ? c_.top_p[row] : 1,
+            c_.min_p ? c_.min_p[row] : 0
         );
-    };
-    for_rows(c.rows, cost, threads, [&](int64_t row) {
-        with_dtype(c.dtype, [&](auto t) {
-            chosen[row] = choose_one(row, (const decltype(t)*)c.scores + row * c.stride);
-        });
-        if (scoring_of[row] < 0) return;
-        with_dtype(c.logits_dtype, [&](auto t) {
-            const auto* logits = (const decltype(t)*)c.logits + row * c.logits_stride;
-            score_row(logits, c.vocab, chosen[row], c.scored[scoring_of[row]]);
-        });
-    });
+    }
+
+    const Choice& c_;
+    int64_t* const chosen_;
+    std::vector<int64_t> mask_of_, penalties_of_, scoring_of_;  // by row; -1: none
+};
+
+inline void choose(const Choice& c, int64_t* chosen, int threads) {
+    const Choosing each(c, chosen);
+    for_rows(c.rows, each.cost(), threads, each);
 }
 
 }  // namespace mainspring

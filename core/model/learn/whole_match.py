@@ -16,7 +16,7 @@ from torch import nn
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import Decoder, GatedMLP, Linear, PackedWeight
+from ....kernels.decoder_contract import Decoder, Embedding, GatedMLP, Linear
 from ..load.quantized import JoinedWeights
 from ..run.paged_model import PagedModel
 from ..run.stack import StackedDecoder
@@ -37,7 +37,7 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         with RoutedProducts(backend.linear):
             if reason := next(filter(None, (backend.refuses(s, model.dtype, model.dtype) for s in model.layers)), None):
                 raise NotRecognisedError(f"attention with {reason}")
-            stack, head, embed_scale = _recognise(model)
+            stack, head, embed_scale, is_plain = _recognise(model)
             on, logits = model.verified or (None, None)
             # the model is as `verify` left it
             before = logits if logits is not None and on is backend else _logits(model, backend)
@@ -52,7 +52,11 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         model.notes.append(f"layer by layer: {reason}")
         return
     output = decoder.weights[id(head.linear.weight)]
-    embedding = stack.embedding if embed_scale is None else _rows_of(output, embed_scale)
+    embedding: Callable[[torch.Tensor], torch.Tensor] = stack.embedding
+    if embed_scale is not None:
+        embedding = Embedding(output, () if embed_scale == 1.0 else (embed_scale,))
+    elif is_plain:
+        embedding = Embedding(stack.embedding.weight)
     model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend), 1
     model.parameters.packed = decoder.weights
     error = float(deviations(_logits(model, backend), before).median())
@@ -76,8 +80,9 @@ def _decoder(
         raise NotRecognisedError(str(error)) from error
 
 
-def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
-    """The stack, the output layer, and, where the embeddings are rows of the output layer's weight, their factor."""
+def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, bool]:
+    """The stack, the output layer, and, where the embeddings are rows of the output layer's weight, their factor; else
+    whether they are rows of a weight of their own."""
     stack = model.stack
     if stack is None:
         raise NotRecognisedError("its layers are of no form that is known")
@@ -98,11 +103,11 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None]:
         head = _head(model, Linear(output.weight, output.bias), hidden, logits)
         rows, embeddings = output.weight[ids], stack.embedding(ids)
     if stack.embedding.weight is not output.weight:
-        return stack, head, None
+        return stack, head, None, torch.equal(embeddings, stack.embedding.weight[ids])
     own = [*vars(stack.embedding).values(), *stack.embedding.buffers()]
     for scale in (1.0, *_numbers(own), *(float(torch.tensor(x, dtype=rows.dtype)) for x in _numbers(own))):
         if torch.equal(embeddings, rows * scale):
-            return stack, head, scale
+            return stack, head, scale, False
     raise NotRecognisedError("its embedding is no plain lookup in the output layer's weight")
 
 
@@ -124,10 +129,6 @@ def _head(model: PagedModel, linear: Linear, hidden: torch.Tensor, logits: torch
 def _numbers(values: Iterable[Any]) -> list[float]:
     single = (x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in values)
     return [float(x) for x in single if isinstance(x, float)]
-
-
-def _rows_of(weight: PackedWeight, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda ids: weight.rows(ids) if scale == 1.0 else weight.rows(ids) * scale
 
 
 def _logits(model: PagedModel, backend: Backend) -> torch.Tensor:

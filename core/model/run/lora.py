@@ -194,6 +194,9 @@ class AdaptedDecoder:
     def run(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError
 
+    def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, bool]:
+        raise NotImplementedError
+
 
 def _places(model: PagedModel, keys: Mapping[int, int]) -> dict[str, Place]:
     """The linear layers whose weight lies in a tensor of `keys`, ``id`` → `Place.weight`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ....kernels.contract import Backend
-from ....kernels.decoder_contract import Decoder, Linear
+from ....kernels.contract import Backend, Choice
+from ....kernels.decoder_contract import Decoder, DecodeSteps, Embedding, Linear
 from .attention import StepAttention
 from .stack import Attend, LayerInputs, StackedDecoder, cos_sin, position_ids, run_layers
 
@@ -35,7 +36,7 @@ class WholeModel:
     goes through the layers one by one."""
 
     stack: StackedDecoder
-    embedding: Callable[[torch.Tensor], torch.Tensor]
+    embedding: Callable[[torch.Tensor], torch.Tensor]  # an `Embedding`, if it is a plain lookup
     head: Head
     decoder: Decoder
     backend: Backend
@@ -65,6 +66,33 @@ class WholeModel:
             wanted,
         )
         return self.head.finish(logits)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether `repeat` may be called."""
+        return self.decoder.runs_steps and self.head.cap is None and isinstance(self.embedding, Embedding)
+
+    def repeat(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kinds: Sequence[tuple[Any, torch.Tensor]],
+        kind_of_layer: Sequence[int],
+        choice: Choice,
+        stops: np.ndarray,
+        interrupt: np.ndarray,
+        most: int,
+    ) -> Callable[[int], tuple[torch.Tensor, bool]]:
+        """Begin decode steps, at most `most`; see `DecodeSteps`. Returns `Decoder.repeat` of these."""
+        assert isinstance(self.embedding, Embedding)
+        embedding = self.embedding
+        if self.stack.embed_scale != 1.0:
+            embedding = Embedding(embedding.weight, (*embedding.scales, self.stack.embed_scale))
+        angles = self._angles_to(int(positions.max()) + most)
+        steps = DecodeSteps(
+            ids, positions, kinds, kind_of_layer, angles, embedding, self.head.scale, choice, stops, interrupt
+        )
+        return lambda count: self.decoder.repeat(steps, count)
 
     def _layer_by_layer(
         self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor

@@ -1,0 +1,73 @@
+"""Several decode steps in one plan, where nothing needs the planner between them.
+
+A step of a small model takes a few milliseconds, and to plan and take it in costs another one. So if all requests
+decode and nobody waits, one plan lets the worker make several steps. Each row then has the tokens, the blocks and the
+place in the prefix cache that it would have after as many plans of one step, and each frontend is charged the same.
+A plan ends early with a request, and with a message from a frontend.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .room import extend
+from .state import SchedulerState
+from .step import Step, StepPlan, StepResult
+from .take_in import end_complete, publish, retire
+
+MOST_SECONDS = 0.2  # that a plan may take by the step before; what the core does beside steps waits as long
+
+
+def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
+    """How many steps the worker may make of the plan that computes what is granted at `slots` (int64 ``[rows]``)."""
+    rows, running, features = state.rows, state.running, state.features
+    if state.most_steps == 1 or running.in_flight or state.fair.num_requests > len(slots):
+        return 1
+    if features.fill or state.kv.recurrent is not None:  # guesses and snapshots come between steps
+        return 1
+    if not rows.plain[slots].all() or rows.silent[slots].any() or not (state.hands_out or rows.patient[slots].all()):
+        return 1
+    computed, known = rows.num_computed[slots], rows.num_tokens[slots]
+    if (computed + 1 < known).any() or state.step_seconds == 0:
+        return 1
+    count = min(state.most_steps, int((rows.max_len[slots] - known).min()), int(MOST_SECONDS / state.step_seconds))
+    return _within_blocks(state, slots, count) if count > 1 else 1
+
+
+def _within_blocks(state: SchedulerState, slots: np.ndarray, count: int) -> int:
+    """As many of `count` steps as the requests at `slots` have blocks for. They get new ones if the pool has plenty."""
+    rows, size = state.rows, state.kv.block_size
+    ends = rows.num_computed[slots] + count
+    short = np.flatnonzero(ends > rows.reach[slots])
+    needed = int((-(-(ends - rows.reach[slots])[short] // size)).sum()) * len(state.kv.kinds)
+    if 2 * needed <= state.kv.pool.num_free:
+        short = np.array([i for i in short.tolist() if not extend(state, int(slots[i]), int(ends[i]))], np.int64)
+    within = (rows.reach[slots] - rows.num_computed[slots])[short]
+    return min(count, int(within.min())) if within.size else count
+
+
+def take_in_several(state: SchedulerState, step: Step, result: StepResult) -> None:
+    """As `take_in` for each of the steps. Only the last one can end a request."""
+    rows, plan, count = state.rows, step.plan, result.num_steps
+    slots, starts = plan.slots.astype(np.int64), plan.starts.astype(np.int64) + result.first
+    tokens = result.tokens.reshape(count, -1)
+    at = starts + np.arange(1, count + 1)[:, None]
+    rows.tokens[slots, at] = tokens
+    rows.num_computed[slots], rows.num_tokens[slots] = at[-1], at[-1] + 1
+    _count_as_planned(state, plan, slots, count if result.first else count - 1)
+    publish(state, slots, at[-1])
+    state.meter.tokens_came(state.clock(), tokens.size, len(slots), 0)
+    handles, frontends = (np.tile(column[slots], count) for column in (rows.handle, rows.frontend))
+    state.outbox.put_tokens(handles, frontends, tokens.reshape(-1))
+    end_complete(state, slots, at[-1], tokens[-1])
+    if not result.more:
+        retire(state, step)
+        state.budget.step_succeeded()
+
+
+def _count_as_planned(state: SchedulerState, plan: StepPlan, slots: np.ndarray, count: int) -> None:
+    """Count so many steps of `plan` beside the one that was counted when it was launched."""
+    state.running.next_step += count
+    state.fair.charge(count * np.bincount(state.rows.frontend[slots]))
+    for _ in range(count):
+        state.meter.stepped(plan.num_tokens)

@@ -1,0 +1,203 @@
+"""Plans of several decode steps: they bring what as many plans of one step would, and end when something is due."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import tiny
+from harness import Engine, run_core
+from mainspring import EngineArgs
+from mainspring.core.loop import EngineCore
+from mainspring.core.plan import several_steps
+from mainspring.core.plan.step import Step, StepResult
+from mainspring.ipc.inbox import Event, Inbox
+from mainspring.ipc.messages import AddRequest, Outputs, Sampling
+from native_here import why_not
+
+native = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def decode(most_steps: int, lengths: list[int], **fields: Any) -> Engine:
+    """Run a request of each of these output lengths to its end."""
+    engine, numbers = Engine(most_steps=most_steps, weights=(1.0, 2.0), **fields), random.Random(1)
+    engine._luck.choice = lambda options: options[-1]  # type: ignore[method-assign]  # no plan is interrupted
+    for i, length in enumerate(lengths):
+        engine.add([numbers.randrange(50) for _ in range(5)], length, frontend=i % 2)
+    engine.run()
+    engine.check_outputs()
+    return engine
+
+
+def test_frontends_are_charged_and_steps_counted_as_one_by_one() -> None:
+    one, several = (decode(most, [3, 17, 30, 30], num_blocks=200) for most in (1, 8))
+    assert several.num_several > 3
+    assert [f.served for f in one.scheduler.fair] == [f.served for f in several.scheduler.fair]
+    assert one.stats.num_steps == several.stats.num_steps
+    assert one.stats.generation_tokens == several.stats.generation_tokens == 80
+    assert len(several.steps) < len(one.steps) / 2
+
+
+def test_nothing_is_preempted_for_the_blocks_of_later_steps() -> None:
+    one, several = (decode(most, [20] * 6, num_blocks=40, block_size=4) for most in (1, 8))
+    assert several.num_several
+    assert several.stats.num_preemptions == one.stats.num_preemptions == 0
+
+
+def test_a_waiting_request_ends_plans_of_several_steps() -> None:
+    engine = Engine(most_steps=8, max_num_seqs=1)
+    engine.add([1, 2, 3], 30)
+    engine.step(), engine.step()
+    engine.add([4, 5, 6], 30)
+    before = engine.num_several
+    while engine.stats.num_waiting:
+        engine.step()
+    assert engine.num_several == before
+    engine.run()
+    assert engine.num_several > before
+
+
+def test_a_plan_is_as_long_as_the_time_that_a_step_takes_allows() -> None:
+    engine = Engine(most_steps=32)
+    engine.add([1, 2, 3], 60)
+    engine.step()
+    for seconds, steps in ((several_steps.MOST_SECONDS, 1), (several_steps.MOST_SECONDS / 5.5, 5), (1e-9, 32)):
+        engine.scheduler.state.step_seconds = seconds
+        step = engine.launch()
+        assert step is not None
+        assert step.plan.num_steps == steps
+        engine.retire()
+
+
+def test_without_a_receiver_only_patient_requests_get_several_tokens_at_once() -> None:
+    engine = Engine(most_steps=8)
+    engine.scheduler.state.hands_out = False
+    engine.add([1, 2, 3], 40)  # handle 0: not patient
+    engine.run()
+    assert not engine.num_several
+    engine.add([1, 2, 4], 40)
+    engine.run()
+    assert engine.num_several
+
+
+# ------------------------------------------------------------------ with a model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by architecture."""
+    found = {}
+    for name in ("llama", "gemma3", "qwen3"):
+        found[name] = tmp_path_factory.mktemp(name)
+        tiny.make(name, found[name])
+    return found
+
+
+REQUESTS = [
+    Sampling(30),
+    Sampling(25, seed=3, temperature=0.9),
+    Sampling(30, seed=-4, temperature=1.3, top_p=0.8, stop_token_ids=[7, 8, 9]),
+    Sampling(21, seed=5, temperature=0.7, top_k=9, min_p=0.02),
+]
+
+
+def tokens_of(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, seconds: float, stop: Sequence[int] = ()
+) -> dict[Any, list[int]]:
+    """The tokens of `REQUESTS`, in plans of at most so many seconds. stop: the first request's stop tokens."""
+    monkeypatch.setattr(several_steps, "MOST_SECONDS", seconds)
+    core.scheduler.reset_prefix_cache()
+    core.connect(0)
+    numbers = random.Random(2)
+    for handle, sampling in enumerate([replace(REQUESTS[0], stop_token_ids=list(stop)), *REQUESTS[1:]]):
+        prompt = [numbers.randrange(3, 60) for _ in range(3 + 11 * handle)]
+        core.add_request(0, AddRequest(handle, "", prompt, sampling, patient=True))
+    found = {key: tokens for key, (tokens, _) in run_core(core).items()}
+    core.disconnect(0)
+    return found
+
+
+def core_of(folder: Path, **fields: Any) -> EngineCore:
+    args = EngineArgs(model=str(folder), device="cpu", num_gpu_blocks_override=100, skip_tokenizer_init=True, **fields)
+    return EngineCore(args.create_engine_config())
+
+
+def watch(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Returns a list that receives, for each plan, the steps that it allows and those that are made."""
+    found: list[tuple[int, int]] = []
+    update = core.scheduler.update
+
+    def noted(step: Step, result: StepResult) -> dict[int, Outputs]:
+        found.append((step.plan.num_steps, result.num_steps))
+        return update(step, result)
+
+    monkeypatch.setattr(core.scheduler, "update", noted)
+    return found
+
+
+@native
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {}),
+        ("gemma3", {}),  # windows, scaled embeddings, tied
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("llama", {"quantization": "int8"}),
+    ],
+)
+def test_tokens_are_those_of_single_steps(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
+) -> None:
+    core = core_of(folders[name], **fields)
+    one = tokens_of(core, monkeypatch, 0.0)
+    steps = core.stats().num_steps
+    plans = watch(core, monkeypatch)
+    assert tokens_of(core, monkeypatch, 1e9) == one
+    assert core.stats().num_steps == 2 * steps
+    assert max(made for _, made in plans) > 5, "no plan had several steps"
+    tokens = one[0, 0]
+    stop = next(i for i in range(10, 30) if tokens[i] not in tokens[:i])
+    plans.clear()
+    ended = tokens_of(core, monkeypatch, 1e9, [tokens[stop], tokens[stop] + 1])
+    assert ended == {**one, (0, 0): tokens[: stop + 1]}
+    assert any(made < most for most, made in plans), "no stop token ended a plan"
+
+
+@native
+def test_no_step_follows_while_a_message_waits(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(folders["llama"])
+    one = tokens_of(core, monkeypatch, 0.0)
+    plans = watch(core, monkeypatch)
+    inbox = Inbox()
+    core.worker.interrupt = inbox.waits
+    inbox.put(Event(0, None))
+    assert tokens_of(core, monkeypatch, 1e9) == one
+    assert max(most for most, _ in plans) > 5
+    assert all(made == 1 for _, made in plans)
+    inbox.take(False)
+    tokens_of(core, monkeypatch, 1e9)
+    assert max(made for _, made in plans) > 5
+
+
+@native
+def test_tokens_are_handed_out_one_by_one_unless_all_are_patient(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several_steps, "MOST_SECONDS", 1e9)
+    core, handed = core_of(folders["llama"]), list[dict[int, Outputs]]()
+    core.hand_out(handed.append)
+    core.connect(0)
+    for handle, patient in enumerate((True, False)):
+        core.add_request(
+            0, AddRequest(handle, "", [5, 6, 7], Sampling(30, seed=handle, temperature=1.0), patient=patient)
+        )
+    steps = [core.step() for _ in range(4)]
+    assert len(handed) > 20
+    told = [outputs[0].handles for outputs in (*handed, *steps) if outputs]
+    assert sum(map(len, told)) == 60
+    assert all(len(set(handles)) == len(handles) for handles in told), "two tokens of a request in one message"
