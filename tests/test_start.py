@@ -13,12 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
+from mainspring import EngineArgs
 from mainspring.core.model.learn import fuse
+from mainspring.core.model.load import loader
 from mainspring.core.model.load.kept_decisions import KeptDecisions
 from mainspring.core.model.load.loader import _WithoutSympy, load_model
 from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.plan.control import Explain
+from mainspring.core.worker.generation_worker import GenerationWorker
+from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
+from mainspring.kernels.contract import Backend
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,9 @@ def in_a_new_process(code: str, *arguments: str) -> str:
 LOADS = """
 import sys, torch
 from mainspring.core.model.load.loader import load_model
+from mainspring.core.plan.control import Explain
+from mainspring.core.worker.generation_worker import GenerationWorker
+from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.config import LoadConfig, ModelConfig
 load_model(ModelConfig(model=sys.argv[1]), LoadConfig(), torch.device("cpu"))
 print(*sys.modules)
@@ -178,7 +187,8 @@ def test_a_file_that_holds_something_else_is_as_none(text: str, llama: Path, tmp
 def test_a_start_that_fails_leaves_nothing_to_follow(llama: Path, tmp_path: Path) -> None:
     load(llama, KeptDecisions(tmp_path))
     (file,) = tmp_path.iterdir()
-    file.write_text('{"model.layers.7.mlp": ["gated MLP", true, "", ["gate", "up", "down", "silu"]]}')
+    decision = ["gated MLP", True, "", ["gate", "up", "down", "silu"]]
+    file.write_text(json.dumps({"decisions": {"model.layers.7.mlp": decision}}))
     with pytest.raises(UnsupportedModelError, match="does not fit the model"):
         load(llama, KeptDecisions(tmp_path))
     assert not file.exists()
@@ -189,3 +199,61 @@ def test_a_start_that_fails_leaves_nothing_to_follow(llama: Path, tmp_path: Path
 
 def test_where_nothing_can_be_kept_a_model_loads_all_the_same(llama: Path) -> None:
     assert load(llama, KeptDecisions(Path("/proc/nowhere"))).decisions
+
+
+# --- Verified by an earlier start -----------------------------------------------------------------
+
+
+def worker(folder: Path, kept: Path, **fields: Any) -> GenerationWorker:
+    args = EngineArgs(model=str(folder), device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=8, **fields)
+    made = make_worker(args.create_engine_config(), kept=KeptDecisions(kept))
+    assert isinstance(made, GenerationWorker)
+    return made
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[PagedModel]:
+    """Receives each model that is verified."""
+    found: list[PagedModel] = []
+    verify = loader.verify
+
+    def noted(model: PagedModel, backend: Backend) -> str:
+        found.append(model)
+        return verify(model, backend)
+
+    monkeypatch.setattr(loader, "verify", noted)
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # as a whole, layer by layer
+def test_a_later_start_compares_the_logits_of_the_first(
+    architecture: str, tmp_path: Path, verified: list[PagedModel]
+) -> None:
+    folder = tiny.make(architecture, tmp_path / "model")
+    first = worker(folder, tmp_path / "kept").control(Explain())
+    assert len(verified) == 1
+    assert worker(folder, tmp_path / "kept").control(Explain()) == first
+    assert worker(folder, tmp_path / "kept").control(Explain()) == first
+    assert len(verified) == 1, "a later start verified the model again"
+    worker(folder, tmp_path / "kept", max_model_len=16)
+    assert len(verified) == 2, "what depends on the longest sequence was taken from another start"
+
+
+def test_other_logits_than_those_of_the_first_start_are_verified_anew(
+    llama: Path, tmp_path: Path, verified: list[PagedModel]
+) -> None:
+    first = worker(llama, tmp_path).control(Explain())
+    (file,) = tmp_path.iterdir()
+    kept = json.loads(file.read_bytes())
+    kept["verified"]["logits"] = [-x for x in kept["verified"]["logits"]]
+    file.write_text(json.dumps(kept))
+    assert worker(llama, tmp_path).control(Explain()) == first
+    assert len(verified) == 2
+    worker(llama, tmp_path)
+    assert len(verified) == 2, "the second start left nothing to compare"
+
+
+def test_one_who_does_not_compare_logits_verifies(llama: Path, tmp_path: Path, verified: list[PagedModel]) -> None:
+    load(llama, KeptDecisions(tmp_path))
+    load(llama, KeptDecisions(tmp_path))
+    assert len(verified) == 2

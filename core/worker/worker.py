@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,8 +22,9 @@ from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import Backend
 from ..model.learn.fuse import Decision
+from ..model.learn.verify import agree, final_logits, sample_of
 from ..model.learn.whole_match import make_whole
-from ..model.load.kept_decisions import KeptDecisions
+from ..model.load.kept_decisions import KeptDecisions, Verified
 from ..model.load.loader import load_model
 from ..model.load.quantized import BITS
 from ..model.run.lora import AdaptedBackend
@@ -53,6 +55,9 @@ class Decisions(msgspec.Struct, kw_only=True):
     num_blocks: int = 0  # in the pool, the null block included; 0: not measured yet
     max_model_len: int = 0  # tokens of the longest request that the blocks and the model allow
     device_bytes: int = 0  # GPU memory that the worker occupies
+
+
+logger = logging.getLogger(__name__)
 
 
 class LocalWorker(Worker):
@@ -186,6 +191,10 @@ def load_paged(
 ) -> tuple[PagedModel, str]:
     """Load the model `wanted`, and let `backend` run it as a whole if it can. Returns also the fingerprint of its
     weights. Arguments and errors as `load_model`."""
+    kept = decisions if isinstance(decisions, KeptDecisions) else None
+    if kept is not None:
+        limit, adapted = config.model_config.max_model_len, isinstance(backend, AdaptedBackend)
+        kept.settings = f"{wanted.quantization} {limit} {adapted}"
     model = load_model(
         wanted,
         config.load_config,
@@ -201,8 +210,26 @@ def load_paged(
     model.is_quantized = bits is not None or model.quantized is not None
     if model.is_quantized or not isinstance(backend, AdaptedBackend):
         make_whole(model, backend, bits)
+    if kept is not None and kept.can_keep and not _confirmed(model, backend, kept):
+        logger.info("the model gives other logits than at an earlier start: it is loaded and verified anew")
+        del model
+        return load_paged(config, wanted, device, backend, decisions, offload)
     model.quantized = model.verified = None
     return model, weights
+
+
+def _confirmed(model: PagedModel, backend: Backend, kept: KeptDecisions) -> bool:
+    """Compare the logits of a model in its final form with those of an earlier start that verified it, if there was
+    one, and keep them for the next. The second of two loads always verifies, because `KeptDecisions.find` removes the
+    file."""
+    logits = sample_of(final_logits(model, backend) if model.verified is None else model.verified[1])
+    verified = kept.verified
+    if verified is None:
+        verified = Verified(model.verdict, logits.flatten().tolist())
+    elif not agree(logits, torch.tensor(verified.logits), model.dtype):
+        return False
+    kept.keep(model.decisions, verified)
+    return True
 
 
 def lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend, prefix: str = "") -> LoRALimits:

@@ -76,6 +76,24 @@ def _difference(
     return float(torch.stack(worst).amax()), torch.cat(paged)
 
 
+def sample_of(logits: torch.Tensor) -> torch.Tensor:
+    """Some of the logits ``[rows, vocab]`` of a verified model, fp32 ``[rows, at most 64]``."""
+    return logits[:, :: -(-logits.shape[1] // 64)].float()
+
+
+def agree(logits: torch.Tensor, earlier: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits ``[rows, n]`` of a model of this `dtype` are those of an earlier start, fp32 ``[rows * n]``."""
+    if logits.numel() != earlier.numel():
+        return False
+    return float(deviations(logits, earlier.view_as(logits)).median()) <= LOGITS_TOLERANCE[dtype]
+
+
+def final_logits(model: PagedModel, backend: Backend) -> torch.Tensor:
+    """The logits ``[rows, vocab]`` that a model in its final form gives for the sequences of `verify`."""
+    sequences = random_sequences(model)
+    return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))
+
+
 def random_sequences(model: PagedModel) -> list[torch.Tensor]:
     """Two random sequences, long enough to cross the smallest window if that is small."""
     windows = [spec.window for spec in model.layers if spec.window is not None]

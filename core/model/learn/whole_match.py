@@ -24,7 +24,7 @@ from ..run.whole_model import Head, WholeModel
 from .fuse_match import LOGITS_TOLERANCE, NotRecognisedError, deviations
 from .fuse_observe import TEXT_ROWS, stand_in
 from .row_invariant import RoutedProducts
-from .verify import paged_logits, random_sequences, schedule
+from .verify import final_logits
 
 
 def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> None:
@@ -40,7 +40,8 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
             stack, head, embed_scale, is_plain = _recognise(model)
             on, logits = model.verified or (None, None)
             # the model is as `verify` left it
-            before = logits if logits is not None and on is backend else _logits(model, backend)
+            known = logits is not None and on is backend
+            before = logits if known or not model.verdict else final_logits(model, backend)
         tensors = None if model.quantized is None else JoinedWeights(model.quantized, model.parameters)
         decoder = _decoder(backend, stack, head, bits, tensors)
         if decoder is None:
@@ -59,14 +60,19 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         embedding = Embedding(stack.embedding.weight)
     model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend), 1
     model.parameters.packed = decoder.weights
-    error = float(deviations(_logits(model, backend), before).median())
+    logits = final_logits(model, backend)
+    model.verified = backend, logits
+    if before is None:  # as for an earlier start; the caller compares the logits
+        return
+    error = float(deviations(logits, before).median())
     if bits is None and model.quantized is None and not error <= LOGITS_TOLERANCE[model.dtype]:
         raise UnsupportedModelError(
             f"the {backend.name} backend computes {type(model.model).__name__} wrongly as a whole (logits differ by "
             f"{error:.1e} standard deviations); this is a bug: attention_backend='reference' avoids it"
         )
     how = "as a whole" if decoder.runs_steps else "with packed weights"
-    model.notes.append(f"{how}: logits within {error:.1e} standard deviations of those layer by layer")
+    model.verdict.append(f"{how}: logits within {error:.1e} standard deviations of those layer by layer")
+    model.notes.append(model.verdict[-1])
 
 
 def _decoder(
@@ -129,8 +135,3 @@ def _head(model: PagedModel, linear: Linear, hidden: torch.Tensor, logits: torch
 def _numbers(values: Iterable[Any]) -> list[float]:
     single = (x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in values)
     return [float(x) for x in single if isinstance(x, float)]
-
-
-def _logits(model: PagedModel, backend: Backend) -> torch.Tensor:
-    sequences = random_sequences(model)
-    return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))

@@ -1,9 +1,13 @@
-"""Decisions of fusing, kept from one start of a core to the next.
+"""Decisions of fusing, and the logits of a verified model, kept from one start of a core to the next.
 
 They are a file. Its name is a digest of everything that the decisions depend on: the model's config, code and weights
 (a few values of each), the processor, the versions of the libraries, and this package's own sources. A start removes
 the file and writes it again when the whole model has passed verification. After a start that failed, everything is
 decided anew.
+
+To verify a model takes a run of the library's own code, longer than all else that a start does with a small model. So
+the next start compares a sample of the logits that the model gives in its final form, its weights packed, with those of
+the start that verified it. If they differ, the model is loaded once more, and all is decided and verified anew.
 """
 
 from __future__ import annotations
@@ -29,6 +33,18 @@ logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[3]
 
 
+class Verified(msgspec.Struct, frozen=True):
+    """A model that passed verification."""
+
+    notes: list[str]  # what verification said
+    logits: list[float]  # see `verify.sample_of`
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    decisions: dict[str, Decision]
+    verified: Verified | None = None
+
+
 class KeptDecisions:
     """The decisions about the one model that a process loads. folder: by default ``fusing`` beside the native
     kernels."""
@@ -36,35 +52,45 @@ class KeptDecisions:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._path: Path | None = None
+        self.settings = ""  # what else the logits depend on; empty: they are not compared
+        self.verified: Verified | None = None  # of an earlier start; found by `find`
 
     def find(self, model: PreTrainedModel, backend: Backend) -> dict[str, Decision] | None:
         """The decisions of an earlier start, if there are any. None are kept for a GPU, nor for a checkpoint with code
         of its own, which may import files that the digest does not cover."""
+        self._path = self.verified = None
         if model.device.type != "cpu" or not type(model).__module__.startswith("transformers."):
             return None
         try:
             folder = self._folder or cache_folder().with_name("fusing")
-            self._path = folder / f"{_digest(model, backend)}.json"
+            self._path = folder / f"{_digest(model, backend, self.settings)}.json"
             data = self._path.read_bytes()
             self._path.unlink()
-            return msgspec.json.decode(data, type=dict[str, Decision])
+            kept = msgspec.json.decode(data, type=_Kept)
+            self.verified = kept.verified if self.settings else None
+            return kept.decisions
         except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: there is no home folder
             return None
 
-    def keep(self, decisions: Mapping[str, Decision]) -> None:
+    @property
+    def can_keep(self) -> bool:
+        """Whether anything is kept for the model that `find` was last called with."""
+        return self._path is not None
+
+    def keep(self, decisions: Mapping[str, Decision], verified: Verified | None = None) -> None:
         """Write them for the next start. To be called after `find`, once the model is verified."""
         if self._path is None:
             return
         try:
-            keep(self._path, decisions)
+            keep(self._path, _Kept(dict(decisions), verified))
         except OSError as error:
             logger.info("decisions of fusing can't be kept in %s: %s", self._path.parent, error)
 
 
-def _digest(model: PreTrainedModel, backend: Backend) -> str:
+def _digest(model: PreTrainedModel, backend: Backend, settings: str) -> str:
     hashed = blake2b(digest_size=16)
     names = [torch.__version__, transformers.__version__, type(model).__name__, type(backend).__name__, backend.name]
-    for text in (*names, *sorted(cpu_features()), model.config.to_json_string(use_diff=False)):
+    for text in (*names, settings, *sorted(cpu_features()), model.config.to_json_string(use_diff=False)):
         hashed.update(f"{text}\n".encode())
     ours = [*PACKAGE.glob("core/model/**/*.py"), *PACKAGE.glob("kernels/**/*.py"), *PACKAGE.glob("kernels/native/*.*")]
     for file in (Path(inspect.getfile(type(model))), *sorted(file for file in ours if file.is_file())):

@@ -47,6 +47,7 @@ class PagedModel:
         self.decisions = dict(fused.decisions)  # for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
         self.quantized: PackedWeights | None = None  # weights that the checkpoint has as integers
+        self.verdict: list[str] = []  # of `verify`, also as lines for --explain-model; empty: it was not called
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
         self.stack = fused.stack  # if it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory
