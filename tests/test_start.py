@@ -25,6 +25,7 @@ from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import Backend
+from native_here import why_not
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +258,45 @@ def test_one_who_does_not_compare_logits_verifies(llama: Path, tmp_path: Path, v
     load(llama, KeptDecisions(tmp_path))
     load(llama, KeptDecisions(tmp_path))
     assert len(verified) == 2
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+PRIVATE = """
+import re, sys, threading, time
+from pathlib import Path
+from mainspring import EngineArgs
+from mainspring.core.model.load.kept_decisions import KeptDecisions
+from mainspring.core.worker.make_worker import make_worker
+
+def private():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def watch():
+    while not done:
+        seen.append(private())
+        time.sleep(0.002)
+
+folder, kept, *dtype = sys.argv[1:]
+args = EngineArgs(model=folder, device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=8)
+before, seen, done = private(), [], False
+watcher = threading.Thread(target=watch)
+watcher.start()
+worker = make_worker(args.create_engine_config(), kept=KeptDecisions(Path(kept)))
+done = True
+watcher.join()
+packed = {id(w): w.memory.nbytes for w in worker.model.whole.decoder.weights.values()}
+print(sum(packed.values()), max(seen) - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_checkpoint_is_in_memory_once_at_every_moment(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    tiny.make("llama", tmp_path / "model", dtype=torch.bfloat16, **sizes, **heads)
+    for _ in range(2):  # the first start decides and verifies, the second follows
+        packed, most = map(int, in_a_new_process(PRIVATE, str(tmp_path / "model"), str(tmp_path / "kept")).split())
+        assert packed > 200 << 20
+        assert most < 1.3 * packed
