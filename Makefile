@@ -140,7 +140,8 @@ package: $(DEV) ## build sdist and wheel, with compiled kernels; install the whe
 	tar xf dist/*.tar.gz -C "$$place"; source=$$(echo "$$place"/mainspring-*); \
 	$(BIN)/python -P -m mainspring.kernels.native.build "$$source/kernels/native/shipped"; \
 	platform=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())'); \
-	$(BIN)/python -P -m build --wheel --outdir dist "-C--build-option=--plat-name=$$platform" "$$source" > /dev/null; \
+	$(BIN)/python -P -m build --wheel --outdir "$$place/wheel" "-C--build-option=--plat-name=$$platform" "$$source" > /dev/null; \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -P -m auditwheel repair --wheel-dir dist "$$place"/wheel/*.whl; \
 	$(BIN)/python -P -m venv "$$place/venv"; \
 	"$$place/venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) dist/*.whl; \
 	cd "$$place"; CXX=none MAINSPRING_CACHE="$$place/cache" venv/bin/mainspring demo --attention-backend native
