@@ -133,7 +133,7 @@ class RowScores(NamedTuple):
 
 
 class SequenceOffsets(NamedTuple):
-    """Where the sequences of a step begin and end in its flattened rows. Both int32, on the CPU.
+    """Where the sequences of a step begin and end in its flattened rows. All int32, on the CPU.
 
     Each forward pass has one, also of a model without a KV cache: layers that mix the tokens of a sequence by other
     means than paged attention read it. Rows from ``cu_seqlens[-1]`` on are padding.
@@ -141,12 +141,24 @@ class SequenceOffsets(NamedTuple):
 
     cu_seqlens: torch.Tensor  # [sequences + 1]: rows cu_seqlens[s]:cu_seqlens[s + 1] are those of sequence s
     slots: torch.Tensor  # [sequences]: the slot of each sequence's request; -1: a sequence of padding
+    starts: torch.Tensor  # [sequences]: tokens computed in earlier steps
+    prompt_lens: torch.Tensor  # [sequences]: tokens of the prompt, which a sequence may not have reached yet
 
     @classmethod
-    def of(cls, lengths: Sequence[int], slots: Sequence[int]) -> SequenceOffsets:
-        """Of sequences of so many rows, one after another."""
+    def of(
+        cls,
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        starts: Sequence[int] | None = None,
+        prompt_lens: Sequence[int] | None = None,
+    ) -> SequenceOffsets:
+        """Of sequences of so many rows, one after another. Without `starts` they begin here, and without `prompt_lens`
+        all of their tokens are prompt."""
+        starts = [0] * len(lengths) if starts is None else starts
+        if prompt_lens is None:
+            prompt_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        return cls(ends.int(), torch.tensor(slots, dtype=torch.int32))
+        return cls(ends.int(), *(torch.tensor(x, dtype=torch.int32) for x in (slots, starts, prompt_lens)))
 
 
 class PagedBatch(NamedTuple):

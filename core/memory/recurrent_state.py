@@ -5,7 +5,7 @@ numbered so that the worker can find them without a table:
 
 - 0: the initial state. It is only read, by a request that begins at position 0.
 - ``1 + slot``: the running state of the request at `slot`.
-- ``1 + slots + slot``: a backup of that state, from before a step that verifies guesses.
+- ``1 + slots + slot``: a backup of that state, from before a step that verifies guesses, where there are guesses.
 - all further ones: snapshots for the prefix cache, allocated like blocks and evicted in the same order.
 
 A state cannot be cut back to an earlier token, so a prefix is usable only where a snapshot was taken, and a rejected
@@ -42,6 +42,7 @@ class RecurrentState(LayerKind):
         super().__init__(group, block_size)
         self.snapshots = BlockPool(1 + group.snapshots)
         self._slots, self._chunk = group.slots, group.chunk
+        self._before_snapshots = num_states(group) - 1 - group.snapshots
         self._unit = math.lcm(block_size, group.chunk)  # tokens; snapshots of prompts are taken at its multiples
         self._every = max(1, group.snapshot_every // self._unit) * self._unit
         self._taken: dict[Request, list[tuple[int, int]]] = {}  # (tokens, snapshot), of steps that have not retired
@@ -169,7 +170,12 @@ class RecurrentState(LayerKind):
 
     def _place(self, snapshot: int) -> int:
         """The state slot of a snapshot, which is counted from 1."""
-        return 2 * self._slots + snapshot
+        return self._before_snapshots + snapshot
+
+
+def num_states(group: LayerGroup) -> int:
+    """State slots of a group: the initial state, running states, backups and snapshots."""
+    return 1 + group.slots * (2 if group.backups else 1) + group.snapshots
 
 
 def _columns(copies: list[tuple[int, int]]) -> np.ndarray:

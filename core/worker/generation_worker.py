@@ -14,7 +14,7 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
-from ..memory.updates import NO_COPIES, NO_TABLES
+from ..memory.updates import NO_COPIES, NO_STATE_COPIES, NO_TABLES
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.run.expert_recorder import ExpertRecorder
@@ -75,7 +75,7 @@ class GenerationWorker(LocalWorker):
         num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)
         self.facts = WorkerFacts(
             self._model_facts(model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=weights),
-            list(self.layout.groups),
+            [*self.layout.groups, *self._recurrent],
             num_blocks,
             max_model_len,
             count_slots(host_bytes, self.layout.block_bytes, free_host_bytes()),
@@ -272,6 +272,7 @@ def _next_step(plan: StepPlan) -> StepPlan:
         released=plan.released[:0],
         tables=NO_TABLES,
         copies=NO_COPIES,
+        states=NO_STATE_COPIES,
     )
 
 
