@@ -146,16 +146,18 @@ def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
     """The number of blocks of `block_bytes` that fit in `num_bytes`. free_bytes: free host memory.
 
     Raises:
-        InvalidArgumentError: `num_bytes` is less than one block.
+        InvalidArgumentError: `num_bytes` is less than one block, or there are no blocks.
         OutOfMemoryError: `num_bytes` is more than `free_bytes`.
     """
     if num_bytes > free_bytes:
         raise OutOfMemoryError(
             f"kv_offloading_size is {num_bytes / 2**30:.2f} GiB; {free_bytes / 2**30:.2f} GiB of host memory are free"
         )
+    if num_bytes and not block_bytes:
+        raise InvalidArgumentError("kv_offloading_size is set, and this model has no KV blocks: unset it")
     if 0 < num_bytes < block_bytes:
         raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one KV block takes {block_bytes}")
-    return num_bytes // block_bytes
+    return num_bytes // block_bytes if num_bytes else 0
 
 
 def _profile_cuda(

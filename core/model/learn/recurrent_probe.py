@@ -52,6 +52,12 @@ class _Noting(OwnCache):
         self.running: list[nn.Module] = []
         self.touched: dict[nn.Module, set[int]] = {}
 
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self.running.append(module)
+
+    def leave(self, *_: Any) -> None:
+        self.running.pop()
+
     def note(self, layer_idx: int) -> None:
         self.touched.setdefault(self.running[-1], set()).add(layer_idx)
 
@@ -91,20 +97,16 @@ def learn_states(model: PreTrainedModel) -> StepStates | None:
     inputs = model_inputs(model, torch.arange(TOKENS, device=model.device)[None])
     with ExitStack() as hooks:
         for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(lambda m, _: cache.running.append(m)).remove)
-            hooks.callback(module.register_forward_hook(lambda *_: cache.running.pop() and None).remove)
+            hooks.callback(module.register_forward_pre_hook(cache.enter).remove)
+            hooks.callback(module.register_forward_hook(cache.leave).remove)
         model(input_ids=ids, **inputs, **{cache_argument(model): cache})
     found = {StateKey(layer, "recurrent"): state for layer, state in cache.linear.items()}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for i, state in layer.conv_states.items():
-                found[StateKey(index, "conv", i)] = state
-            for i, state in layer.recurrent_states.items():
-                found[StateKey(index, "recurrent", i)] = state
+            found |= {StateKey(index, "conv", i): x for i, x in layer.conv_states.items() if x is not None}
+            found |= {StateKey(index, "recurrent", i): x for i, x in layer.recurrent_states.items() if x is not None}
     specs = {
-        key: StateSpec(tuple(state.shape[1:]), state.dtype, state.dtype == model.dtype)
-        for key, state in found.items()
-        if state is not None
+        key: StateSpec(tuple(state.shape[1:]), state.dtype, state.dtype == model.dtype) for key, state in found.items()
     }
     if not specs:
         return None

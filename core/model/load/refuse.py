@@ -12,10 +12,10 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttention
 
 from ....ipc.errors import MainspringError, UnsupportedModelError
 
-# Layers whose only memory is keys and values, and those whose state transformers keeps in its cache. On a few tokens
-# others (sparse attention with an index of its own) may compute the same, so verification can't be relied on to find
-# them.
-_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Layers whose only memory, if any, is keys and values, and those whose state transformers keeps in its cache. On a few
+# tokens others (sparse attention with an index of its own) may compute the same, so verification can't be relied on to
+# find them.
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
 _STATEFUL_LAYERS = frozenset(
     name for name, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
 )

@@ -14,7 +14,7 @@ however its text was cut and whatever else the step computes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
