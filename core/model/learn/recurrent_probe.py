@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ..run.ragged_scans import all_at_once, is_ragged, ragged_specs
 from ..run.recurrent import StateKey, StateSpec, StepStates, cache_argument, model_inputs, one_token_each
 
 TOKENS = 8
@@ -112,7 +113,13 @@ def learn_states(model: PreTrainedModel) -> StepStates | None:
         return None
     states = StepStates(model.config, specs)
     for module, layers in cache.touched.items():
-        module.forward = one_token_each(module.forward, layers)  # type: ignore[method-assign]
         states.modules.append(module)
+        own = {key: spec for key, spec in specs.items() if key.layer in layers}
+        if is_ragged(module, own):
+            states.specs |= ragged_specs(module, own)
+            module.forward = all_at_once(module)  # type: ignore[method-assign]
+        else:
+            states.looped.append(module)
+            module.forward = one_token_each(module.forward, layers)  # type: ignore[method-assign]
     model.mainspring_states = states  # type: ignore[assignment]
     return states

@@ -19,6 +19,7 @@ from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
@@ -65,9 +66,13 @@ class StepStates(DynamicCache):
         self.specs = dict(specs)
         self.pool: dict[StateKey, torch.Tensor] = {}
         self.sequences = SequenceOffsets.of((), ())
+        self._where: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.num_rows = 0
         self.lots: list[Lot] = []
         self.modules: list[nn.Module] = []  # which keep the states
+        self.looped: list[nn.Module] = []  # those that are called once for each token of a sequence
+        self.tells_prompts = False  # whether a prompt's token is computed otherwise than a generated one
+        self._at = StateKey(0, "conv")  # the layer whose mixer runs, and its convolution
 
     @property
     def state_bytes(self) -> int:
@@ -96,15 +101,57 @@ class StepStates(DynamicCache):
     def begin(self, sequences: SequenceOffsets, num_rows: int) -> None:
         """The next forward pass computes these sequences, in `num_rows` rows, padding included."""
         self.sequences, self.num_rows = sequences, num_rows
+        self._where = None
+        self.lots = self._lots() if self.looped else []
+
+    def _lots(self) -> list[Lot]:
+        sequences, lots = self.sequences, []
         first = sequences.cu_seqlens[:-1].long()
         counts = sequences.cu_seqlens[1:].long() - first
         slots, fresh = sequences.slots.long() + 1, sequences.starts == 0
         device = next(iter(self.pool.values())).device
-        self.lots = []
         for nth in range(int(counts.max()) if len(counts) else 0):
             there = counts > nth
             begins = fresh[there].to(device) if nth == 0 and bool(fresh.any()) else None
-            self.lots.append(Lot((first[there] + nth).to(device), slots[there].to(device), begins))
+            lots.append(Lot((first[there] + nth).to(device), slots[there].to(device), begins))
+        return lots
+
+    # ------------------------------------------------------------------ mixers that run over all rows at once
+
+    def where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the step's sequences: row offsets int32 ``[sequences + 1]``, state slots int32 ``[sequences]``, and
+        whether a state begins as zeros, bool ``[sequences]``."""
+        if self._where is None:
+            of = self.sequences
+            self._where = of.cu_seqlens, of.slots + 1, of.starts == 0
+        return self._where
+
+    def current(self, kind: Kind) -> torch.Tensor:
+        """The pool ``[state slots, ...]`` of the state that the running mixer asked for last."""
+        return self.pool[StateKey(self._at.layer, kind, self._at.index)]
+
+    def in_prompt(self) -> torch.Tensor:
+        """Whether each row's token belongs to a prompt, bool ``[rows]``. Padding rows do."""
+        of = self.sequences
+        counts = (of.cu_seqlens[1:] - of.cu_seqlens[:-1]).long()
+        left = torch.repeat_interleave(of.prompt_lens - of.starts + of.cu_seqlens[:-1], counts)
+        inside = torch.arange(len(left)) < left
+        return F.pad(inside, (0, self.num_rows - len(inside)), value=True)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self._at = StateKey(layer_idx, "conv", state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self._at = StateKey(layer_idx, "recurrent", state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self._at = StateKey(layer_idx, "conv", state_idx)
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
+        return recurrent_states  # the scan has written it
 
     # ------------------------------------------------------------------ what attention and the model ask of a cache
 
