@@ -151,7 +151,13 @@ class LocalWorker(Worker):
         found, states = self.decisions, model.states
         if states is not None:
             slots, guesses = config.scheduler_config.max_num_seqs, config.speculative_config is not None
-            group = LayerGroup("recurrent", token_bytes=states.state_bytes, slots=slots, backups=guesses)
+            group = LayerGroup(
+                "recurrent",
+                token_bytes=states.state_bytes,
+                slots=slots,
+                backups=guesses,
+                prompts_only=states.tells_prompts,
+            )
             self._recurrent = [group]
         if not found.num_blocks:
             count = count_blocks(config, layout, model, self._backend, graph_sizes, beside, *self._recurrent)
