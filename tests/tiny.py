@@ -84,6 +84,25 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("qwen3_5_text", _DELTA),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32}),
+    "nemotron_h": (  # computes a prompt otherwise than what it generates
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 32,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "falcon_mamba": ("falcon_mamba", {"num_hidden_layers": 4, "state_size": 16, "time_step_rank": 8}),
+    "minimax": ("minimax", {"num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 4, "block_size": 16}),
     "lfm2": ("lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
 }
 
