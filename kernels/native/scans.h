@@ -144,33 +144,35 @@ inline void delta_columns(const DeltaCall& c, int64_t sequence, int64_t head, in
             store_up_to(query + i, mul(mul(load_up_to(q + i, K - i), of_query), scale), K - i);
             store_up_to(decay + i, c.each_key ? exp(load_up_to(g + i, K - i)) : load(one), K - i);
         }
-        // What the state has for the key, in two chains for each vector.
-        F32 known[2][DELTA_VECTORS];
-        for (auto& chain : known)
-            for (auto& part : chain) part = zero();
-        for (int64_t i = 0; i < K; ++i)
-            for (int j = 0; j < DELTA_VECTORS; ++j) {
-                const F32 kept = mul(load(held + i * WIDTH + j * LANES), set(decay[i]));
-                known[i & 1][j] = fma(kept, set(key[i]), known[i & 1][j]);
-            }
+        // What the state has for the key, and then for the query, in two chains for each vector.
+        F32 known[DELTA_VECTORS], known_too[DELTA_VECTORS], y[DELTA_VECTORS], y_too[DELTA_VECTORS], change[DELTA_VECTORS];
+        for (int j = 0; j < DELTA_VECTORS; ++j) known[j] = known_too[j] = y[j] = y_too[j] = zero();
+        const auto knows = [&](int64_t i, F32* sums) {
+            for (int j = 0; j < DELTA_VECTORS; ++j)
+                sums[j] = fma(mul(load(held + i * WIDTH + j * LANES), set(decay[i])), set(key[i]), sums[j]);
+        };
+        int64_t i = 0;
+        for (; i + 2 <= K; i += 2) knows(i, known), knows(i + 1, known_too);
+        if (i < K) knows(i, known);
         const float* v = c.v + (row * c.heads + head) * c.V + first;
         const F32 beta = set(c.beta[row * c.heads + head]);
-        F32 change[DELTA_VECTORS], y[2][DELTA_VECTORS];
         for (int j = 0; j < DELTA_VECTORS; ++j) {
             const F32 value = j * LANES < n ? load_up_to(v + j * LANES, n - j * LANES) : zero();
-            change[j] = mul(sub(value, add(known[0][j], known[1][j])), beta);
-            y[0][j] = y[1][j] = zero();
+            change[j] = mul(sub(value, add(known[j], known_too[j])), beta);
         }
-        for (int64_t i = 0; i < K; ++i)
+        const auto learns = [&](int64_t i, F32* sums) {
             for (int j = 0; j < DELTA_VECTORS; ++j) {
                 float* at = held + i * WIDTH + j * LANES;
                 const F32 now = fma(change[j], set(key[i]), mul(load(at), set(decay[i])));
                 store(at, now);
-                y[i & 1][j] = fma(now, set(query[i]), y[i & 1][j]);
+                sums[j] = fma(now, set(query[i]), sums[j]);
             }
+        };
+        for (i = 0; i + 2 <= K; i += 2) learns(i, y), learns(i + 1, y_too);
+        if (i < K) learns(i, y);
         float* out = c.y + (row * c.heads + head) * c.V + first;
         for (int j = 0; j < DELTA_VECTORS && j * LANES < n; ++j)
-            store_up_to(out + j * LANES, add(y[0][j], y[1][j]), n - j * LANES);
+            store_up_to(out + j * LANES, add(y[j], y_too[j]), n - j * LANES);
     }
     for (int64_t i = 0; i < K; ++i)
         for (int j = 0; j < n; j += LANES) store_up_to(state + i * c.V + j, load(held + i * WIDTH + j), n - j);
@@ -201,6 +203,33 @@ struct MambaCall {
     int64_t each_number;  // A is [heads, N]
 };
 
+// Neighbouring channels of a head, one token.
+template <int CHANNELS>
+inline void mamba_channels(
+    const MambaCall& c, int64_t at, int64_t head, int64_t p, float* state, const float* decay, const float* B, const float* C
+) {
+    F32 input[CHANNELS], total[CHANNELS];
+    for (int i = 0; i < CHANNELS; ++i) input[i] = set(c.x[at * c.P + p + i] * c.dt[at]), total[i] = zero();
+    const auto numbers = [&](int64_t n, auto load_some, auto store_some) {
+        const F32 kept = load(decay + n), b = load_some(B + n), much = load_some(C + n);
+        for (int i = 0; i < CHANNELS; ++i) {
+            float* number = state + (p + i) * c.N + n;
+            const F32 now = fma(load_some(number), kept, mul(input[i], b));
+            store_some(number, now);
+            total[i] = fma(now, much, total[i]);
+        }
+    };
+    int64_t n = 0;
+    for (; n + LANES <= c.N; n += LANES)
+        numbers(n, [](const float* from) { return load(from); }, [](float* to, F32 x) { store(to, x); });
+    if (const int rest = int(c.N - n))
+        numbers(n, [=](const float* from) { return load_n(from, rest); }, [=](float* to, F32 x) { store_n(to, x, rest); });
+    for (int i = 0; i < CHANNELS; ++i) {
+        const float y = sum(total[i]);
+        c.y[at * c.P + p + i] = c.D ? std::fma(c.D[head], c.x[at * c.P + p + i], y) : y;
+    }
+}
+
 inline void mamba_head(const MambaCall& c, int64_t sequence, int64_t head) {
     const Sequences& of = c.sequences;
     const int64_t N = c.N, group = head / (c.heads / c.groups);
@@ -213,18 +242,9 @@ inline void mamba_head(const MambaCall& c, int64_t sequence, int64_t head) {
         const F32 dt = set(c.dt[at]);
         for (int64_t n = 0; n < N; n += LANES)
             store(decay + n, exp(mul(c.each_number ? load_up_to(c.A + head * N + n, N - n) : set(c.A[head]), dt)));
-        for (int64_t p = 0; p < c.P; ++p) {
-            const float x = c.x[at * c.P + p];
-            const F32 input = set(x * c.dt[at]);
-            float* numbers = state + p * N;
-            F32 total = zero();
-            for (int64_t n = 0; n < N; n += LANES) {
-                const F32 now = fma(load_up_to(numbers + n, N - n), load(decay + n), mul(input, load_up_to(B + n, N - n)));
-                store_up_to(numbers + n, now, N - n);
-                total = fma(now, load_up_to(C + n, N - n), total);
-            }
-            c.y[at * c.P + p] = c.D ? std::fma(c.D[head], x, sum(total)) : sum(total);
-        }
+        int64_t p = 0;
+        for (; p + 4 <= c.P; p += 4) mamba_channels<4>(c, at, head, p, state, decay, B, C);
+        for (; p < c.P; ++p) mamba_channels<1>(c, at, head, p, state, decay, B, C);
     }
 }
 
