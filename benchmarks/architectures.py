@@ -65,9 +65,11 @@ class Result(NamedTuple):
 
 
 class _Request:
-    def __init__(self, tokens: list[int], table: list[int], limit: int) -> None:
+    def __init__(self, tokens: list[int], table: list[int], limit: int, slot: int) -> None:
         self.tokens = tokens
         self.table = table  # its blocks, anywhere in the cache
+        self.slot = slot  # of its recurrent state
+        self.prompt_len = len(tokens)
         self.limit = limit
         self.computed = 0
 
@@ -86,9 +88,11 @@ def drive(model: PagedModel, prompts: list[list[int]], max_tokens: int) -> list[
     blocks = list(range(1, 1 + blocks_each * len(prompts)))
     random.Random(0).shuffle(blocks)
     requests = [
-        _Request(list(prompt), blocks[i * blocks_each : (i + 1) * blocks_each], len(prompt) + max_tokens)
+        _Request(list(prompt), blocks[i * blocks_each : (i + 1) * blocks_each], len(prompt) + max_tokens, i)
         for i, prompt in enumerate(prompts)
     ]
+    if model.states is not None:
+        model.states.allocate(1 + len(prompts), model.dtype, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     caches = [
         LayerCache(
             torch.zeros(len(blocks) + 1, BLOCK_SIZE, spec.num_kv_heads, spec.key_dim, dtype=model.dtype),
@@ -139,7 +143,8 @@ def _step(model: PagedModel, backend: ReferenceBackend, running: list[_Request])
     plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
     where = _padded(blocks), _padded(rows)
     attention = [StepAttention(plans[spec], *where, backend) for spec in model.layers]
-    sequences = SequenceOffsets.of(counts, range(len(counts)))
+    starts = [request.computed - count for request, count in zip(chosen, counts, strict=True)]
+    sequences = SequenceOffsets.of(counts, [r.slot for r in chosen], starts, [r.prompt_len for r in chosen])
     logits = model.forward(_padded(ids), _padded(positions)[None], attention, sequences, _padded(last_rows))
     for row, request in enumerate(chosen):
         if request.computed == len(request.tokens):
@@ -196,6 +201,21 @@ _VARIANTS: list[dict[str, Any]] = [
 _GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4)]
 DIVERSE = 12  # distinct tokens among all outputs
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": HEAD_DIM,
+}
+_MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": HEAD_DIM,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 32,
+}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)}
+
 # Values that no rule over field names can find.
 _FIELDS: dict[str, dict[str, Any]] = {
     "dbrx": {
@@ -208,6 +228,41 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "xmod": {"default_language": "en_XX"},
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "olmo_hybrid": _DELTA,
+    "kimi_linear": {"num_key_value_heads": HEADS},
+    "bailing_hybrid": {"num_key_value_heads": HEADS},
+    "bamba": _MAMBA_2 | {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": _MAMBA_2 | _MIXED,
+    "falcon_h1": _MAMBA_2 | {"mamba_d_ssm": 2 * HIDDEN},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 32},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32},
+    "zamba2": {
+        "mamba_d_state": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "chunk_size": 32,
+        "num_mem_blocks": 1,
+        "adapter_rank": 8,
+        "layer_types": ["linear_attention", "hybrid"] * (LAYERS // 2),
+        "hybrid_layer_ids": [1, 3],
+        "attention_head_dim": 32,
+        "attention_hidden_size": 2 * HIDDEN,
+        "kv_channels": HEAD_DIM,
+    },
+    "mamba": {"state_size": 16, "time_step_rank": 8},
+    "falcon_mamba": {"state_size": 16, "time_step_rank": 8},
+    "jamba": {"mamba_d_state": 16, "mamba_dt_rank": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": {
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+        "n_mamba_heads": 2,
+        "layer_types": ["linear_attention", "hybrid"] * (LAYERS // 2),
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "minimax": {"block_size": 16},
 }
 
 

@@ -133,7 +133,7 @@ class RowScores(NamedTuple):
 
 
 class SequenceOffsets(NamedTuple):
-    """Where the sequences of a step begin and end in its flattened rows. Both int32, on the CPU.
+    """Where the sequences of a step begin and end in its flattened rows. All int32, on the CPU.
 
     Each forward pass has one, also of a model without a KV cache: layers that mix the tokens of a sequence by other
     means than paged attention read it. Rows from ``cu_seqlens[-1]`` on are padding.
@@ -141,12 +141,24 @@ class SequenceOffsets(NamedTuple):
 
     cu_seqlens: torch.Tensor  # [sequences + 1]: rows cu_seqlens[s]:cu_seqlens[s + 1] are those of sequence s
     slots: torch.Tensor  # [sequences]: the slot of each sequence's request; -1: a sequence of padding
+    starts: torch.Tensor  # [sequences]: tokens computed in earlier steps
+    prompt_lens: torch.Tensor  # [sequences]: tokens of the prompt, which a sequence may not have reached yet
 
     @classmethod
-    def of(cls, lengths: Sequence[int], slots: Sequence[int]) -> SequenceOffsets:
-        """Of sequences of so many rows, one after another."""
+    def of(
+        cls,
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        starts: Sequence[int] | None = None,
+        prompt_lens: Sequence[int] | None = None,
+    ) -> SequenceOffsets:
+        """Of sequences of so many rows, one after another. Without `starts` they begin here, and without `prompt_lens`
+        all of their tokens are prompt."""
+        starts = [0] * len(lengths) if starts is None else starts
+        if prompt_lens is None:
+            prompt_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        return cls(ends.int(), torch.tensor(slots, dtype=torch.int32))
+        return cls(ends.int(), *(torch.tensor(x, dtype=torch.int32) for x in (slots, starts, prompt_lens)))
 
 
 class PagedBatch(NamedTuple):
@@ -172,6 +184,81 @@ class PagedBatch(NamedTuple):
     reach: torch.Tensor | None = None  # [qo_indptr[-1]]
 
 
+class Scans(Protocol):
+    """Causal convolutions and recurrent scans over the rows of several sequences.
+
+    Rows ``starts[s] : starts[s + 1]`` (int32 ``[sequences + 1]``) belong to a sequence whose state is
+    ``state[slots[s]]`` (int32 ``[sequences]``), or zeros where ``fresh[s]`` (bool); the states are overwritten. States
+    are fp32, and rows have any dtype, which the result has, too; rows that belong to no sequence give zeros. The
+    recurrent form always: a row's bits depend neither on how its text was cut nor on other sequences.
+    """
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: bool,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """x ``[rows, channels]``, weight ``[channels, width]``, bias ``[channels]``, state ``[slots, channels, width -
+        1]`` → like x. activation: SiLU of the sums, after they are rounded to the dtype of x."""
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+        scale: float,
+        l2norm: bool,
+    ) -> torch.Tensor:
+        """The gated delta rule (Yang et al., "Gated Delta Networks", 2024), or Kimi delta attention, whose decay each
+        key has its own: q and k ``[rows, key heads, K]``, v ``[rows, heads, V]``, g, the logarithms of the decay,
+        ``[rows, heads]`` or ``[rows, heads, K]``, beta ``[rows, heads]``, state ``[slots, heads, K, V]`` → like v.
+        l2norm: of q and k; `scale` of q comes after it."""
+
+    def mamba2(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """Mamba 2 (Dao and Gu, 2024): x ``[rows, heads, P]``, dt ``[rows, heads]`` with bias, softplus and limits, A
+        and D ``[heads]``, B and C ``[rows, groups, N]``, state ``[slots, heads, P, N]`` → like x."""
+
+    def mamba1(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        Dskip: torch.Tensor,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """Mamba (Gu and Dao, 2023): x and dt ``[rows, D]``, A ``[D, N]``, B and C ``[rows, N]``, Dskip ``[D]``, state
+        ``[slots, D, N]`` → like x."""
+
+
 class Backend(Protocol):
     """A kernel backend. Between steps it keeps nothing but workspaces. A method with a body here is optional."""
 
@@ -181,6 +268,7 @@ class Backend(Protocol):
         int | None
     )  # tokens of the longest request in a step planned with `graph`; None: any; 0: no graphs
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
+    scans: Scans
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """The reason why this backend does not serve such attention with queries of `dtype` and a cache of `kv_dtype`,

@@ -60,6 +60,53 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+
+# The same for models with recurrent state. Experts are 16 because torch's own products in bfloat16 with fewer columns
+# differ in a bit with the number of rows.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_DELTA,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "num_experts_per_tok": 2,
+            "num_experts": 16,
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32}),
+    "nemotron_h": (  # computes a prompt otherwise than what it generates
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 32,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "falcon_mamba": ("falcon_mamba", {"num_hidden_layers": 4, "state_size": 16, "time_step_rank": 8}),
+    "minimax": ("minimax", {"num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 16, "block_size": 16}),
+    "lfm2": ("lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
+}
+
 
 def make(
     architecture: str,
@@ -70,11 +117,11 @@ def make(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`) to `folder`; → the folder.
+    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES` or `RECURRENT`) to `folder`; → the folder.
 
     `overrides` replace config fields. `tokenizer` adds a byte-level BPE one, whose ids the model's vocabulary covers.
     """
-    model_type, fields = ARCHITECTURES[architecture]
+    model_type, fields = (ARCHITECTURES | RECURRENT)[architecture]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **fields, **overrides})
     disable_progress_bar()
     with torch.random.fork_rng():

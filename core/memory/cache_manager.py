@@ -132,6 +132,8 @@ class CacheManager(BlockTables):
         """Let blocks `first` to `last` (exclusive) be found: they are full, and their step has succeeded."""
         if not self._prefix_caching:
             return
+        if self.recurrent is not None and self.recurrent.prompts_only:
+            last = min(last, request.prompt_len // self.block_size)
         for group, (kind, table) in enumerate(zip(self.kinds, request.tables, strict=True)):
             if table and (columns := kind.columns_to_publish(request, first, last)):
                 names = kind.names(request)

@@ -5,7 +5,7 @@ numbered so that the worker can find them without a table:
 
 - 0: the initial state. It is only read, by a request that begins at position 0.
 - ``1 + slot``: the running state of the request at `slot`.
-- ``1 + slots + slot``: a backup of that state, from before a step that verifies guesses.
+- ``1 + slots + slot``: a backup of that state, from before a step that verifies guesses, where there are guesses.
 - all further ones: snapshots for the prefix cache, allocated like blocks and evicted in the same order.
 
 A state cannot be cut back to an earlier token, so a prefix is usable only where a snapshot was taken, and a rejected
@@ -35,13 +35,17 @@ class RecurrentState(LayerKind):
     A prompt is cut where a snapshot is due: at its last full block, where the cached keys and values of another request
     end (`Request.branch`), and every `snapshot_every` tokens. While a request decodes, its newest snapshot replaces the
     one before and is cached when the request leaves its slot. Kernels that compute a prompt in chunks give other bits
-    than token by token, so with chunks there are no snapshots of decoded tokens.
+    than token by token, so with chunks there are no snapshots of decoded tokens; nor are there if the model computes a
+    generated token otherwise (`LayerGroup.prompts_only`).
     """
 
     def __init__(self, group: LayerGroup, block_size: int) -> None:
         super().__init__(group, block_size)
         self.snapshots = BlockPool(1 + group.snapshots)
         self._slots, self._chunk = group.slots, group.chunk
+        self._generated = group.chunk == 1 and not group.prompts_only  # whether states behind the prompt are cached
+        self.prompts_only = group.prompts_only
+        self._before_snapshots = num_states(group) - 1 - group.snapshots
         self._unit = math.lcm(block_size, group.chunk)  # tokens; snapshots of prompts are taken at its multiples
         self._every = max(1, group.snapshot_every // self._unit) * self._unit
         self._taken: dict[Request, list[tuple[int, int]]] = {}  # (tokens, snapshot), of steps that have not retired
@@ -161,7 +165,7 @@ class RecurrentState(LayerKind):
     def _is_due(self, request: Request, end: int) -> bool:
         """Whether to take a snapshot after the first `end` tokens, whole blocks of them, if nobody has it."""
         if end > request.prompt_len:  # prompts go first: half of the snapshots are theirs
-            return self._chunk == 1 and self.snapshots.num_free > self.snapshots.num_blocks // 2
+            return self._generated and self.snapshots.num_free > self.snapshots.num_blocks // 2
         if self._next_due(request, end - 1) != end:
             return False
         blocks = end // self.block_size
@@ -169,7 +173,12 @@ class RecurrentState(LayerKind):
 
     def _place(self, snapshot: int) -> int:
         """The state slot of a snapshot, which is counted from 1."""
-        return 2 * self._slots + snapshot
+        return self._before_snapshots + snapshot
+
+
+def num_states(group: LayerGroup) -> int:
+    """State slots of a group: the initial state, running states, backups and snapshots."""
+    return 1 + group.slots * (2 if group.backups else 1) + group.snapshots
 
 
 def _columns(copies: list[tuple[int, int]]) -> np.ndarray:

@@ -18,6 +18,8 @@ class LayerGroup(msgspec.Struct, frozen=True):
     length: int = 0  # fixed: tokens of this memory that each request has
     slots: int = 0  # recurrent: states of running requests, one for each slot of the scheduler
     snapshots: int = 0  # recurrent: further states, for the prefix cache
+    backups: bool = True  # recurrent: as many further states, for steps that verify guesses
+    prompts_only: bool = False  # recurrent: a generated token leaves another state than the same token of a prompt
     chunk: int = 1  # recurrent: tokens; a prompt is cut at multiples of it
     snapshot_every: int = 1024  # recurrent: tokens of a prompt from one snapshot to the next
 

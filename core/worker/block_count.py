@@ -16,6 +16,8 @@ import torch
 from ...ipc.config import CacheConfig, EngineConfig
 from ...ipc.errors import InvalidArgumentError, OutOfMemoryError
 from ...kernels.contract import ROW_MULTIPLE, Backend
+from ..memory.recurrent_state import num_states
+from ..memory.updates import LayerGroup
 from ..model.run.paged_model import PagedModel
 from ..plan.step import PROMPT_LOGITS
 from .kv_layout import KVLayout
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 CPU_SHARE = 0.4  # share of host memory free after loading; the rest is for activations and other programs
 CPU_DEFAULT_BYTES = 4 << 30  # largest KV cache on a CPU, unless the user sets a size
 GRAPH_BYTES = 8 << 20  # memory of one captured graph, besides the pool that all graphs share
+SNAPSHOT_SHARE = 0.25  # of the memory for blocks and states: the most that snapshots of recurrent state take
 CHOICE_BYTES = 24  # memory per logit while tokens are chosen: the logit and its masked copies in fp32
 
 
@@ -36,6 +39,7 @@ def count_blocks(
     backend: Backend,
     graph_sizes: Sequence[int] = (),
     beside: int = 0,
+    recurrent: LayerGroup | None = None,
 ) -> tuple[int, int]:
     """The number of blocks in the pool (the null block included), and the length of the longest request.
 
@@ -44,6 +48,7 @@ def count_blocks(
 
     Args:
         beside: bytes that a draft model needs for each block.
+        recurrent: the layers with recurrent state, for whose states memory is left, snapshots included.
 
     Raises:
         OutOfMemoryError: a single request of `max_model_len` tokens does not fit.
@@ -56,14 +61,18 @@ def count_blocks(
         raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {model.max_position}")
     available = cache.num_gpu_blocks_override
     if available is None:
+        available = 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget)
         if cache.kv_cache_memory_bytes is not None:
             memory = cache.kv_cache_memory_bytes
         elif model.device.type == "cuda":
             memory = _profile_cuda(config, layout, model, backend, graph_sizes)
         else:
-            memory = min(CPU_DEFAULT_BYTES, int(free_host_bytes() * CPU_SHARE))
-        available = memory // (layout.block_bytes + beside)
-        available = min(available, 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget))
+            states = 0 if recurrent is None else num_states(recurrent) * recurrent.token_bytes
+            memory = min(CPU_DEFAULT_BYTES + states, int(free_host_bytes() * CPU_SHARE))
+        if recurrent is not None:
+            memory = _without_states(config, memory, recurrent)
+        if layout.groups:
+            available = min(available, memory // (layout.block_bytes + beside))
     needed = 1 + layout.blocks_for(limit, budget)
     if needed > available and wanted is None:
         # Binary search: a longer request never needs fewer blocks.
@@ -77,6 +86,30 @@ def count_blocks(
             f"but the cache has {max(0, available)}: set a smaller max_model_len or a larger kv_cache_memory_bytes"
         )
     return available, limit
+
+
+def _without_states(config: EngineConfig, memory: int, group: LayerGroup) -> int:
+    """What is left of `memory` bytes for blocks, beside the states of running requests and snapshots.
+
+    Raises:
+        OutOfMemoryError: the states of running requests do not fit.
+    """
+    states = num_states(group) * group.token_bytes
+    if states > memory:
+        raise OutOfMemoryError(
+            f"the recurrent state of max_num_seqs {group.slots} requests takes {states / 2**20:.0f} MiB, and there are "
+            f"{memory / 2**20:.0f}: set a smaller max_num_seqs or a larger kv_cache_memory_bytes"
+        )
+    caching = config.cache_config.enable_prefix_caching
+    return memory - states - (int(memory * SNAPSHOT_SHARE) if caching else 0)
+
+
+def count_snapshots(config: EngineConfig, layout: KVLayout, num_blocks: int, group: LayerGroup) -> int:
+    """The number of snapshots of recurrent state: as many as fit in their share of the memory."""
+    if not config.cache_config.enable_prefix_caching:
+        return 0
+    beside = num_states(group) * group.token_bytes + num_blocks * layout.block_bytes
+    return int(beside * SNAPSHOT_SHARE / (1 - SNAPSHOT_SHARE)) // group.token_bytes
 
 
 def free_host_bytes() -> int:
@@ -113,16 +146,18 @@ def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
     """The number of blocks of `block_bytes` that fit in `num_bytes`. free_bytes: free host memory.
 
     Raises:
-        InvalidArgumentError: `num_bytes` is less than one block.
+        InvalidArgumentError: `num_bytes` is less than one block, or there are no blocks.
         OutOfMemoryError: `num_bytes` is more than `free_bytes`.
     """
     if num_bytes > free_bytes:
         raise OutOfMemoryError(
             f"kv_offloading_size is {num_bytes / 2**30:.2f} GiB; {free_bytes / 2**30:.2f} GiB of host memory are free"
         )
+    if num_bytes and not block_bytes:
+        raise InvalidArgumentError("kv_offloading_size is set, and this model has no KV blocks: unset it")
     if 0 < num_bytes < block_bytes:
         raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one KV block takes {block_bytes}")
-    return num_bytes // block_bytes
+    return num_bytes // block_bytes if num_bytes else 0
 
 
 def _profile_cuda(

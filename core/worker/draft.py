@@ -57,6 +57,8 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
             f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "
             "they must have the same tokenizer"
         )
+    if model.states is not None:
+        raise NotSupportedError("a draft model must have no recurrent state: its state could not be rolled back")
     layout = lay_out(config.cache_config, model, backend)
     group = next((i for i, one in enumerate(target_layout.groups) if one.kind == "full"), None)
     if group is None or len(layout.groups) > 1:

@@ -70,12 +70,14 @@ class GenerationWorker(LocalWorker):
         self._explained = model.explain()
         self.layout = lay_out(config.cache_config, model, self._backend)
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
+        if model.states is not None:  # which rows a mixer computes is decided on the host
+            self._graph_sizes = []
         self._draft = load_draft(config, model, self.layout)
         beside = self._draft.layout.block_bytes if self._draft else 0
         num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)
         self.facts = WorkerFacts(
             self._model_facts(model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=weights),
-            list(self.layout.groups),
+            [*self.layout.groups, *self._recurrent],
             num_blocks,
             max_model_len,
             count_slots(host_bytes, self.layout.block_bytes, free_host_bytes()),

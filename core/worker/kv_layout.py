@@ -100,6 +100,8 @@ def plan_layout(
         groups = sum(-(-len(layers) // layers_per_block) for layers in kinds.values())
         return block * groups * (1 + 0.02 * groups)
 
+    if not specs:
+        return KVLayout(block_size, dtype, 0, (), (), (), (), (), heads_first)
     counts = {len(layers) for layers in kinds.values()}
     candidates = {d for n in counts for d in range(1, n + 1) if n % d == 0}
     layers_per_block = min(sorted(candidates, reverse=True), key=cost)

@@ -62,11 +62,11 @@ class PoolingWorker(LocalWorker):
             num_blocks, max_model_len = 1, _longest(config, self.model, trunk)
         else:
             self._layout = lay_out(config.cache_config, trunk, self._backend)
-            groups = list(self._layout.groups)
             if config.model_config.max_model_len is None and (most := self.model.recipe.max_length) is not None:
                 most = min(most, trunk.max_position or most)
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
             num_blocks, max_model_len = self._count_blocks(config, self._layout, trunk)
+            groups = [*self._layout.groups, *self._recurrent]
         weights = fingerprint(self.model.model.state_dict())
         if self._loras is not None:
             if not isinstance(trunk, PagedModel):
@@ -151,8 +151,10 @@ class PoolingWorker(LocalWorker):
         try:
             with self.span("execute"):
                 if self._runner is not None:
+                    self._runner.copy(plan)
                     self._runner.begin(plan)
                     hidden = self._runner.forward(slots, starts, counts, plan.token_ids, wanted)
+                    self._runner.snapshot(plan)
                 else:
                     encoder: Any = self.model.trunk
                     offsets = SequenceOffsets.of(counts.tolist(), slots.tolist())

@@ -52,7 +52,9 @@ class ModelRunner:
         max_tokens: int,
         host_blocks: int = 0,
         registry: Registry | None = None,
+        num_states: int | None = None,
     ) -> None:
+        """num_states: state slots of a model with recurrent state; None: one for each request."""
         self.model = model
         self.device = device = device_for(model.device)
         self.inputs = StepInputs(
@@ -66,6 +68,9 @@ class ModelRunner:
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
+        if model.states is not None:
+            model.states.scans = backend.scans
+            model.states.allocate(num_states or 1 + max_num_seqs, model.model.dtype, device.zeros)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._registry = registry or Registry()
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
@@ -103,6 +108,8 @@ class ModelRunner:
     def give_back(self) -> None:
         """Return the memory of the KV cache to the system. No step can run after this."""
         host_memory.give_back(self.pool)
+        if self.model.states is not None:
+            self.model.states.give_back()
         self.model.unbind()
         self._graphs.clear()
         for backend in self._backends:
@@ -111,9 +118,12 @@ class ModelRunner:
     # ------------------------------------------------------------------ a step
 
     def copy(self, plan: StepPlan) -> None:
-        """Launch the step's copies between pool and host memory. Must be called first, because the later parts of a
-        step may fail for lack of memory, and the copies must not be lost."""
+        """Launch the copies that come before a step's computation: between pool and host memory, and of recurrent
+        states. Must be called first, because the later parts of a step may fail for lack of memory, and the copies must
+        not be lost."""
         copy_blocks(plan.copies, self.pool, self._host_blocks)
+        self._copy_states(plan.states.restores)
+        self._copy_states(plan.states.backups)
 
     def begin(self, plan: StepPlan) -> None:
         """Apply the changes of `plan`: block tables, released slots, and admitted sequences."""
@@ -138,6 +148,7 @@ class ModelRunner:
             # Treat each guess as a request of one token, so that a graph can be used.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
         logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
+        self.snapshot(plan)
         return Launched(logits, sampling, positions, self._turn, plan.scored, self._experts_of(counts))
 
     @torch.inference_mode()
@@ -177,6 +188,15 @@ class ModelRunner:
         """Whether `repeat` may be called."""
         whole = self.model.whole
         return whole is not None and whole.repeats and all(b is whole.backend for b in self._backends)
+
+    def snapshot(self, plan: StepPlan) -> None:
+        """Launch the copies of recurrent states that come after a step's forward pass."""
+        self._copy_states(plan.states.snapshots)
+
+    def _copy_states(self, columns: np.ndarray) -> None:
+        if columns.size and self.model.states is not None:
+            source, target = self.device.bring(torch.from_numpy(columns.astype(np.int64)))
+            self.model.states.copy(source, target)
 
     def _experts_of(self, counts: np.ndarray) -> Tokens | None:
         """The experts of the rows of the forward pass just launched, whose requests computed `counts` tokens."""
@@ -328,6 +348,7 @@ class ModelRunner:
 
     def _admit(self, sequence: NewSequence) -> None:
         slot = sequence.slot
+        self.inputs.prompt_lens[slot] = sequence.prompt_len
         self._sampler.admit(sequence)
         if self._adapted is not None:
             adapter = self._registry.adapters[sequence.adapter].result() if sequence.adapter else None

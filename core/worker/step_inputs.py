@@ -99,6 +99,8 @@ class StepInputs:
         seqs = self.padded(max_num_seqs)
         self.qo_indptr, self.kv_indptr = staged(seqs + 1, torch.int32), staged(seqs + 1, torch.int32)
         self.last_page_len, self.request_slots = staged(seqs, torch.int32), staged(seqs, torch.int32)
+        self.starts, self.prompts = staged(seqs, torch.int32), staged(seqs, torch.int32)
+        self.prompt_lens = np.full(max_num_seqs + 1, max_model_len, np.int32)  # tokens of the prompt at each slot
         self.kv_indices = [staged(max_num_seqs * columns + seqs, torch.int32) for _ in range(groups)]
         self._block_size = layout.block_size
         self._asynchronous = device.asynchronous
@@ -154,12 +156,14 @@ class StepInputs:
             for array in (self.ids, self._positions, self.offsets, self.row_slots, *self.places):
                 array.send(turn, count)
 
-        num_blocks = -(-(starts + counts) // size)
+        num_blocks = -(-(starts + counts) // size)  # of each sequence
         qo_indptr, kv_indptr = self.qo_indptr.host[turn], self.kv_indptr.host[turn]
         qo_indptr[0] = kv_indptr[0] = 0
         np.cumsum(counts, out=qo_indptr[1 : num + 1])
         np.cumsum(num_blocks, out=kv_indptr[1 : num + 1])
         self.request_slots.host[turn][:num] = slots
+        self.starts.host[turn][:num] = starts
+        self.prompts.host[turn][:num] = self.prompt_lens[slots]
         self.last_page_len.host[turn][:num] = starts + counts - (num_blocks - 1) * size
         listed = np.arange(int(num_blocks.max())) < num_blocks[:, None]
         num_listed = int(kv_indptr[num])
@@ -193,4 +197,5 @@ class StepInputs:
                     reach,
                 )
             )
-        return Filled(count, batches, SequenceOffsets(cu_seqlens, self.request_slots.pages[turn][:num]))
+        of_sequences = (array.pages[turn][:num] for array in (self.request_slots, self.starts, self.prompts))
+        return Filled(count, batches, SequenceOffsets(cu_seqlens, *of_sequences))

@@ -21,6 +21,8 @@ from ...ipc.errors import wire_name, wire_text
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import Backend
+from ..memory.recurrent_state import num_states
+from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
 from ..model.learn.verify import agree, final_logits, sample_of
 from ..model.learn.whole_match import make_whole
@@ -34,7 +36,7 @@ from ..plan.control import Worker
 from ..plan.step import RowError, StepPlan, StepResult
 from .adapter_files import LoRALimits
 from .backends import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
-from .block_count import count_blocks
+from .block_count import count_blocks, count_snapshots
 from .device import device_for
 from .kv_layout import KVLayout, cache_dtype
 from .profiler import Profiler
@@ -54,6 +56,7 @@ class Decisions(msgspec.Struct, kw_only=True):
     fusing: dict[str, Decision] = {}  # which modules `fuse_model` fused, by their names
     num_blocks: int = 0  # in the pool, the null block included; 0: not measured yet
     max_model_len: int = 0  # tokens of the longest request that the blocks and the model allow
+    num_snapshots: int = 0  # of recurrent state
     device_bytes: int = 0  # GPU memory that the worker occupies
 
 
@@ -75,6 +78,7 @@ class LocalWorker(Worker):
         self._dropped = False  # whether the weights were dropped by sleep
         self._runner: ModelRunner | None = None
         self._registry = Registry()
+        self._recurrent: list[LayerGroup] = []  # the group of layers with recurrent state, if there are any
         self._profiler = Profiler()
         self._receiver = WeightReceiver()
         self._explained: list[str] = []  # lines about the model's properties and the decisions made for it
@@ -150,10 +154,22 @@ class LocalWorker(Worker):
     ) -> tuple[int, int]:
         """The number of blocks and the length of the longest request: those of the previous core, or by
         `count_blocks`."""
-        found = self.decisions
+        found, states = self.decisions, model.states
+        if states is not None:
+            slots, guesses = config.scheduler_config.max_num_seqs, config.speculative_config is not None
+            group = LayerGroup(
+                "recurrent",
+                token_bytes=states.state_bytes,
+                slots=slots,
+                backups=guesses,
+                prompts_only=states.tells_prompts,
+            )
+            self._recurrent = [group]
         if not found.num_blocks:
-            count = count_blocks(config, layout, model, self._backend, graph_sizes, beside)
+            count = count_blocks(config, layout, model, self._backend, graph_sizes, beside, *self._recurrent)
             found.num_blocks, found.max_model_len = count
+            found.num_snapshots = sum(count_snapshots(config, layout, count[0], group) for group in self._recurrent)
+        self._recurrent = [replace(group, snapshots=found.num_snapshots) for group in self._recurrent]
         return found.num_blocks, found.max_model_len
 
     def _model_facts(self, model: PagedModel | EncoderModel, max_model_len: int, **more: Any) -> ModelFacts:
@@ -172,6 +188,7 @@ class LocalWorker(Worker):
             scheduler.max_num_batched_tokens,
             host_blocks,
             self._registry,
+            sum(map(num_states, self._recurrent)) or None,
         )
 
     def _collect(self) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.attention import attention_set
+from ..run.recurrent import model_inputs, separate_rows
 
 STAND_IN = "mainspring_row_local"
 SEED = 20240229
@@ -71,7 +72,8 @@ def run_rows(
                 stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
             if after:
                 stack.enter_context(module.register_forward_hook(partial(after, path), with_kwargs=True))
-        outputs = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        inputs = model_inputs(model, positions, separate_rows(model, positions.shape[1]))
+        outputs = model.base_model(input_ids=ids, **inputs)
     hidden: torch.Tensor = outputs[0][0]
     return hidden
 

@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec
 from ..run.attention import attention_set
+from ..run.recurrent import model_inputs, one_sequence, stateful_parts
 
 PROBE = "mainspring_dry_run"
 TOKENS = 8
@@ -49,13 +50,14 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
     recorder = _Recorder(model, max_model_len or UNLIMITED)
     ids = torch.arange(1, TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
+    known = stateful_parts(model)
     with ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module not in known:
                 stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
         stack.enter_context(attention_set(model, PROBE, recorder.attend, recorder.build_mask))
         stack.enter_context(torch.inference_mode())
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+        model(input_ids=ids, **model_inputs(model, positions, one_sequence(model, TOKENS)))
     return recorder.calls
 
 

@@ -2,7 +2,9 @@
 
 Two random sequences go through the model one by one, with the library's own eager attention, and then together through
 the runner: flattened into rows, cut into chunks, their blocks interleaved. Rows that depend on another request's, or
-chunks that depend on state that no cache holds, show as a difference.
+chunks that depend on state that no cache holds, show as a difference. A model with recurrent state is compared once
+more with what it computes for the second half of each sequence token by token, as `generate` does: transformers has
+other code for a single token.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
 from ..run.attention import attention_set
 from ..run.paged_model import PagedModel
+from ..run.recurrent import cache_argument, model_inputs
 from .fuse_match import LOGITS_TOLERANCE, deviations
+from .recurrent_probe import OwnCache
 
 BLOCK_SIZE = 8
 LENGTHS = (13, 10)  # tokens of the two sequences; more where a small window must be crossed
@@ -70,9 +74,16 @@ def _difference(
     logits of all rows."""
     steps = schedule([len(sequence) for sequence in sequences])
     paged = paged_logits(model, sequences, steps, backend, dtype)
-    rows = [deviations(ours, own) for ours, own in zip(paged, _own_logits(model, sequences), strict=True)]
-    chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in steps for chunk in step]
-    worst = [chunk.amax() if dtype == torch.float32 else chunk.median() for chunk in chunks]
+    found = [(paged, _own_logits(model, sequences))]
+    if model.states is not None:
+        halves = [len(sequence) // 2 for sequence in sequences]
+        generated = paged_logits(model, sequences, steps, backend, dtype, halves)
+        found.append((generated, [_own_steps(model, *pair) for pair in zip(sequences, halves, strict=True)]))
+    worst = []
+    for ours, own in found:
+        rows = [deviations(*pair) for pair in zip(ours, own, strict=True)]
+        chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in steps for chunk in step]
+        worst += [chunk.amax() if dtype == torch.float32 else chunk.median() for chunk in chunks]
     return float(torch.stack(worst).amax()), torch.cat(paged)
 
 
@@ -115,12 +126,24 @@ def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch
 def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the model alone makes of each sequence, ``[length, vocab]``, with the library's eager attention."""
     with attention_set(model.model, "eager"):
+        positions = [torch.arange(len(ids), device=ids.device)[None] for ids in sequences]
         return [
-            model.model(
-                input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], use_cache=False
-            )[0][0]
-            for ids in sequences
+            model.model(input_ids=ids[None], **model_inputs(model.model, at))[0][0]
+            for ids, at in zip(sequences, positions, strict=True)
         ]
+
+
+@torch.inference_mode()
+def _own_steps(model: PagedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """What the model alone, with a cache of its own, makes of a prompt of so many tokens and then of each further
+    token, ``[length, vocab]``."""
+    cache, name = OwnCache(model.model.config), cache_argument(model.model)
+    positions, rows = torch.arange(len(ids), device=ids.device), []
+    with attention_set(model.model, "eager"):
+        for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, len(ids)))):
+            inputs = model_inputs(model.model, positions[None, part])
+            rows.append(model.model(input_ids=ids[None, part], **inputs, **{name: cache})[0][0])
+    return torch.cat(rows)
 
 
 @contextmanager
@@ -153,8 +176,10 @@ def paged_logits(
     steps: list[list[Chunk]],
     backend: Backend,
     dtype: torch.dtype | None = None,
+    prompt_lens: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Logits ``[length, vocab]`` of each sequence, from steps that cover it, through a cache made for the purpose."""
+    """Logits ``[length, vocab]`` of each sequence, from steps that cover it, through a cache made for the purpose.
+    Tokens behind `prompt_lens` count as generated; None: there are none."""
     count, longest = len(sequences), max(map(len, sequences))
     layout = model.lay_out(backend, BLOCK_SIZE, dtype or model.dtype)
     groups, columns = len(layout.groups), -(-longest // BLOCK_SIZE)
@@ -164,6 +189,8 @@ def paged_logits(
     # block 0 is the null block; the sequences take turns with the others
     places = torch.arange(groups * count * columns).view(columns, count, groups).permute(2, 1, 0)
     runner.tables[:, :, :columns] = 1 + places.numpy()
+    if prompt_lens is not None:
+        runner.inputs.prompt_lens[:count] = prompt_lens
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
         order, starts, ends = np.array(step).T

@@ -28,6 +28,7 @@ from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
 from ..learn.probe import record_attention
+from ..learn.recurrent_probe import learn_states
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..run.paged_model import PagedModel
@@ -37,7 +38,7 @@ from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
 from .quantized import PackedWeights, read_quantized, settle_quantization
 from .quantized_forms import Form
-from .refuse import refuse_class, refuse_config, trial_run
+from .refuse import refuse_class, refuse_config, refuse_stateful, trial_run
 from .sharded_state import read_parts
 from .sliced_reading import SlicesOf, reading
 
@@ -108,8 +109,10 @@ def page(
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
         limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         notes = freeze_rope(model, limit) if limit else []
+        states = learn_states(model)
         calls = record_attention(model, limit)
-        if not calls:
+        refuse_stateful(model, states is not None, bool(calls))
+        if not calls and states is None:
             raise UnsupportedModelError(f"{name} made no attention call that could be served")
         if streamed is not None and streamed.unseen:
             raise UnsupportedModelError(f"cpu_offload_gb is set, and {name} runs layers without calling them")

@@ -8,12 +8,17 @@ from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 
 from ....ipc.errors import MainspringError, UnsupportedModelError
 
-# Layers whose only memory is keys and values. On a few tokens others (linear attention, convolutions, sparse attention
-# with an index of its own) may compute the same, so verification can't be relied on to find them.
-_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Layers whose only memory, if any, is keys and values, and those whose state transformers keeps in its cache. On a few
+# tokens others (sparse attention with an index of its own) may compute the same, so verification can't be relied on to
+# find them.
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
+_STATEFUL_LAYERS = frozenset(
+    name for name, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
+)
 
 
 def refuse_config(config: PreTrainedConfig, name: str) -> None:
@@ -21,15 +26,29 @@ def refuse_config(config: PreTrainedConfig, name: str) -> None:
     if getattr(config, "quantization_config", None):  # settle_quantization has removed those that are supported
         raise UnsupportedModelError(f"{name} is quantized, which is not supported so far")
     for layer_type in dict.fromkeys(getattr(config.get_text_config(), "layer_types", None) or ()):
-        if layer_type not in _PLAIN_LAYERS:
+        if layer_type not in _PLAIN_LAYERS | _STATEFUL_LAYERS:
             raise UnsupportedModelError(f"{name} has {layer_type} layers, which need more than a KV cache")
 
 
 def refuse_class(model_class: type[PreTrainedModel]) -> None:
     """Refuse by the model's class, before any weight is read."""
-    name = model_class.__name__
     if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModelError(f"{name} keeps recurrent state, which is not in a KV cache")
+        return  # see `refuse_stateful`
+    _refuse_interface(model_class)
+
+
+def refuse_stateful(model: PreTrainedModel, has_states: bool, has_attention: bool) -> None:
+    """Refuse a model whose class says that it keeps state, by what was learned of it: that its state was found in its
+    cache, and that it makes attention calls."""
+    if getattr(model, "_is_stateful", False):
+        if not has_states:
+            raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent state that is not in its cache")
+        if has_attention:
+            _refuse_interface(type(model))
+
+
+def _refuse_interface(model_class: type[PreTrainedModel]) -> None:
+    name = model_class.__name__
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModelError(f"{name} takes no positions, so several requests can't share a row of it")
     if not model_class._can_set_attn_implementation():

@@ -6,7 +6,6 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +17,7 @@ from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
 from .expert_recorder import ExpertRecorder
+from .recurrent import model_inputs, states_of
 from .stack import position_ids
 from .streamed_layers import StreamedLayers
 from .whole_model import WholeModel
@@ -53,6 +53,7 @@ class PagedModel:
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory
         self.whole: WholeModel | None = None  # if a backend runs the model in one call
         self.experts: ExpertRecorder | None = None  # if it is to be recorded which experts compute a row
+        self.states = states_of(model)  # of layers with recurrent state, if there are any
         self.position_axes = 1
         self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
@@ -99,7 +100,7 @@ class PagedModel:
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
             return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
-        inputs: dict[str, Any] = {"position_ids": position_ids(positions), "use_cache": False}
+        inputs = model_inputs(self.model, position_ids(positions), sequences)
         if inputs_embeds is None:
             inputs["input_ids"] = input_ids.unsqueeze(0)
         else:
@@ -141,6 +142,9 @@ class PagedModel:
         shared = sum(source != index for index, source in enumerate(self.sources))
         lines = [f"model: {type(self.model).__name__}, {self.dtype}, {self.device}"]
         lines += [f"attention: {count} x {_describe(spec)}" for spec, count in Counter(self.layers).items()]
+        if self.states is not None:
+            layers, size = len({key.layer for key in self.states.specs}), self.states.state_bytes
+            lines.append(f"recurrent state: {layers} layers, {size} bytes for each sequence")
         if shared:
             lines.append(f"attention: {shared} of {len(self.layers)} calls read the keys and values of an earlier one")
         return lines + self.notes
