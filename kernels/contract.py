@@ -184,6 +184,81 @@ class PagedBatch(NamedTuple):
     reach: torch.Tensor | None = None  # [qo_indptr[-1]]
 
 
+class Scans(Protocol):
+    """Causal convolutions and recurrent scans over the rows of several sequences.
+
+    Rows ``starts[s] : starts[s + 1]`` (int32 ``[sequences + 1]``) belong to a sequence whose state is
+    ``state[slots[s]]`` (int32 ``[sequences]``), or zeros where ``fresh[s]`` (bool); the states are overwritten. States
+    are fp32, and rows have any dtype, which the result has, too; rows that belong to no sequence give zeros. The
+    recurrent form always: a row's bits depend neither on how its text was cut nor on other sequences.
+    """
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: bool,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """x ``[rows, channels]``, weight ``[channels, width]``, bias ``[channels]``, state ``[slots, channels, width -
+        1]`` → like x. activation: SiLU of the sums, after they are rounded to the dtype of x."""
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+        scale: float,
+        l2norm: bool,
+    ) -> torch.Tensor:
+        """The gated delta rule (Yang et al., "Gated Delta Networks", 2024), or Kimi delta attention, whose decay each
+        key has its own: q and k ``[rows, key heads, K]``, v ``[rows, heads, V]``, g, the logarithms of the decay,
+        ``[rows, heads]`` or ``[rows, heads, K]``, beta ``[rows, heads]``, state ``[slots, heads, K, V]`` → like v.
+        l2norm: of q and k; `scale` of q comes after it."""
+
+    def mamba2(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """Mamba 2 (Dao and Gu, 2024): x ``[rows, heads, P]``, dt ``[rows, heads]`` with bias, softplus and limits, A
+        and D ``[heads]``, B and C ``[rows, groups, N]``, state ``[slots, heads, P, N]`` → like x."""
+
+    def mamba1(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        Dskip: torch.Tensor,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """Mamba (Gu and Dao, 2023): x and dt ``[rows, D]``, A ``[D, N]``, B and C ``[rows, N]``, Dskip ``[D]``, state
+        ``[slots, D, N]`` → like x."""
+
+
 class Backend(Protocol):
     """A kernel backend. Between steps it keeps nothing but workspaces. A method with a body here is optional."""
 
@@ -193,6 +268,7 @@ class Backend(Protocol):
         int | None
     )  # tokens of the longest request in a step planned with `graph`; None: any; 0: no graphs
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
+    scans: Scans
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """The reason why this backend does not serve such attention with queries of `dtype` and a cache of `kv_dtype`,

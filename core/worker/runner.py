@@ -69,6 +69,7 @@ class ModelRunner:
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
         if model.states is not None:
+            model.states.scans = backend.scans
             model.states.allocate(num_states or 1 + max_num_seqs, model.model.dtype, device.zeros)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._registry = registry or Registry()

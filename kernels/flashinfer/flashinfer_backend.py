@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from .. import BackendUnavailableError
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..reference.reference_backend import FP8_LARGEST, ReferenceBackend
+from ..reference.scans import ReferenceScans
 from . import prebuilt
 from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import FlashInferPlan, Planner
@@ -44,6 +45,7 @@ class FlashInferBackend(Backend):
 
     name = "flashinfer"
     heads_first = False  # its "NHD"
+    scans = ReferenceScans()
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWei
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
+from .scans import NativeScans
 from .weights import linear, readable
 
 _NO_HEADS = (0, 0, 0, 0)
@@ -61,6 +62,7 @@ class NativeBackend(Backend):
         self._score = function(library, "score", "8q")
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
+        self.scans = NativeScans(library)
         self._slow_halves = "avx512_bf16" not in cpu_features()
         self._reference = ReferenceBackend()  # for dtypes and strides that the C++ code does not know
 

@@ -22,6 +22,7 @@ from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch, SlopeBias
 from .attention_plan import KV_TILE, AttentionPlan, Chunk, plan_attention
 from .gumbel import keyed_choice
 from .sampling import mask_top_k_top_p_min_p
+from .scans import ReferenceScans
 
 MASKED = -1e30
 """The score of a key that a row must not see. Finite, so that a tile in which a row sees nothing yields finite sums,
@@ -37,6 +38,7 @@ class ReferenceBackend(Backend):
     name = "reference"
     graph_max_kv_len: int | None = 0
     heads_first = False
+    scans = ReferenceScans()
 
     def __init__(self, deterministic: bool = True) -> None:
         """`deterministic`: whether it is on a CPU; a GPU's matrix products depend on their number of rows."""

@@ -24,7 +24,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
 
-from ....kernels.reference import scans
 from .recurrent import StateKey, StateSpec, StepStates
 
 _step: ContextVar[StepStates | None] = ContextVar("step", default=None)
@@ -119,7 +118,7 @@ def _conv(
     """hidden_states ``[1, channels, rows]`` → the same."""
     silu = activation in ("silu", "swish")
     x = hidden_states[0].t().contiguous()
-    out = scans.conv(x, weight, bias, silu, step.current("conv"), *step.where())
+    out = step.scans.conv(x, weight, bias, silu, step.current("conv"), *step.where())
     out = out.t()[None]
     return out if activation is None or silu else ACT2FN[activation](out)
 
@@ -138,7 +137,7 @@ def _delta(
     ``[1, rows, heads, K]`` → like value."""
     q, k, v, decay, b = (x[0].contiguous() for x in (query, key, value, g, beta))
     state, scale = step.current("recurrent"), query.shape[-1] ** -0.5
-    out = scans.gated_delta(q, k, v, decay, b, state, *step.where(), scale, use_qk_l2norm_in_kernel)
+    out = step.scans.gated_delta(q, k, v, decay, b, state, *step.where(), scale, use_qk_l2norm_in_kernel)
     return out[None].to(query.dtype), _Kept()
 
 
@@ -170,7 +169,7 @@ def _mamba2(
         dt = torch.where(step.in_prompt()[None, :, None], dt.clamp(*dt_limit), dt)
     x, dt, B, C = (part[0].float().contiguous() for part in (hidden_states, dt, B, C))
     skip = None if D is None else D.float()
-    out = scans.mamba2(x, dt, A.float(), B, C, skip, step.current("recurrent"), *step.where())
+    out = step.scans.mamba2(x, dt, A.float(), B, C, skip, step.current("recurrent"), *step.where())
     return out[None], _Kept()
 
 
@@ -193,7 +192,7 @@ def _mamba1(
     if delta_softplus:
         dt = F.softplus(dt)
     x, dt, B, C = (part[0].t().float().contiguous() for part in (hidden_states, dt, B, C))
-    out = scans.mamba1(x, dt, A.float(), B, C, D.float(), step.current("recurrent"), *step.where())
+    out = step.scans.mamba1(x, dt, A.float(), B, C, D.float(), step.current("recurrent"), *step.where())
     out = out.t()[None]
     return (out if z is None else out * F.silu(z)).to(hidden_states.dtype), _Kept()
 

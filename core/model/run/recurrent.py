@@ -25,7 +25,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from ....kernels import host_memory
-from ....kernels.contract import SequenceOffsets
+from ....kernels.contract import Scans, SequenceOffsets
+from ....kernels.reference.scans import ReferenceScans
 
 Kind = Literal["conv", "recurrent"]
 
@@ -69,6 +70,7 @@ class StepStates(DynamicCache):
         self._where: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.num_rows = 0
         self.lots: list[Lot] = []
+        self.scans: Scans = ReferenceScans()
         self.modules: list[nn.Module] = []  # which keep the states
         self.looped: list[nn.Module] = []  # those that are called once for each token of a sequence
         self.tells_prompts = False  # whether a prompt's token is computed otherwise than a generated one

@@ -1,0 +1,10 @@
+// What Python calls for recurrent scans; see scans.py, which packs the words.
+#include "scans.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace mainspring;
+
+EXPORT void mainspring_convolve(const int64_t* a) { convolve(*(const ConvCall*)a); }
+EXPORT void mainspring_gated_delta(const int64_t* a) { gated_delta(*(const DeltaCall*)a); }
+EXPORT void mainspring_mamba(const int64_t* a) { mamba(*(const MambaCall*)a); }

@@ -1,0 +1,238 @@
+// Recurrent scans over the rows of several sequences; kernels/reference/scans.py says what they compute. States are
+// fp32. Each is worked through token by token, so a row has the same bits however its text was cut, whatever the other
+// sequences are, and by however many threads.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "dtypes.h"
+#include "fused.h"
+#include "team.h"
+
+namespace mainspring {
+
+// The sequences of a step.
+struct Sequences {
+    int64_t count;
+    const int32_t* starts;  // [count + 1]: rows
+    const int32_t* slots;   // [count]: rows of the states
+    const bool* fresh;      // [count]: the state begins as zeros
+    int64_t threads;
+};
+
+// Runs work(sequence, piece) for each piece of each sequence. cost: of a row, in multiply-adds.
+template <class Work>
+inline void for_pieces(const Sequences& of, int64_t pieces, int64_t cost, Work&& work) {
+    constexpr int64_t WORTH_WAKING = 1 << 17;  // takes as long as it may take the team to wake up
+    const bool alone = cost * of.starts[of.count] < WORTH_WAKING;
+    run_team(alone ? 1 : int(std::min<int64_t>(of.threads, of.count * pieces)), [&](Team& team, int) {
+        for (int64_t i = team.take(); i < of.count * pieces; i = team.take()) work(i / pieces, i % pieces);
+    });
+}
+
+// Memory of a thread, kept for its next piece.
+inline float* scratch(size_t numbers) {
+    static thread_local std::vector<float> kept;
+    if (kept.size() < numbers) kept.resize(numbers);
+    return kept.data();
+}
+
+// ---------------------------------------------------------------- causal convolution
+
+struct ConvCall {
+    Sequences sequences;
+    Dtype dtype;
+    int64_t channels, width;
+    const void* x;        // [rows, channels]
+    const float* weight;  // [width, channels]: the last is of the token itself
+    const float* bias;    // [channels]; null: none
+    int64_t silu;
+    float* state;  // [slots, channels, width - 1]: the inputs before, the oldest first
+    void* y;       // [rows, channels]
+};
+
+template <class T>
+void convolve(const ConvCall& c, int64_t sequence, int64_t first) {
+    const int64_t width = c.width, n = std::min<int64_t>(LANES, c.channels - first), before = width - 1;
+    const Sequences& of = c.sequences;
+    float* state = c.state + (of.slots[sequence] * c.channels + first) * before;
+    float* past = scratch(before * LANES);  // [before][LANES]
+    for (int64_t i = 0; i < before; ++i)
+        for (int64_t j = 0; j < LANES; ++j)
+            past[i * LANES + j] = j < n && !of.fresh[sequence] ? state[j * before + i] : 0;
+    const F32 bias = c.bias ? load_up_to(c.bias + first, n) : zero();
+    for (int64_t row = of.starts[sequence]; row < of.starts[sequence + 1]; ++row) {
+        const F32 x = load_up_to((const T*)c.x + row * c.channels + first, n);
+        F32 total = bias;
+        for (int64_t i = 0; i < before; ++i) {
+            total = fma(load(past + i * LANES), load_up_to(c.weight + i * c.channels + first, n), total);
+            if (i) store(past + (i - 1) * LANES, load(past + i * LANES));
+        }
+        total = fma(x, load_up_to(c.weight + before * c.channels + first, n), total);
+        if (before) store(past + (before - 1) * LANES, x);
+        T* y = (T*)c.y + row * c.channels + first;
+        if (c.silu) {  // of the rounded sum
+            store_up_to(y, total, n);
+            total = load_up_to(y, n);
+            total = div(total, add(set(1), exp(sub(zero(), total))));
+        }
+        store_up_to(y, total, n);
+    }
+    for (int64_t i = 0; i < before; ++i)
+        for (int64_t j = 0; j < n; ++j) state[j * before + i] = past[i * LANES + j];
+}
+
+inline void convolve(const ConvCall& c) {
+    with_dtype(c.dtype, [&](auto t) {
+        for_pieces(c.sequences, (c.channels + LANES - 1) / LANES, c.channels * c.width, [&](int64_t sequence, int64_t piece) {
+            convolve<decltype(t)>(c, sequence, piece * LANES);
+        });
+    });
+}
+
+// ---------------------------------------------------------------- gated delta rule
+
+// With a decay for each head, or for each of its keys (Kimi delta attention).
+struct DeltaCall {
+    Sequences sequences;
+    int64_t key_heads, heads, K, V;
+    const float *q, *k;  // [rows, key_heads, K]
+    const float* v;      // [rows, heads, V]
+    const float* g;      // [rows, heads] or [rows, heads, K]: logarithms of the decay
+    const float* beta;   // [rows, heads]
+    float* state;        // [slots, heads, K, V]
+    float* y;            // [rows, heads, V]
+    double scale;        // of q
+    int64_t l2norm;      // of q and k
+    int64_t each_key;    // g is [rows, heads, K]
+};
+
+constexpr int DELTA_VECTORS = 2;  // columns of a state that a thread holds, in vectors
+
+// What a token multiplies its key or query by.
+inline float norm_factor(const float* x, int64_t n, bool l2norm) {
+    if (!l2norm) return 1;
+    F32 squares = zero();
+    for (int64_t i = 0; i < n; i += LANES) {
+        const F32 one = load_up_to(x + i, n - i);
+        squares = fma(one, one, squares);
+    }
+    return 1 / std::sqrt(sum(squares) + 1e-6f);
+}
+
+inline void delta_columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t first) {
+    constexpr int WIDTH = DELTA_VECTORS * LANES;
+    const Sequences& of = c.sequences;
+    const int64_t K = c.K, n = std::min<int64_t>(WIDTH, c.V - first), key_head = head / (c.heads / c.key_heads);
+    float* state = c.state + (of.slots[sequence] * c.heads + head) * K * c.V + first;
+    float* held = scratch(K * WIDTH + 3 * K);  // the columns, then key, query and decay of a token
+    float *key = held + K * WIDTH, *query = key + K, *decay = query + K;
+    for (int64_t i = 0; i < K; ++i)
+        for (int j = 0; j < WIDTH; j += LANES)
+            store(held + i * WIDTH + j, of.fresh[sequence] || j >= n ? zero() : load_up_to(state + i * c.V + j, n - j));
+    for (int64_t row = of.starts[sequence]; row < of.starts[sequence + 1]; ++row) {
+        const float *q = c.q + (row * c.key_heads + key_head) * K, *k = c.k + (row * c.key_heads + key_head) * K;
+        const F32 of_key = set(norm_factor(k, K, c.l2norm));
+        const F32 of_query = set(norm_factor(q, K, c.l2norm)), scale = set(float(c.scale));
+        const float* g = c.g + (row * c.heads + head) * (c.each_key ? K : 1);
+        float one[LANES];
+        if (!c.each_key) store(one, exp(set(*g)));
+        for (int64_t i = 0; i < K; i += LANES) {
+            store_up_to(key + i, mul(load_up_to(k + i, K - i), of_key), K - i);
+            store_up_to(query + i, mul(mul(load_up_to(q + i, K - i), of_query), scale), K - i);
+            store_up_to(decay + i, c.each_key ? exp(load_up_to(g + i, K - i)) : load(one), K - i);
+        }
+        // What the state has for the key, in two chains for each vector.
+        F32 known[2][DELTA_VECTORS];
+        for (auto& chain : known)
+            for (auto& part : chain) part = zero();
+        for (int64_t i = 0; i < K; ++i)
+            for (int j = 0; j < DELTA_VECTORS; ++j) {
+                const F32 kept = mul(load(held + i * WIDTH + j * LANES), set(decay[i]));
+                known[i & 1][j] = fma(kept, set(key[i]), known[i & 1][j]);
+            }
+        const float* v = c.v + (row * c.heads + head) * c.V + first;
+        const F32 beta = set(c.beta[row * c.heads + head]);
+        F32 change[DELTA_VECTORS], y[2][DELTA_VECTORS];
+        for (int j = 0; j < DELTA_VECTORS; ++j) {
+            const F32 value = j * LANES < n ? load_up_to(v + j * LANES, n - j * LANES) : zero();
+            change[j] = mul(sub(value, add(known[0][j], known[1][j])), beta);
+            y[0][j] = y[1][j] = zero();
+        }
+        for (int64_t i = 0; i < K; ++i)
+            for (int j = 0; j < DELTA_VECTORS; ++j) {
+                float* at = held + i * WIDTH + j * LANES;
+                const F32 now = fma(change[j], set(key[i]), mul(load(at), set(decay[i])));
+                store(at, now);
+                y[i & 1][j] = fma(now, set(query[i]), y[i & 1][j]);
+            }
+        float* out = c.y + (row * c.heads + head) * c.V + first;
+        for (int j = 0; j < DELTA_VECTORS && j * LANES < n; ++j)
+            store_up_to(out + j * LANES, add(y[0][j], y[1][j]), n - j * LANES);
+    }
+    for (int64_t i = 0; i < K; ++i)
+        for (int j = 0; j < n; j += LANES) store_up_to(state + i * c.V + j, load(held + i * WIDTH + j), n - j);
+}
+
+inline void gated_delta(const DeltaCall& c) {
+    constexpr int WIDTH = DELTA_VECTORS * LANES;
+    const int64_t blocks = (c.V + WIDTH - 1) / WIDTH;
+    for_pieces(c.sequences, c.heads * blocks, 3 * c.heads * c.K * c.V, [&](int64_t sequence, int64_t piece) {
+        delta_columns(c, sequence, piece / blocks, piece % blocks * WIDTH);
+    });
+}
+
+// ---------------------------------------------------------------- Mamba
+
+// state = decay * state + dt * x * B, y = state . C + D * x. Mamba 2: a head has P channels, one decay exp(dt * A) and
+// its group's B and C. Mamba 1: a head is one channel, and A has a number for each of the N.
+struct MambaCall {
+    Sequences sequences;
+    int64_t heads, groups, P, N;
+    const float* x;       // [rows, heads, P]
+    const float* dt;      // [rows, heads]
+    const float* A;       // [heads] or [heads, N]
+    const float *B, *C;   // [rows, groups, N]
+    const float* D;       // [heads]; null: none
+    float* state;         // [slots, heads, P, N]
+    float* y;             // [rows, heads, P]
+    int64_t each_number;  // A is [heads, N]
+};
+
+inline void mamba_head(const MambaCall& c, int64_t sequence, int64_t head) {
+    const Sequences& of = c.sequences;
+    const int64_t N = c.N, group = head / (c.heads / c.groups);
+    float* state = c.state + (of.slots[sequence] * c.heads + head) * c.P * N;
+    if (of.fresh[sequence]) std::fill(state, state + c.P * N, 0.0f);
+    float* decay = scratch((N + LANES - 1) / LANES * LANES);
+    for (int64_t row = of.starts[sequence]; row < of.starts[sequence + 1]; ++row) {
+        const int64_t at = row * c.heads + head;
+        const float *B = c.B + (row * c.groups + group) * N, *C = c.C + (row * c.groups + group) * N;
+        const F32 dt = set(c.dt[at]);
+        for (int64_t n = 0; n < N; n += LANES)
+            store(decay + n, exp(mul(c.each_number ? load_up_to(c.A + head * N + n, N - n) : set(c.A[head]), dt)));
+        for (int64_t p = 0; p < c.P; ++p) {
+            const float x = c.x[at * c.P + p];
+            const F32 input = set(x * c.dt[at]);
+            float* numbers = state + p * N;
+            F32 total = zero();
+            for (int64_t n = 0; n < N; n += LANES) {
+                const F32 now = fma(load_up_to(numbers + n, N - n), load(decay + n), mul(input, load_up_to(B + n, N - n)));
+                store_up_to(numbers + n, now, N - n);
+                total = fma(now, load_up_to(C + n, N - n), total);
+            }
+            c.y[at * c.P + p] = c.D ? std::fma(c.D[head], x, sum(total)) : sum(total);
+        }
+    }
+}
+
+inline void mamba(const MambaCall& c) {
+    const int64_t few = std::max<int64_t>(1, 64 / c.P), pieces = (c.heads + few - 1) / few;  // heads of a piece
+    for_pieces(c.sequences, pieces, 2 * c.heads * c.P * c.N, [&](int64_t sequence, int64_t piece) {
+        for (int64_t head = piece * few; head < std::min(c.heads, (piece + 1) * few); ++head) mamba_head(c, sequence, head);
+    });
+}
+
+}  // namespace mainspring
