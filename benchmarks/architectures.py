@@ -443,9 +443,11 @@ parameters of each attention call (heads, scale, window, soft cap, sinks) from o
 models that a paged cache can't serve, and then compares its logits with the model's.
 `mainspring generate --explain-model` prints the result.
 
-- **Refused** are layers whose memory is more than keys and values (linear attention, state spaces, convolutions, sparse
-  attention with an index), biases added to the scores (ALiBi), models that take no positions, models that do not call
-  transformers' attention interface, and most quantized checkpoints. The error gives the reason.
+- **Recurrent state** (linear attention, state spaces, short convolutions) is served where transformers keeps it in its
+  cache.
+- **Refused** are layers with another memory (sparse attention with an index, state in a module's attributes), biases
+  added to the scores (ALiBi), attention without positions or outside of transformers' attention interface, and most
+  quantized checkpoints. The error gives the reason.
 - **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ (4 bits, symmetric 8 bits; without act-order) and bitsandbytes
   (4 bits) run on native kernels with the integers that they hold, where a row of weights and a group are multiples of
   32 values. `quantization` rounds plain checkpoints to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4 at load.

@@ -16,7 +16,7 @@ from mainspring.core.memory.block_pool import NULL_BLOCK
 from mainspring.core.memory.cache_manager import CacheManager
 from mainspring.core.memory.layer_kinds import FixedLength, FullAttention, WindowedAttention, kind_of
 from mainspring.core.memory.layer_rules import LayerKind
-from mainspring.core.memory.recurrent_state import NO_STATE_COPIES, RecurrentState
+from mainspring.core.memory.recurrent_state import NO_STATE_COPIES, SNAPSHOT, RecurrentState, num_states
 from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.request import Request
 from mainspring.ipc.messages import AddRequest, Sampling
@@ -217,6 +217,37 @@ def test_a_rejection_takes_recurrent_state_back_to_before_the_step() -> None:
     copies = cache.take_state_copies({}, none, none, none)
     assert copies.restores.tolist() == [[4], [2]], "from the backup of slot 1 to its running state"
     assert cache.take_state_copies({}, none, none, none) is NO_STATE_COPIES, "once"
+
+
+@pytest.mark.parametrize(("backups", "source"), [(True, 6), (False, 3)])
+def test_snapshots_lie_behind_the_running_states_and_their_backups(backups: bool, source: int) -> None:
+    group = recurrent(backups=backups, slots=3, snapshot_every=16)
+    cache = manager(FULL, group)
+    first, _ = run(cache, 17)
+    assert num_states(group) == source + 1 + 8
+    cache.free(first)
+    again = request(17)
+    assert cache.find_prefix(again) == 16
+    again.slot = 1
+    cache.take_prefix(again)
+    none = np.zeros(0, np.int64)
+    assert cache.recurrent is not None
+    snapshot = cache.recurrent.snapshots.find((SNAPSHOT, first.digests[3]))
+    assert snapshot is not None
+    assert cache.take_state_copies({}, none, none, none).restores.tolist() == [[source + snapshot], [2]]
+
+
+def test_a_model_that_tells_prompts_caches_nothing_behind_them() -> None:
+    for prompts_only, expected in ((False, 24), (True, 12)):
+        cache = manager(FULL, recurrent(prompts_only=prompts_only))
+        first, _ = run(cache, 14)
+        generated = np.array([0]), np.array([24]), np.array([0])
+        cache.take_state_copies({0: first}, *generated)
+        first.extend_digests(np.arange(24, dtype=np.int32), 24, SIZE)
+        assert cache.extend(first, 14, 24)
+        cache.publish(first, 3, 6)
+        cache.free(first)
+        assert cache.find_prefix(request(30)) == expected
 
 
 # ---------------------------------------------------------------------- kinds beside each other

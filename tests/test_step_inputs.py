@@ -236,7 +236,8 @@ def test_a_step_says_where_its_sequences_end_and_whose_they_are(requests: int | 
         _, batches, sequences = inputs.fill(Rows(*columns).singles_first(), 0, requests)
         assert sequences.cu_seqlens.tolist() == ends
         assert sequences.slots.tolist() == order
-        assert [x.dtype for x in sequences] == [torch.int32] * 2
+        assert sequences.starts.tolist() == [3] * len(slots) + [0] * (len(order) - len(slots))
+        assert [x.dtype for x in sequences] == [torch.int32] * 4
         assert len(batches) == len(layout.groups)
 
 

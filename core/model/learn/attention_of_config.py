@@ -15,6 +15,7 @@ from ....kernels.contract import AttentionSpec
 from ..load.loader import read_config
 from ..load.refuse import refuse_class, refuse_config, trial_run
 from .probe import record_attention
+from .recurrent_probe import learn_states
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -40,7 +41,8 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
             )
         refuse_class(type(model))
         with _Weightless():  # type: ignore[no-untyped-call]
-            calls = record_attention(model.eval(), limit)
+            learn_states(model.eval())
+            calls = record_attention(model, limit)
     return [call.spec for call in calls], dtype
 
 

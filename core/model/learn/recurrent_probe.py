@@ -117,9 +117,9 @@ def learn_states(model: PreTrainedModel) -> StepStates | None:
         own = {key: spec for key, spec in specs.items() if key.layer in layers}
         if is_ragged(module, own):
             states.specs |= ragged_specs(module, own)
-            module.forward = all_at_once(module)  # type: ignore[method-assign]
+            module.forward = all_at_once(module)
         else:
             states.looped.append(module)
-            module.forward = one_token_each(module.forward, layers)  # type: ignore[method-assign]
+            module.forward = one_token_each(module.forward, layers)
     model.mainspring_states = states  # type: ignore[assignment]
     return states

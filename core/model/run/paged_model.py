@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
 from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
 from .expert_recorder import ExpertRecorder
-from .recurrent import model_inputs, states_of
+from .recurrent import cache_argument, states_of
 from .stack import position_ids
 from .streamed_layers import StreamedLayers
 from .whole_model import WholeModel
@@ -61,6 +62,7 @@ class PagedModel:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
         model.set_attn_implementation(IMPLEMENTATION)
         accepted = inspect.signature(model.forward).parameters
+        self._takes_positions, self._cache_name = "position_ids" in accepted, cache_argument(model)
         self.selects_rows = "logits_to_keep" in accepted  # the output layer then gets only rows that need logits
         # A model that adds embeddings in each layer looks them up by token id, and rows of embeddings have no id.
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
@@ -100,7 +102,12 @@ class PagedModel:
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
             return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
-        inputs = model_inputs(self.model, position_ids(positions), sequences)
+        inputs: dict[str, Any] = {"use_cache": False}
+        if self._takes_positions:
+            inputs["position_ids"] = position_ids(positions)
+        if self.states is not None:
+            self.states.begin(sequences, positions.shape[-1])
+            inputs[self._cache_name] = self.states
         if inputs_embeds is None:
             inputs["input_ids"] = input_ids.unsqueeze(0)
         else:

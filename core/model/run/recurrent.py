@@ -36,7 +36,7 @@ class StateKey(NamedTuple):
 
     layer: int  # `layer_idx` of the module that keeps it
     kind: Kind
-    index: int = 0  # `state_idx`
+    number: int = 0  # `state_idx`
 
 
 class StateSpec(NamedTuple):
@@ -130,7 +130,7 @@ class StepStates(DynamicCache):
 
     def current(self, kind: Kind) -> torch.Tensor:
         """The pool ``[state slots, ...]`` of the state that the running mixer asked for last."""
-        return self.pool[StateKey(self._at.layer, kind, self._at.index)]
+        return self.pool[StateKey(self._at.layer, kind, self._at.number)]
 
     def in_prompt(self) -> torch.Tensor:
         """Whether each row's token belongs to a prompt, bool ``[rows]``. Padding rows do."""
@@ -174,30 +174,31 @@ class _LotStates(Cache):
     """What a stateful module is given for one lot: the states of its layers, a batch of one for each row."""
 
     def __init__(self, step: StepStates, layers: set[int], lot: Lot) -> None:
-        self.layers = {}  # type: ignore[assignment]  # by index
+        self._layers: dict[int, LinearAttentionLayer] = {}
+        self.layers = self._layers  # type: ignore[assignment]  # by index, and not a list of all of them
         self.layer_class_to_replicate, self.offloading = None, False
         self._held: list[tuple[StateKey, dict[int, torch.Tensor | None]]] = []
         self._step, self._lot = step, lot
         for index in layers:
             keys = [key for key in step.pool if key.layer == index]
-            layer = LinearAttentionLayer(number_of_states=1 + max(key.index for key in keys))
+            layer = LinearAttentionLayer(number_of_states=1 + max(key.number for key in keys))
             for key in keys:
                 state = step.pool[key][lot.slots]
                 if lot.fresh is not None:
                     state[lot.fresh] = 0
                 held = layer.conv_states if key.kind == "conv" else layer.recurrent_states
-                held[key.index] = state
+                held[key.number] = state
                 if key.kind == "conv":
-                    layer.is_conv_states_initialized[key.index] = True
-                    layer.conv_kernel_size[key.index] = state.shape[-1]
+                    layer.is_conv_states_initialized[key.number] = True
+                    layer.conv_kernel_size[key.number] = state.shape[-1]
                 else:
-                    layer.is_recurrent_states_initialized[key.index] = True
-                layer.has_previous_state[key.index] = True
+                    layer.is_recurrent_states_initialized[key.number] = True
+                layer.has_previous_state[key.number] = True
                 self._held.append((key, held))
-            self.layers[index] = layer
+            self._layers[index] = layer
 
     def __len__(self) -> int:
-        return 1 + max(self.layers)
+        return 1 + max(self._layers)
 
     def get_linear_cache(self, layer_idx: int) -> Any:
         return self.get_recurrent_state(layer_idx)
@@ -207,7 +208,7 @@ class _LotStates(Cache):
 
     def commit(self) -> None:
         for key, held in self._held:
-            state = held[key.index]
+            state = held[key.number]
             assert state is not None
             self._step.pool[key][self._lot.slots] = state
 
