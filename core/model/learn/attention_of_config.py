@@ -14,7 +14,7 @@ from ....ipc.config import LoadConfig, ModelConfig
 from ....kernels.contract import AttentionSpec
 from ..load.loader import read_config
 from ..load.refuse import refuse_class, refuse_config, trial_run
-from .probe import record_attention
+from .own_probe import learn_attention
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -40,7 +40,7 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
             )
         refuse_class(type(model))
         with _Weightless():  # type: ignore[no-untyped-call]
-            calls = record_attention(model.eval(), limit)
+            calls = learn_attention(model.eval(), limit)
     return [call.spec for call in calls], dtype
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.attention import attention_set
+from ..run.positions import positions_given, receivers
 
 STAND_IN = "mainspring_row_local"
 SEED = 20240229
@@ -71,7 +72,9 @@ def run_rows(
                 stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
             if after:
                 stack.enter_context(module.register_forward_hook(partial(after, path), with_kwargs=True))
-        outputs = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        base = model.base_model
+        inputs = stack.enter_context(positions_given(receivers(base), positions))
+        outputs = base(input_ids=ids, use_cache=False, **inputs)
     hidden: torch.Tensor = outputs[0][0]
     return hidden
 

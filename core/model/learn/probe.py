@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec
 from ..run.attention import attention_set
+from ..run.positions import positions_given, receivers
 
 PROBE = "mainspring_dry_run"
 TOKENS = 8
@@ -38,6 +39,7 @@ class AttentionCall(NamedTuple):
     module: nn.Module
     spec: AttentionSpec
     source: int  # index of the call whose keys and values it reads; its own for most
+    repeats: int = 0  # where the module computes its attention itself: how often it repeats a head of keys and values
 
 
 def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[AttentionCall]:
@@ -55,7 +57,8 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
                 stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
         stack.enter_context(attention_set(model, PROBE, recorder.attend, recorder.build_mask))
         stack.enter_context(torch.inference_mode())
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+        inputs = stack.enter_context(positions_given(receivers(model), positions))
+        model(input_ids=ids, use_cache=False, **inputs)
     return recorder.calls
 
 

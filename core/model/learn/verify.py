@@ -19,7 +19,8 @@ from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
-from ..run.attention import attention_set
+from ..run.attention import attention_set, library_attention
+from ..run.positions import takes_positions
 from ..run.paged_model import PagedModel
 from .fuse_match import LOGITS_TOLERANCE, deviations
 
@@ -95,14 +96,13 @@ def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch
 
 @torch.inference_mode()
 def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's eager attention."""
-    with attention_set(model.model, "eager"):
-        return [
-            model.model(
-                input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], use_cache=False
-            )[0][0]
-            for ids in sequences
-        ]
+    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention."""
+    logits, takes = [], takes_positions(model.model)  # one that takes none counts from 0 itself
+    with attention_set(model.model, library_attention(model.model)):
+        for ids in sequences:
+            inputs = {"position_ids": torch.arange(len(ids), device=ids.device)[None]} if takes else {}
+            logits.append(model.model(input_ids=ids[None], use_cache=False, **inputs)[0][0])
+    return logits
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
-from ..learn.probe import record_attention
+from ..learn.own_probe import learn_attention
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..run.paged_model import PagedModel
@@ -108,7 +108,7 @@ def page(
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
         limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         notes = freeze_rope(model, limit) if limit else []
-        calls = record_attention(model, limit)
+        calls = learn_attention(model, limit)
         if not calls:
             raise UnsupportedModelError(f"{name} made no attention call that could be served")
         if streamed is not None and streamed.unseen:

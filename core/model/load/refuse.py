@@ -20,6 +20,8 @@ def refuse_config(config: PreTrainedConfig, name: str) -> None:
     """Refuse by the config alone."""
     if getattr(config, "quantization_config", None):  # settle_quantization has removed those that are supported
         raise UnsupportedModelError(f"{name} is quantized, which is not supported so far")
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model, which needs cross-attention")
     for layer_type in dict.fromkeys(getattr(config.get_text_config(), "layer_types", None) or ()):
         if layer_type not in _PLAIN_LAYERS:
             raise UnsupportedModelError(f"{name} has {layer_type} layers, which need more than a KV cache")
@@ -27,9 +29,13 @@ def refuse_config(config: PreTrainedConfig, name: str) -> None:
 
 def refuse_class(model_class: type[PreTrainedModel]) -> None:
     """Refuse by the model's class, before any weight is read."""
-    name = model_class.__name__
     if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModelError(f"{name} keeps recurrent state, which is not in a KV cache")
+        raise UnsupportedModelError(f"{model_class.__name__} keeps recurrent state, which is not in a KV cache")
+
+
+def refuse_encoder_class(model_class: type[PreTrainedModel]) -> None:
+    """Refuse an encoder by its class: there is no learning of its attention or positions."""
+    name = model_class.__name__
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModelError(f"{name} takes no positions, so several requests can't share a row of it")
     if not model_class._can_set_attn_implementation():

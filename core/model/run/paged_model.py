@@ -16,8 +16,9 @@ from ...worker.kv_layout import KVLayout, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
-from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
+from .attention import AttentionCalls, StepAttention, serve_attention
 from .expert_recorder import ExpertRecorder
+from .positions import positions_given, receivers
 from .stack import position_ids
 from .streamed_layers import StreamedLayers
 from .whole_model import WholeModel
@@ -57,7 +58,8 @@ class PagedModel:
         self._calls = AttentionCalls(self.sources)
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
-        model.set_attn_implementation(IMPLEMENTATION)
+        serve_attention(model, self._calls, {call.module: call.repeats for call in calls if call.repeats})
+        self._receivers = receivers(model)  # of positions
         accepted = inspect.signature(model.forward).parameters
         self.selects_rows = "logits_to_keep" in accepted  # the output layer then gets only rows that need logits
         # A model that adds embeddings in each layer looks them up by token id, and rows of embeddings have no id.
@@ -98,14 +100,15 @@ class PagedModel:
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
             return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
-        inputs: dict[str, Any] = {"position_ids": position_ids(positions), "use_cache": False}
+        inputs: dict[str, Any] = {"use_cache": False}
         if inputs_embeds is None:
             inputs["input_ids"] = input_ids.unsqueeze(0)
         else:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
         if self.selects_rows:
             inputs["logits_to_keep"] = logit_rows
-        logits: torch.Tensor = self.model(**inputs)[0][0]
+        with positions_given(self._receivers, position_ids(positions)) as given:
+            logits: torch.Tensor = self.model(**inputs, **given)[0][0]
         return logits if self.selects_rows else logits[logit_rows]
 
     @torch.inference_mode()
