@@ -14,6 +14,7 @@ from ....ipc.config import LoadConfig, ModelConfig
 from ....kernels.contract import AttentionSpec
 from ..load.loader import read_config
 from ..load.refuse import refuse_class, refuse_config, trial_run
+from ..run.positions import longest_sequence
 from .own_probe import learn_attention
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -29,7 +30,7 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
     config = read_config(model_config, LoadConfig())
     refuse_config(config, model_config.model or "")
     dtype: Any = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
-    limit = model_config.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = model_config.max_model_len or longest_sequence(config.get_text_config())
     with trial_run(str(model_config.model), " without weights"):
         with META:
             model = AutoModelForCausalLM.from_config(

@@ -23,7 +23,7 @@ from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec, SlopeBias, TableBias
 from ..run.attention import has_own_attention, own_attention_learned
 from ..run.own_attention import HIDING, Terms
-from ..run.positions import positions_given, receivers
+from ..run.positions import longest_sequence, positions_given, receivers
 from .probe import CPU, TOKENS, UNLIMITED, AttentionCall, MaskFunction, record_attention, window_of
 
 MOST_TOKENS = 2048  # of the long pass; a mask of the library is asked about places beyond it
@@ -37,9 +37,7 @@ def learn_attention(model: PreTrainedModel, max_model_len: int | None) -> list[A
     if not has_own_attention(model):
         return record_attention(model, max_model_len)
     longest = max_model_len or UNLIMITED
-    config = model.config.get_text_config()
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    tokens = min(longest, MOST_TOKENS, *(limit for limit in limits if isinstance(limit, int)))
+    tokens = min(longest, MOST_TOKENS, longest_sequence(model.config.get_text_config()) or MOST_TOKENS)
     recorder = _Recorder(longest, tokens)
     with _WithoutProducts():
         _run(model, tokens, recorder.attend, recorder)
@@ -111,7 +109,8 @@ class _Recorder:
 
     def build_mask(self, *, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
         mask = eager_mask(mask_function=mask_function, **kwargs)
-        self._masks.append((mask, mask_function))
+        if mask is not None:  # a mask for cross-attention to nothing is none
+            self._masks.append((mask, mask_function))
         return mask
 
     @contextmanager
@@ -140,7 +139,7 @@ class _Recorder:
         name = type(module).__name__
         if query.shape[0] != self.tokens or key.shape[0] != self.tokens:
             raise UnsupportedModelError(
-                f"{name} attends from {query.shape[0]} to {key.shape[0]} positions where {self.tokens} tokens were given"
+                f"{name} attends from {query.shape[0]} to {key.shape[0]} positions where there are {self.tokens} tokens"
             )
         window, bias = self._read(name, terms, query.shape[1])
         spec = AttentionSpec(

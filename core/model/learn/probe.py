@@ -28,7 +28,9 @@ CPU = torch.device("cpu")
 UNLIMITED = 1 << 20  # tokens of a sequence where nothing limits them: beyond any window in use
 
 # Arguments of an attention call that change nothing here: the mask already says it, or they steer other kernels.
-HARMLESS = frozenset({"dropout", "position_ids", "sliding_window", "output_attentions", "use_cache", "cache"})
+HARMLESS = frozenset(
+    {"dropout", "position_ids", "sliding_window", "output_attentions", "use_cache", "cache", "logits_to_keep"}
+)
 
 MaskFunction = Callable[..., torch.Tensor]
 
@@ -79,7 +81,8 @@ class _Recorder:
 
     def build_mask(self, *, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
         mask = eager_mask(mask_function=mask_function, **kwargs)
-        self._masks.append((mask, mask_function))
+        if mask is not None:  # a mask for cross-attention to nothing is none
+            self._masks.append((mask, mask_function))
         return mask
 
     def attend(

@@ -20,8 +20,8 @@ from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
 from ..run.attention import attention_set, library_attention
-from ..run.positions import takes_positions
 from ..run.paged_model import PagedModel
+from ..run.positions import takes_positions
 from .fuse_match import LOGITS_TOLERANCE, deviations
 
 BLOCK_SIZE = 8

@@ -31,6 +31,7 @@ from ..learn.own_probe import learn_attention
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..run.paged_model import PagedModel
+from ..run.positions import longest_sequence
 from ..run.streamed_layers import StreamedLayers, stream_layers
 from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
@@ -106,7 +107,7 @@ def page(
     model.eval()
     backend = backend or ReferenceBackend()
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
-        limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_model_len or longest_sequence(model.config.get_text_config())
         notes = freeze_rope(model, limit) if limit else []
         calls = learn_attention(model, limit)
         if not calls:
@@ -187,6 +188,8 @@ def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[Pr
     if type(config) not in known or other is not None:
         kind = other or config.model_type
         raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
+    if config.is_encoder_decoder:  # its decoder alone would be built
+        raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model, which is not supported")
     return cast("type[PreTrainedModel]", known[type(config)])
 
 

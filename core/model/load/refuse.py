@@ -20,8 +20,6 @@ def refuse_config(config: PreTrainedConfig, name: str) -> None:
     """Refuse by the config alone."""
     if getattr(config, "quantization_config", None):  # settle_quantization has removed those that are supported
         raise UnsupportedModelError(f"{name} is quantized, which is not supported so far")
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model, which needs cross-attention")
     for layer_type in dict.fromkeys(getattr(config.get_text_config(), "layer_types", None) or ()):
         if layer_type not in _PLAIN_LAYERS:
             raise UnsupportedModelError(f"{name} has {layer_type} layers, which need more than a KV cache")

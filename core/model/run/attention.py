@@ -54,6 +54,11 @@ class AttentionCalls:
         self.sequences = sequences
         self._next = 0
 
+    def check(self) -> None:
+        """Raise RuntimeError unless the pass made all its calls: a part of the model would not read its cache."""
+        if self._next != len(self.sources):
+            raise RuntimeError(f"{self._next} attention calls in a forward pass that had {len(self.sources)} at load")
+
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
@@ -96,8 +101,23 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_IMPLEMENTATION, _no_mask)
 
 
 def has_own_attention(model: PreTrainedModel) -> bool:
-    """Whether the model computes its attention itself, instead of looking it up by name."""
-    return not model._can_set_attn_implementation()
+    """Whether the model computes its attention itself, instead of looking it up by name. A model of several parts may
+    do both; then the part that looks it up is the language model."""
+    return not any(part._can_set_attn_implementation() for part in _parts(model))
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """`model` and the models inside it, each of which may have a config of its own."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def _set_implementation(model: PreTrainedModel, name: str) -> None:
+    """Let `model` look up its attention by this name, or those of its parts that look it up."""
+    if model._can_set_attn_implementation():
+        return model.set_attn_implementation(name)
+    for part in _parts(model):
+        if part._can_set_attn_implementation():
+            part.config._attn_implementation_internal = name
 
 
 def library_attention(model: PreTrainedModel) -> str:
@@ -119,16 +139,17 @@ def attention_set(
         with _own_attention_set(model, implementation, attend, build_mask or _no_mask):
             yield
         return
-    before = model.config._attn_implementation
+    before = [(part, part.config._attn_implementation) for part in _parts(model)]
     both = (ALL_ATTENTION_FUNCTIONS, attend), (ALL_MASK_ATTENTION_FUNCTIONS, build_mask)
     given = [(registry, function) for registry, function in both if function is not None]
     for registry, function in given:
         registry.register(implementation, function)
     try:
-        model.set_attn_implementation(implementation)
+        _set_implementation(model, implementation)
         yield
     finally:
-        model.set_attn_implementation(before)
+        for part, name in before:
+            part.config._attn_implementation_internal = name
         for registry, _ in given:
             registry._global_mapping.pop(implementation)
 
@@ -176,11 +197,10 @@ def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[
     """From now on `model` computes its attention by `calls`. own: the modules that compute it themselves, and how often
     each head of keys and values is repeated there."""
     if not own:
-        return model.set_attn_implementation(IMPLEMENTATION)
+        return _set_implementation(model, IMPLEMENTATION)
     for module, repeats in own.items():
-        take_over(
-            module, partial(_attend, calls, repeats), lambda: model.config._attn_implementation == OWN_IMPLEMENTATION
-        )
+        attend = partial(_attend, calls, repeats)
+        take_over(module, attend, lambda: model.config._attn_implementation == OWN_IMPLEMENTATION)
     model.config._attn_implementation = OWN_IMPLEMENTATION
 
 

@@ -1,6 +1,6 @@
 """Attention that a model computes with matrix products of its own, as one call of a function.
 
-Inside `OwnAttention`, the product of queries and transposed keys is not computed. It becomes `Scores`, a tensor without
+Inside `OwnAttention`, the product of queries and transposed keys is not computed. It becomes `LazyScores`, a tensor without
 memory that knows both. What the model then does to its scores (a scale, a mask, a bias, the softmax) is noted for the
 probe, or passed over when the model is served. Where the scores meet the values, the attention function is called. So
 no class of models is known here by name, and none of their code is written again.
@@ -69,7 +69,7 @@ def _by_head(x: torch.Tensor) -> torch.Tensor:
     return x[0] if x.dim() == 4 else x
 
 
-class Scores(torch.Tensor):
+class LazyScores(torch.Tensor):
     """Products of queries and keys that are not computed, before the softmax or after it."""
 
     query: torch.Tensor  # [..., tokens, key_dim]
@@ -78,14 +78,14 @@ class Scores(torch.Tensor):
     terms: Terms | None  # None: the attention function knows them
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, *parts: Any) -> Scores:
-        made: Scores = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, *parts: Any) -> LazyScores:
+        made: LazyScores = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
         made.query, made.key, made.attend, made.terms = parts
         return made
 
-    def like(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> Scores:
+    def like(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> LazyScores:
         parts = self.query, self.key, self.attend, self.terms
-        return Scores(shape or self.shape, dtype or self.dtype, *parts)
+        return LazyScores(shape or self.shape, dtype or self.dtype, *parts)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,8 +95,8 @@ class Scores(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "expand_as":  # of a mask
             return args[0].expand(args[1].shape)
-        found = [x for x in (*args, *kwargs.values()) if isinstance(x, Scores)]
-        if len(found) != 1:
+        found = [x for x in (*args, *kwargs.values()) if isinstance(x, LazyScores)]
+        if len(found) != 1 and name not in _CASTS:
             raise UnsupportedModelError(f"attention scores are combined with others by {name}")
         return found[0]._after(name, args, kwargs)
 
@@ -197,9 +197,9 @@ class OwnAttention(TorchFunctionMode):
             return self._sdpa(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _scores(self, query: torch.Tensor, key: torch.Tensor) -> Scores:
+    def _scores(self, query: torch.Tensor, key: torch.Tensor) -> LazyScores:
         shape = torch.Size((*query.shape[:-1], key.shape[-1]))
-        return Scores(shape, query.dtype, query, key, self._attend, Terms() if self._learn else None)
+        return LazyScores(shape, query.dtype, query, key, self._attend, Terms() if self._learn else None)
 
     def _sdpa(
         self,

@@ -18,7 +18,7 @@ from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
 from .attention import AttentionCalls, StepAttention, serve_attention
 from .expert_recorder import ExpertRecorder
-from .positions import positions_given, receivers
+from .positions import longest_sequence, positions_given, receivers
 from .stack import position_ids
 from .streamed_layers import StreamedLayers
 from .whole_model import WholeModel
@@ -39,7 +39,7 @@ class PagedModel:
         self.dtype: torch.dtype = model.dtype
         self.layers: list[AttentionSpec] = [call.spec for call in calls]
         self.sources: list[int] = [call.source for call in calls]
-        self.max_position: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_position = longest_sequence(self.config)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
@@ -109,6 +109,7 @@ class PagedModel:
             inputs["logits_to_keep"] = logit_rows
         with positions_given(self._receivers, position_ids(positions)) as given:
             logits: torch.Tensor = self.model(**inputs, **given)[0][0]
+        self._calls.check()
         return logits if self.selects_rows else logits[logit_rows]
 
     @torch.inference_mode()

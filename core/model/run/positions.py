@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def takes_positions(module: nn.Module | type[nn.Module]) -> bool:
     """Whether the module's forward has a parameter `position_ids`."""
     return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """The number of tokens that a model has positions for; None: its config has no limit."""
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    return next((limit for name in names if isinstance(limit := getattr(config, name, None), int)), None)
 
 
 def receivers(model: nn.Module) -> list[nn.Module] | None:
@@ -34,8 +41,13 @@ def positions_given(to: list[nn.Module] | None, positions: torch.Tensor) -> Iter
         yield {"position_ids": positions}
         return
 
-    def give(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        at = list(inspect.signature(module.forward).parameters).index("position_ids")
+        if len(args) > at:
+            return (*args[:at], positions.view(args[at].shape), *args[at + 1 :]), kwargs
         given = kwargs.get("position_ids")
+        if given is None and isinstance(module, PreTrainedModel):
+            return args, {**kwargs, "position_ids": positions}
         # rows of a table of positions are added to those of the tokens, so one axis is enough where none was given
         return args, {**kwargs, "position_ids": positions.view(-1) if given is None else positions.view(given.shape)}
 
