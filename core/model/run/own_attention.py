@@ -1,9 +1,9 @@
 """Attention that a model computes with matrix products of its own, as one call of a function.
 
-Inside `OwnAttention`, the product of queries and transposed keys is not computed. It becomes `LazyScores`, a tensor without
-memory that knows both. What the model then does to its scores (a scale, a mask, a bias, the softmax) is noted for the
-probe, or passed over when the model is served. Where the scores meet the values, the attention function is called. So
-no class of models is known here by name, and none of their code is written again.
+Inside `OwnAttention`, the product of queries and transposed keys is not computed. It becomes `LazyScores`, a tensor
+without memory that knows both. What the model then does to its scores (a scale, a mask, a bias, the softmax) is noted
+for the probe, or passed over when the model is served. Where the scores meet the values, the attention function is
+called. So no class of models is known here by name, and none of their code is written again.
 """
 
 from __future__ import annotations
