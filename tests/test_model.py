@@ -192,7 +192,7 @@ SIZES = {
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers"),
         ("rwkv", {"attention_hidden_size": 32}, "recurrent state"),
         ("falcon", {"alibi": True, "max_position_embeddings": 512}, "more than the distance"),
-        ("cpmant", {"dim_head": 16}, "scores are set to 0"),
+        ("cpmant", {"dim_head": 16}, "weights go through masked_fill|scores are set to 0"),
         ("bart", {"d_model": 32}, "encoder-decoder"),
         ("bert", {"is_decoder": False}, "not causal|neither causal"),
         ("t5", {"d_model": 32, "num_layers": 1}, "not a causal language model"),

@@ -57,13 +57,14 @@ def learn_attention(model: PreTrainedModel, max_model_len: int | None) -> list[A
 def _run(model: PreTrainedModel, tokens: int, attend: Callable[..., torch.Tensor], recorder: _Recorder) -> None:
     vocab = model.config.get_text_config().vocab_size
     ids = torch.arange(1, tokens + 1, device=model.device)[None] % vocab
+    base = model.base_model  # the output layer would take much memory
     positions = torch.arange(tokens, device=model.device)[None]
     with (
         recorder.following(model),
         own_attention_learned(model, attend, recorder.build_mask),
-        positions_given(receivers(model), positions) as inputs,
+        positions_given(receivers(base), positions) as inputs,
     ):
-        model(input_ids=ids, use_cache=False, **inputs)
+        base(input_ids=ids, use_cache=False, **inputs)
 
 
 def _count_repeats(
@@ -195,7 +196,11 @@ def _row(terms: Terms, row: int, heads: int, tokens: int) -> tuple[torch.Tensor,
     for where in terms.hidden:
         hidden |= _at(where, row).bool().cpu()
     hidden |= total < HIDING * max(1.0, abs(terms.scale))
-    return total, ~hidden.all(0) if torch.equal(hidden.all(0), hidden.any(0)) else torch.zeros(tokens, dtype=torch.bool)
+    if not torch.equal(hidden.all(0), hidden.any(0)):
+        raise UnsupportedModelError("heads of one layer see other keys than its other heads")
+    if any(bool((_at(where, row).cpu() & ~hidden).any()) for where in terms.zeroed):
+        raise UnsupportedModelError("attention scores are multiplied by 0, which no kernel here does")
+    return total, ~hidden.all(0)
 
 
 def _at(x: torch.Tensor, row: int) -> torch.Tensor:

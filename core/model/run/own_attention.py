@@ -32,27 +32,37 @@ _MULTIPLES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 _QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
 _CASTS = {"to", "float", "type", "type_as", "half", "bfloat16"}
 _SHAPES = {"view", "reshape", "contiguous", "clone"}
+_HIDES = {"masked_fill", "masked_fill_", "where"}
+_FLOORS = {"max", "maximum"}
+_CHANGES = _SUMS | _DIFFERENCES | _MULTIPLES | _QUOTIENTS | _HIDES | _FLOORS
 _FACTS = {"__get__", "size", "dim", "numel", "is_floating_point", "ndimension"}
 
 
 class Terms:
     """What a model does to its scores before the softmax, to be read by the probe. A score becomes
-    ``scale * score + sum(biases)``, and is hidden where one of `hidden` is true. All tensors broadcast to ``[q_heads,
-    tokens, tokens]``."""
+    ``scale * score + sum(biases)``, and is hidden where one of `hidden` is true. Where one of `zeroed` is true, it
+    became 0 on the way. All tensors broadcast to ``[q_heads, tokens, tokens]``."""
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.biases: list[torch.Tensor] = []
         self.hidden: list[torch.Tensor] = []
+        self.zeroed: list[torch.Tensor] = []
+
+    def copy(self) -> Terms:
+        made = Terms()
+        made.scale, made.biases, made.hidden, made.zeroed = self.scale, [*self.biases], [*self.hidden], [*self.zeroed]
+        return made
 
     def multiply(self, factor: Any) -> None:
         """By a number, or by a tensor of zeros and ones."""
         if isinstance(factor, torch.Tensor) and factor.numel() > 1:
             if not bool(((factor == 0) | (factor == 1)).all()):
                 raise UnsupportedModelError("attention scores are multiplied by a tensor, which no kernel here does")
-            self.hidden.append(_by_head(factor == 0))
-            return
-        self.scale *= float(factor)
+            factor = _by_head(factor)
+            self.zeroed.append(factor == 0)
+        else:
+            self.scale *= float(factor)
         self.biases = [bias * factor for bias in self.biases]
 
     def add(self, bias: Any) -> None:
@@ -76,15 +86,22 @@ class LazyScores(torch.Tensor):
     key: torch.Tensor  # [..., key_dim, tokens]
     attend: Attend
     terms: Terms | None  # None: the attention function knows them
+    weights: bool  # after the softmax
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, *parts: Any) -> LazyScores:
         made: LazyScores = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
-        made.query, made.key, made.attend, made.terms = parts
+        made.query, made.key, made.attend, made.terms, made.weights = parts
         return made
 
-    def like(self, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> LazyScores:
-        parts = self.query, self.key, self.attend, self.terms
+    def _like(
+        self,
+        shape: torch.Size | None = None,
+        dtype: torch.dtype | None = None,
+        terms: Terms | None = None,
+        weights: bool = False,
+    ) -> LazyScores:
+        parts = self.query, self.key, self.attend, terms or self.terms, weights or self.weights
         return LazyScores(shape or self.shape, dtype or self.dtype, *parts)
 
     @classmethod
@@ -105,70 +122,60 @@ class LazyScores(torch.Tensor):
         raise UnsupportedModelError(f"{func} of attention scores is not known here")
 
     def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the function of this name makes of these scores. In-place functions change what `terms` holds."""
+        """What the function of this name makes of these scores."""
         others = [x for x in (*args, *kwargs.values()) if x is not self]
-        if name in _PRODUCTS and args[0] is self:
+        if name in _PRODUCTS and args[0] is self and self.weights:
             return self._times(others[0])
         if name in _SHAPES:
-            with torch._C.DisableTorchFunctionSubclass():
-                sizes = args[1:]
-                shape = torch.empty(self.shape, device="meta").reshape(*sizes).shape if sizes else self.shape
+            sizes = args[1:]
+            shape = torch.empty(self.shape, device="meta").reshape(*sizes).shape if sizes else self.shape
             if shape[-2:] == self.shape[-2:]:
-                return self.like(shape)
+                return self._like(shape)
         if name in _CASTS:
             dtypes = [x.dtype if isinstance(x, torch.Tensor) else x for x in others]
             named = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}.get(name)
-            return self.like(dtype=next((x for x in dtypes if isinstance(x, torch.dtype)), named))
-        if name == "softmax":
+            return self._like(dtype=next((x for x in dtypes if isinstance(x, torch.dtype)), named))
+        if name == "softmax" and not self.weights:
             axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if axis in (-1, self.dim() - 1):
-                return self.like(dtype=kwargs.get("dtype"))
+                return self._like(dtype=kwargs.get("dtype"), weights=True)
         if name in {"dropout", "dropout_"} and not kwargs.get("training", False):
             return self
-        if self._note(name, args, kwargs, others):
-            return self
-        raise UnsupportedModelError(f"attention scores go through {name}, which no kernel here knows")
+        if name in _CHANGES and not self.weights:
+            if self.terms is None:
+                return self
+            if name.endswith("_") and (not name.startswith("__") or name.startswith("__i")):  # in place
+                self._note(self.terms, name, args, others[0])
+                return self
+            terms = self.terms.copy()
+            self._note(terms, name, args, others[0])
+            return self._like(terms=terms)
+        what = "weights" if self.weights else "scores"
+        raise UnsupportedModelError(f"attention {what} go through {name}, which no kernel here knows")
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: list[Any]) -> bool:
-        """Note a change of the scores. → False for a function that is not known."""
-        other = others[0] if others else None
-        terms = self.terms or _UNREAD
+    def _note(self, terms: Terms, name: str, args: tuple[Any, ...], other: Any) -> None:
+        """Note a change of the scores in `terms`."""
+        first = args[0] is self
         if name in _SUMS:
             terms.add(other)
-        elif name in _DIFFERENCES and args[0] is self:
-            terms.add(-other if other is not None else None)
+        elif name in _DIFFERENCES and first:
+            terms.add(None if other is None else -other)
         elif name in _MULTIPLES:
             terms.multiply(other)
-        elif name in _QUOTIENTS and args[0] is self:
+        elif name in _QUOTIENTS and first:
             terms.multiply(1 / other)
-        elif name in {"masked_fill", "masked_fill_"}:
-            terms.hide(*others)
         elif name == "where" and len(args) == 3 and args[1] is self:
             terms.hide(~args[0], args[2])
-        elif name in {"max", "maximum"} and isinstance(other, torch.Tensor) and other.numel() == 1:
-            return float(other) < HIDING
-        else:
-            return False
-        return True
+        elif name.startswith("masked_fill") and first:
+            terms.hide(*args[1:])
+        elif not (name in _FLOORS and isinstance(other, torch.Tensor) and float(other.max()) < HIDING):
+            raise UnsupportedModelError(f"attention scores go through {name} in a way that no kernel here knows")
 
     def _times(self, value: torch.Tensor) -> torch.Tensor:
         query, key, values = (x[0] if x.dim() == 4 else x for x in (self.query, self.key, value))
         rows = [x.to(value.dtype) for x in (query.transpose(0, 1), key.permute(2, 0, 1), values.transpose(0, 1))]
         out = self.attend(*rows, self.terms).transpose(0, 1)
         return out.reshape(*self.shape[:-1], value.shape[-1])
-
-
-class _Unread(Terms):
-    """Notes nothing."""
-
-    def multiply(self, factor: Any) -> None: ...
-
-    def add(self, bias: Any) -> None: ...
-
-    def hide(self, where: torch.Tensor, value: Any) -> None: ...
-
-
-_UNREAD = _Unread()
 
 
 class OwnAttention(TorchFunctionMode):
@@ -199,7 +206,7 @@ class OwnAttention(TorchFunctionMode):
 
     def _scores(self, query: torch.Tensor, key: torch.Tensor) -> LazyScores:
         shape = torch.Size((*query.shape[:-1], key.shape[-1]))
-        return LazyScores(shape, query.dtype, query, key, self._attend, Terms() if self._learn else None)
+        return LazyScores(shape, query.dtype, query, key, self._attend, Terms() if self._learn else None, False)
 
     def _sdpa(
         self,
