@@ -123,9 +123,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fill": lambda s: F.softmax((s / 2).masked_fill(~CAUSAL, LEAST), dim=-1),
     "where": lambda s: F.softmax(torch.where(CAUSAL, s * 0.5, torch.tensor(LEAST)), -1, dtype=torch.float32),
     "sum": lambda s: nn.Dropout(0.5).eval()(nn.Softmax(-1)(s.float() / 2 + torch.where(CAUSAL, 0.0, LEAST))),
-    "view": lambda s: F.softmax(
-        (s / 2).view(HEADS, TOKENS, -1).masked_fill(~CAUSAL, LEAST).view(1, HEADS, TOKENS, -1), -1
-    ),
+    "view": lambda s: (s / 2).view(HEADS, TOKENS, -1).masked_fill(~CAUSAL, LEAST).view(s.shape).softmax(-1),
     "in place": in_place,
 }
 

@@ -25,6 +25,7 @@ from ..run.attention import has_own_attention, own_attention_learned
 from ..run.own_attention import HIDING, Terms
 from ..run.positions import longest_sequence, positions_given, receivers
 from .probe import CPU, TOKENS, UNLIMITED, AttentionCall, MaskFunction, record_attention, window_of
+from .row_invariant import TIMES
 
 MOST_TOKENS = 2048  # of the long pass; a mask of the library is asked about places beyond it
 ROUNDING = 2e-6  # largest difference of a bias from its rule, in parts of the largest bias: that of fp32
@@ -90,6 +91,8 @@ class _WithoutProducts(TorchFunctionMode):
         if func is F.linear:
             x, weight = args[:2] if len(args) > 1 else (args[0], kwargs["weight"])
             return x.new_zeros(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
+        if func in TIMES and type(args[0]) is torch.Tensor and args[1].dim() == 2:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[1], dtype=torch.float32)
         if func is torch.addmm:
             return args[1].new_zeros(args[1].shape[0], args[2].shape[1], dtype=torch.float32)
         if func is F.embedding:

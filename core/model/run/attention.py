@@ -161,8 +161,8 @@ def _own_attention_set(
     def called(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any) -> torch.Tensor:
         assert attend is not None
         # as transformers calls it: [1, heads, tokens, dim] → [1, tokens, heads, dim]
-        rows: torch.Tensor = attend(model, *(x.transpose(0, 1)[None] for x in (query, key, value)), None)[0]
-        return rows
+        out: torch.Tensor = attend(model, *(x.transpose(0, 1)[None] for x in (query, key, value)), None)[0]
+        return out[0]
 
     before = model.config._attn_implementation
     model.config._attn_implementation = implementation
