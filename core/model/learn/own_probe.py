@@ -25,7 +25,6 @@ from ..run.attention import has_own_attention, own_attention_learned
 from ..run.own_attention import HIDING, Terms
 from ..run.positions import longest_sequence, positions_given, receivers
 from .probe import CPU, TOKENS, UNLIMITED, AttentionCall, MaskFunction, record_attention, window_of
-from .row_invariant import TIMES
 
 MOST_TOKENS = 2048  # of the long pass; a mask of the library is asked about places beyond it
 ROUNDING = 2e-6  # largest difference of a bias from its rule, in parts of the largest bias: that of fp32
@@ -83,6 +82,9 @@ def _same_head(x: torch.Tensor, head: int) -> bool:
     return torch.equal(x[:, head], x[:, head - 1])
 
 
+_TIMES = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
 class _WithoutProducts(TorchFunctionMode):
     """What would need weights is zeros in fp32, so that a bias is not rounded to the dtype of the weights."""
 
@@ -91,7 +93,7 @@ class _WithoutProducts(TorchFunctionMode):
         if func is F.linear:
             x, weight = args[:2] if len(args) > 1 else (args[0], kwargs["weight"])
             return x.new_zeros(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
-        if func in TIMES and type(args[0]) is torch.Tensor and args[1].dim() == 2:
+        if func in _TIMES and type(args[0]) is torch.Tensor and args[1].dim() == 2:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[1], dtype=torch.float32)
         if func is torch.addmm:
             return args[1].new_zeros(args[1].shape[0], args[2].shape[1], dtype=torch.float32)

@@ -85,15 +85,6 @@ LEFT_OPERAND: dict[Function, int] = {
 """Matrix products → which argument holds the rows, in its second last dimension."""
 
 
-TIMES = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-
-
-def _times_weight(function: Function, args: tuple[Any, ...]) -> bool:
-    """Whether this is the product of rows, one batch of them, with a transposed weight: a linear layer written out, for
-    which torch takes other code than for a linear layer."""
-    return function in TIMES and args[0].dim() > 2 and args[1].dim() == 2 and args[1].mT.is_contiguous()
-
-
 def _odd_rows(function: Function, args: tuple[Any, ...]) -> int:
     """The number of rows of a matrix product, where it is no multiple of `ROW_MULTIPLE`; else 0."""
     at = LEFT_OPERAND.get(function)
@@ -132,8 +123,6 @@ class RowInvariant(TorchFunctionMode):
     """Inside this context, products are padded to whole multiples of rows and hazardous functions rewritten."""
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _times_weight(func, args):
-            func, args = F.linear, (args[0], args[1].mT)
         replacement = _grouped_mm if func is torch._grouped_mm else ELEMENTWISE.get(func)
         return replacement(*args, **(kwargs or {})) if replacement else _padded(func, *args, **(kwargs or {}))
 
@@ -173,8 +162,6 @@ class _Watch(TorchFunctionMode):
         exact = func is F.gelu and kwargs.get("approximate", "none") == "none"
         if func in ELEMENTWISE and not exact and out.numel() >= TEXT_ROWS:
             self._note(func.__name__)
-        elif _times_weight(func, args):
-            self._note("linear layers written out")
         elif func is torch._grouped_mm or _odd_rows(func, args):
             self._note("products over some of the rows")
         return out
