@@ -114,7 +114,8 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 def _set_implementation(model: PreTrainedModel, name: str) -> None:
     """Let `model` look up its attention by this name, or those of its parts that look it up."""
     if model._can_set_attn_implementation():
-        return model.set_attn_implementation(name)
+        model.set_attn_implementation(name)
+        return
     for part in _parts(model):
         if part._can_set_attn_implementation():
             part.config._attn_implementation_internal = name
@@ -197,7 +198,8 @@ def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[
     """From now on `model` computes its attention by `calls`. own: the modules that compute it themselves, and how often
     each head of keys and values is repeated there."""
     if not own:
-        return _set_implementation(model, IMPLEMENTATION)
+        _set_implementation(model, IMPLEMENTATION)
+        return
     for module, repeats in own.items():
         attend = partial(_attend, calls, repeats)
         take_over(module, attend, lambda: model.config._attn_implementation == OWN_IMPLEMENTATION)

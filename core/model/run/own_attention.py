@@ -84,7 +84,7 @@ class LazyScores(torch.Tensor):
 
     query: torch.Tensor  # [..., tokens, key_dim]
     key: torch.Tensor  # [..., key_dim, tokens]
-    attend: Attend
+    attend: Any  # an `Attend`
     terms: Terms | None  # None: the attention function knows them
     weights: bool  # after the softmax
 
@@ -109,7 +109,7 @@ class LazyScores(torch.Tensor):
         kwargs = kwargs or {}
         name = func.__name__
         if name in _FACTS:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if name == "expand_as":  # of a mask
             return args[0].expand(args[1].shape)
         found = [x for x in (*args, *kwargs.values()) if isinstance(x, LazyScores)]
@@ -118,7 +118,9 @@ class LazyScores(torch.Tensor):
         return found[0]._after(name, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UnsupportedModelError(f"{func} of attention scores is not known here")
 
     def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +176,7 @@ class LazyScores(torch.Tensor):
     def _times(self, value: torch.Tensor) -> torch.Tensor:
         query, key, values = (x[0] if x.dim() == 4 else x for x in (self.query, self.key, value))
         rows = [x.to(value.dtype) for x in (query.transpose(0, 1), key.permute(2, 0, 1), values.transpose(0, 1))]
-        out = self.attend(*rows, self.terms).transpose(0, 1)
+        out: torch.Tensor = self.attend(*rows, self.terms).transpose(0, 1)
         return out.reshape(*self.shape[:-1], value.shape[-1])
 
 
