@@ -394,8 +394,11 @@ models that a paged cache can't serve, and then compares its logits with the mod
 `mainspring generate --explain-model` prints the result.
 
 - **Refused** are layers whose memory is more than keys and values (linear attention, state spaces, convolutions, sparse
-  attention with an index), biases added to the scores (ALiBi), models that take no positions, models that do not call
-  transformers' attention interface, and most quantized checkpoints. The error gives the reason.
+  attention with an index), attention whose scores depend on more than query, key and their distance, encoder-decoder
+  models, and most quantized checkpoints. The error gives the reason.
+- **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of
+  its own is known for up to 2,048 tokens. BigBird is served if `max_model_len` is so small that its attention is full.
+  A half-precision model with ALiBi adds a bias that is not rounded, where transformers' is.
 - **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ (4 bits, symmetric 8 bits; without act-order) and bitsandbytes
   (4 bits) run on native kernels with the integers that they hold, where a row of weights and a group are multiples of
   32 values. `quantization` rounds plain checkpoints to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4 at load.

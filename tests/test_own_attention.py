@@ -14,6 +14,7 @@ from torch import nn
 
 import tiny
 from mainspring.core.model.learn.own_probe import learn_attention
+from mainspring.core.model.learn.verify import Chunk, paged_logits, random_texts, schedule
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.run.own_attention import OwnAttention, Terms
 from mainspring.core.model.run.paged_model import PagedModel
@@ -21,6 +22,9 @@ from mainspring.core.model.run.positions import positions_given, receivers
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import SlopeBias
+from mainspring.kernels.native.native_backend import NativeBackend
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
+from native_here import why_not
 
 TOKENS, HEADS, DIM = 6, 2, 4
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -224,3 +228,18 @@ def test_attention_is_learned_once_for_each_call(tmp_path: Path) -> None:
     calls = learn_attention(model, None)
     assert [call.module.layer_idx for call in calls] == [0, 1]
     assert model.config._attn_implementation == "eager"
+
+
+# Clockwork
+
+
+@pytest.mark.parametrize("name", tiny.OWN_ATTENTION)
+def test_a_row_has_the_same_bits_in_any_step(name: str, tmp_path: Path) -> None:
+    model = load(tiny.make(name, tmp_path), dtype="bfloat16")
+    backend = ReferenceBackend() if why_not() else NativeBackend()
+    lengths = [41, 30]
+    sequences = random_texts(model.config, lengths)
+    alone = [[Chunk(0, 0, 41)], [Chunk(1, 0, 30)]]
+    whole = paged_logits(model, sequences, alone, backend)
+    mixed = paged_logits(model, sequences, schedule(lengths), backend)
+    assert all(torch.equal(one, other) for one, other in zip(whole, mixed, strict=True))

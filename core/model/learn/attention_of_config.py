@@ -21,7 +21,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec], torch.dtype]:
-    """What each attention call of a checkpoint asks for, and the checkpoint's dtype, of which no weight is read.
+    """What each attention call of a checkpoint asks for, and the checkpoint's dtype, of which no weight is read. Of a
+    model that computes its attention itself, windows in buffers and repeated heads of keys are not seen this way.
 
     Raises:
         ModelNotFoundError: there is no such checkpoint.
