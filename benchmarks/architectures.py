@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from mainspring.core.model.load.loader import load_model
-from mainspring.core.model.load.refuse import refuse_class, refuse_config
+from mainspring.core.model.load.refuse import refuse_config
 from mainspring.core.model.run.attention import StepAttention
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
@@ -198,7 +198,7 @@ _VARIANTS: list[dict[str, Any]] = [
 
 # Gains of embeddings and of other matrices, tried in turn until greedy tokens are diverse. Gains that suit a model with
 # normalisation before its layers make a model with normalisation after them always choose the same token.
-_GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4)]
+_GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4), (0.3, 6.0)]
 DIVERSE = 12  # distinct tokens among all outputs
 
 _DELTA = {
@@ -330,13 +330,17 @@ def judge(model_type: str, built: Callable[[], None]) -> Result:
 
 def _diverse(model_type: str, folder: Path, variant: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """Build with the first gains that make the greedy tokens diverse enough to show an error; → prompts, tokens."""
-    for gains in _GAINS:
-        model = build(model_type, folder, variant, gains)
+    most, best = -1, _GAINS[0]
+    for gains in [*_GAINS, None]:  # at last, the most diverse again
+        model = build(model_type, folder, variant, gains or best)
         vocab = model.config.get_text_config().vocab_size
         prompts = [torch.randint(2, vocab, (length,)).tolist() for length in PROMPT_LENGTHS]
         expected = [_generate_alone(model, prompt) for prompt in prompts]
-        if len({token for text in expected for token in text}) >= DIVERSE:
+        distinct = len({token for text in expected for token in text})
+        if distinct >= DIVERSE:
             return prompts, expected
+        if distinct > most:
+            most, best = distinct, gains or best
     return prompts, expected
 
 
@@ -358,7 +362,6 @@ def _refused_unbuilt(model_type: str) -> Result | None:
     config_class = CONFIG_MAPPING[model_type]
     try:
         refuse_config(config_class(), "the checkpoint")
-        refuse_class(AutoModelForCausalLM._model_mapping[config_class])
     except UnsupportedModelError as error:
         return Result("refused", str(error))
     except Exception:
@@ -369,6 +372,7 @@ def _refused_unbuilt(model_type: str) -> Result | None:
 def _generate_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None  # would end every output with this token
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, min_new_tokens=None, do_sample=False
     )
@@ -445,9 +449,12 @@ models that a paged cache can't serve, and then compares its logits with the mod
 
 - **Recurrent state** (linear attention, state spaces, short convolutions) is served where transformers keeps it in its
   cache.
-- **Refused** are layers with another memory (sparse attention with an index, state in a module's attributes), biases
-  added to the scores (ALiBi), attention without positions or outside of transformers' attention interface, and most
-  quantized checkpoints. The error gives the reason.
+- **Refused** are layers with another memory (sparse attention with an index, state in a module's attributes), attention
+  whose scores depend on more than query, key and their distance, encoder-decoder models, and most quantized
+  checkpoints. The error gives the reason.
+- **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of
+  its own is known for up to 2,048 tokens. BigBird is served if `max_model_len` is so small that its attention is full.
+  A half-precision model with ALiBi adds a bias that is not rounded, where transformers' is.
 - **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ (4 bits, symmetric 8 bits; without act-order) and bitsandbytes
   (4 bits) run on native kernels with the integers that they hold, where a row of weights and a group are multiples of
   32 values. `quantization` rounds plain checkpoints to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4 at load.

@@ -16,7 +16,7 @@ import references
 import tiny
 from mainspring import LLM, SamplingParams
 from mainspring.ipc.messages import Stats
-from tiers import EACH_ARCHITECTURE
+from tiers import EACH_ARCHITECTURE, fast_only
 
 NUM_REQUESTS = 24
 MAX_MODEL_LEN = 128
@@ -28,7 +28,7 @@ SETTINGS = {
     "skip_tokenizer_init": True,
 }
 # Small enough that running requests run out of blocks, large enough for one request of max_model_len.
-NUM_BLOCKS = {"gemma2": 26, "gemma3": 50, "mistral": 12}
+NUM_BLOCKS = {"gemma2": 26, "gpt_neo": 26, "gemma3": 50, "mistral": 12}
 DEFAULT_BLOCKS = 20
 
 
@@ -42,7 +42,7 @@ def requests(vocab_size: int, seed: int = 1) -> list[tuple[list[int], int]]:
     return [(p, r.randint(4, 40)) for p in prompts]
 
 
-@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE)
+@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE + fast_only((), tiny.OWN_ATTENTION))
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     path = tiny.make(architecture, tmp_path)
     with LLM(str(path), num_gpu_blocks_override=NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS), **SETTINGS) as llm:

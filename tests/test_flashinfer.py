@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flashinfer_double import FlashInferDouble
 from mainspring.kernels import BackendUnavailableError
-from mainspring.kernels.contract import AttentionSpec, DeviceBatch, LayerCache, PagedBatch
+from mainspring.kernels.contract import AttentionSpec, DeviceBatch, LayerCache, PagedBatch, SlopeBias
 from mainspring.kernels.flashinfer import partition as flashinfer_partition
 from mainspring.kernels.flashinfer import plan as flashinfer_plan
 from mainspring.kernels.flashinfer import prebuilt
@@ -647,6 +647,7 @@ def test_choices_and_products_are_as_on_a_cpu() -> None:
         (AttentionSpec(3, 2, 64, 64, 1.0), (BF16, BF16), HOPPER, "3 query heads over 2 KV heads"),
         (spec_of(1, 17), (BF16, BF16), HOPPER, "17 query heads per KV head: deterministic takes 16"),
         (spec_of(), (torch.float16, torch.float16), Gpu((7, 5), 40), "deterministic takes 8.0"),
+        (spec_of()._replace(bias=SlopeBias((0.5, 0.25))), (BF16, BF16), HOPPER, "a bias on its scores"),
     ],
     ids=str,
 )

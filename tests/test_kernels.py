@@ -289,18 +289,41 @@ def spans(length: int, *both_ways: tuple[int, int]) -> torch.Tensor:
     return reach
 
 
+by_bias = pytest.mark.parametrize("bias", [SLOPES, TABLE], ids=["slopes", "table"])
+
+
+@by_backend
 @by_dtype
-@pytest.mark.parametrize("bias", [SLOPES, TABLE], ids=["slopes", "table"])
+@by_bias
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("reach", [False, True])
-def test_the_reference_adds_a_bias_by_distance(
-    dtype: torch.dtype, bias: SlopeBias | TableBias, window: int | None, softcap: float | None, reach: bool
+def test_a_bias_by_distance_is_added(
+    backend: Backend, dtype: torch.dtype, bias: SlopeBias | TableBias, window: int | None, softcap: float | None
+) -> None:
+    lengths = (1, 64, 201, 700)
+    spec = spec_of(ratio=2, window=window, softcap=softcap, bias=bias)
+    check(backend, Setup(spec, dtype, heads_first=True), lengths, mixed(lengths))
+
+
+@by_backend
+@by_bias
+def test_a_row_with_a_bias_has_the_same_bits_in_any_step(backend: Backend, bias: SlopeBias | TableBias) -> None:
+    setup = Setup(spec_of(ratio=2, bias=bias), torch.bfloat16)
+    requests = sequences(setup, (700, 80))
+    alone = [[(0, 700)], [(1, 80)]]
+    together = [[(1, 64), (0, 41)], [(1, 16), (0, 600)], *([(0, 1)] for _ in range(59))]
+    first, other = (attend(backend, setup, requests, steps) for steps in (alone, together))
+    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@by_dtype
+@by_bias
+def test_the_reference_adds_a_bias_where_rows_reach_beyond_themselves(
+    dtype: torch.dtype, bias: SlopeBias | TableBias
 ) -> None:
     lengths = (1, 64, 201)
-    setup = Setup(spec_of(ratio=2, window=window, softcap=softcap, bias=bias), dtype, heads_first=True)
-    if reach:
-        setup = setup._replace(reach=[spans(1), spans(64, (3, 50)), spans(201, (90, 181))])
+    setup = Setup(spec_of(ratio=2, bias=bias), dtype, heads_first=True)
+    setup = setup._replace(reach=[spans(1), spans(64, (3, 50)), spans(201, (90, 181))])
     check(ReferenceBackend(), setup, lengths, mixed(lengths))
 
 
@@ -339,7 +362,6 @@ def test_a_backend_says_what_it_does_not_serve(backend: Backend) -> None:
     assert backend.refuses(spec_of(), torch.float32, torch.float32) is None
     if backend.name != "reference":
         assert not backend.takes(batch._replace(reach=torch.zeros(1, dtype=torch.int32)))
-        assert "bias on its scores" in (backend.refuses(spec_of(bias=SLOPES), torch.float32, torch.float32) or "")
 
 
 @by_backend

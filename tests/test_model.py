@@ -185,15 +185,11 @@ SIZES = {
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("mamba", {"state_size": 4}, "linear_attention layers"),
-        ("jamba", {"num_experts": 2, "mamba_d_state": 4}, "linear_attention layers"),
-        ("qwen3_next", {"num_experts": 2}, "linear_attention layers"),
         ("deepseek_v32", {}, "indexed_attention layers"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers"),
         ("rwkv", {"attention_hidden_size": 32}, "recurrent state"),
-        ("bloom", {"n_head": 2}, "positions"),
-        ("mpt", {"n_heads": 2, "d_model": 32, "n_layers": 2}, "positions"),
-        ("falcon", {}, "attention interface"),
+        ("falcon", {"alibi": True, "max_position_embeddings": 512}, "more than the distance"),
+        ("cpmant", {"dim_head": 16}, "weights go through masked_fill|scores are set to 0"),
+        ("bart", {"d_model": 32}, "encoder-decoder"),
         ("bert", {"is_decoder": False}, "not causal|neither causal"),
         ("t5", {"d_model": 32, "num_layers": 1}, "not a causal language model"),
         ("bert-generation", {"is_decoder": False}, "not causal|neither causal"),

@@ -11,7 +11,7 @@ import torch
 
 from mainspring.kernels.contract import Scans
 from mainspring.kernels.native.native_backend import NativeBackend
-from mainspring.kernels.reference.scans import ReferenceScans
+from mainspring.kernels.reference.reference_scans import ReferenceScans
 from native_here import why_not
 
 REASON = why_not()

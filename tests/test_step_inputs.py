@@ -202,14 +202,13 @@ def test_positions_of_one_and_of_several_axes_reach_the_model() -> None:
 
     model.position_axes = 3
     steps = Steps(model, ReferenceBackend())
-    given = []
+    given, of_one_axis = [], model.model.forward
 
     def forward(**inputs: Any) -> Any:
         given.append(inputs["position_ids"].clone())
-        return (torch.zeros(1, 8, model.vocab_size),)
+        return of_one_axis(**{**inputs, "position_ids": inputs["position_ids"][0]})
 
     model.model.forward = forward  # type: ignore[method-assign]
-    model.selects_rows = True
     slots, starts, counts = np.array([0, 1]), np.array([4, 9]), np.array([3, 1])
     axes = np.arange(12).reshape(3, 4) * 10
     for positions in (axes, None):

@@ -175,13 +175,27 @@ def test_a_cache_of_8_bits(native: NativeBackend) -> None:
     assert error_of(got, before) < error_of(wide, before)
 
 
-def test_attention_that_the_backend_refuses_is_not_run_as_a_whole(native: NativeBackend) -> None:
+def test_attention_with_a_bias_is_run_as_a_whole(native: NativeBackend) -> None:
     model = page(build_one("llama"), backend=native)
+    without = logits_of(model, native)
     model.layers[1] = model.layers[1]._replace(bias=SlopeBias((0.5, 0.25, 0.125, 0.0625)))
+    model.verified = None  # that was without the bias
+    before = logits_of(model, native)
+    make_whole(model, native)
+    assert model.whole is not None
+    assert error_of(without, before) > 0.1
+    assert error_of(logits_of(model, native), before) < 1e-5
+
+
+def test_attention_that_the_backend_refuses_is_not_run_as_a_whole(
+    native: NativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = page(build_one("llama"), backend=native)
+    monkeypatch.setattr(native, "refuses", lambda *_: "heads of another size")
     make_whole(model, native)
     assert model.whole is None
-    assert model.notes[-1].startswith("layer by layer: attention with a bias on its scores")
-    with pytest.raises(UnsupportedModelError, match="can't be quantized: attention with a bias"):
+    assert model.notes[-1].startswith("layer by layer: attention with heads of another size")
+    with pytest.raises(UnsupportedModelError, match="can't be quantized: attention with heads of another size"):
         make_whole(model, native, 8)
 
 

@@ -107,6 +107,25 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
 }
 
+# Models that compute their attention themselves, or take no positions. The sizes above have their names in these too.
+OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", {}),  # ALiBi, no positions
+    "mpt": ("mpt", {"max_seq_len": MAX_POSITION}),  # ALiBi by a table of that length
+    "gpt_neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 24}),
+    "gptj": ("gptj", {"rotary_dim": 8}),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),  # repeats its heads of keys
+    "bart": (
+        "bart",
+        {
+            "d_model": 64,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 96,
+            "forced_eos_token_id": None,
+        },
+    ),
+}
+
 
 def make(
     architecture: str,
@@ -117,11 +136,12 @@ def make(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES` or `RECURRENT`) to `folder`; → the folder.
+    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`, `RECURRENT` or `OWN_ATTENTION`) to `folder`;
+    → the folder.
 
     `overrides` replace config fields. `tokenizer` adds a byte-level BPE one, whose ids the model's vocabulary covers.
     """
-    model_type, fields = (ARCHITECTURES | RECURRENT)[architecture]
+    model_type, fields = (ARCHITECTURES | RECURRENT | OWN_ATTENTION)[architecture]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **fields, **overrides})
     disable_progress_bar()
     with torch.random.fork_rng():

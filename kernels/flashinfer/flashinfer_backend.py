@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from .. import BackendUnavailableError
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..reference.reference_backend import FP8_LARGEST, ReferenceBackend
-from ..reference.scans import ReferenceScans
+from ..reference.reference_scans import ReferenceScans
 from . import prebuilt
 from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import FlashInferPlan, Planner

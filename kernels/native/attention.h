@@ -9,6 +9,8 @@
 // decode row has the bits it would have had as the last row of a prompt.
 #pragma once
 
+#include <array>
+
 #include "attention_plan.h"
 #include "attention_tiles.h"
 #include "fused.h"
@@ -262,9 +264,17 @@ class Attention {
             cap(rows, VECTORS);
             unit_of_score = 1;
         }
+        const bool biased = spec_.bias_columns != 0;
+        const float unit_before_bias = unit_of_score;
+        int64_t first_head = 0;  // of the query heads of these rows
+        if (biased) {
+            unit_of_score = 1;
+            first_head = (unit.head_begin + base / ((unit.row_end - unit.row_begin) * spec_.group())) * spec_.group();
+        }
         for (int r = 0; r < rows; ++r) {
             float* scores = scores_ + r * TILE;
             const int64_t last = unit.position + int(row + r) / spec_.group() - start;  // that this row sees
+            if (biased) add_bias(scores, VECTORS, unit_before_bias, first_head + (row + r) % spec_.group(), last);
             const int64_t oldest = spec_.window ? last - spec_.window + 1 : 0;
             if (last < VECTORS * LANES - 1 || oldest > 0) hide(scores, oldest, last);
             F32 seen[VECTORS], most = seen[0] = load(scores);
@@ -309,6 +319,28 @@ class Attention {
                 const F32 capped = tanh_precise(mul(load(at), set(spec_.scale / spec_.softcap)));
                 store(at, mul(capped, set(spec_.softcap * LOG2_E)));
             }
+    }
+
+    // Scores times `unit`, plus what the query head adds to them; the query lies at place `own` of the tile or behind it.
+    void add_bias(float* scores, int vectors, float unit, int64_t head, int64_t own) {
+        const float* bias = spec_.bias + head * spec_.bias_columns;
+        if (spec_.bias_columns == 1) {
+            alignas(64) static constexpr auto PLACES = [] {
+                std::array<float, TILE> places{};
+                for (int i = 0; i < TILE; ++i) places[i] = float(i);
+                return places;
+            }();
+            const F32 slope = set(-bias[0] * LOG2_E), query = set(float(own));
+            for (int j = 0; j < vectors * LANES; j += LANES) {
+                const F32 distance = sub(query, load(PLACES.data() + j));
+                store(scores + j, fma(slope, distance, mul(load(scores + j), set(unit))));
+            }
+            return;
+        }
+        for (int j = 0; j < vectors * LANES; ++j) {
+            const int64_t distance = std::min(std::max<int64_t>(own - j, 0), spec_.bias_columns - 1);
+            scores[j] = std::fma(scores[j], unit, bias[distance] * LOG2_E);
+        }
     }
 
     // Minus infinity for the keys that a row does not see: all but [oldest, last].

@@ -24,6 +24,11 @@ struct Spec {
     int q_heads, kv_heads, key_dim, value_dim;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
+    // What is added to a score by the distance of query and key, in the natural unit; bias_columns 0: nothing, 1: bias
+    // [q_heads] are slopes, and -slope x distance is added, more: bias [q_heads, bias_columns], whose last column holds
+    // for longer distances too.
+    const float* bias;
+    int64_t bias_columns;
     int group() const { return q_heads / kv_heads; }
 };
 

@@ -49,6 +49,7 @@ EXPORT void* mainspring_attention_plan(const int64_t* a) {
     Spec spec;
     spec.q_heads = int(a[0]), spec.kv_heads = int(a[1]), spec.key_dim = int(a[2]), spec.value_dim = int(a[3]);
     spec.window = a[4], spec.scale = float(number(a[5])), spec.softcap = float(number(a[6]));
+    spec.bias = at<const float>(a[14]), spec.bias_columns = a[15];  // outlives the plan
     return plan_attention(
                spec, int(a[7]), at<const int32_t>(a[8]), at<const int32_t>(a[9]), at<const int32_t>(a[10]),
                at<const int32_t>(a[11]), int(a[12]), int(a[13])

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores
+from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores, SlopeBias, TableBias
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import cpu_features, function, load
 from .choice import choice_words
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
-from .scans import NativeScans
+from .native_scans import NativeScans
 from .weights import linear, readable
 
 _NO_HEADS = (0, 0, 0, 0)
@@ -53,7 +53,7 @@ class NativeBackend(Backend):
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of build.py; None: the best one of this processor."""
         self._library = library = load(level)
-        self._plan_attention = function(library, "attention_plan", "5q2d7q", ctypes.c_void_p)
+        self._plan_attention = function(library, "attention_plan", "5q2d9q", ctypes.c_void_p)
         self._attention = function(library, "attention", "18q")
         self._rotate_and_append = function(library, "rotate_and_append", "32q")
         self._rms_norm = function(library, "rms_norm", "9q2d2q")
@@ -65,14 +65,13 @@ class NativeBackend(Backend):
         library.mainspring_attention_forget.restype = None
         self.scans = NativeScans(library)
         self._slow_halves = "avx512_bf16" not in cpu_features()
+        self._biases: dict[int, tuple[SlopeBias | TableBias, torch.Tensor]] = {}  # by id
         self._reference = ReferenceBackend()  # for dtypes and strides that the C++ code does not know
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-        """Dtypes and score biases that no native kernel knows."""
+        """Dtypes that no native kernel knows."""
         if dtype not in DTYPES or kv_dtype not in DTYPES:
             return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
-        if spec.bias is not None:
-            return "a bias on its scores, which no native kernel adds"
         return None
 
     def append(
@@ -98,12 +97,25 @@ class NativeBackend(Backend):
         if batch.block_size < 1 or batch.block_size % 8:
             raise ValueError(f"block_size is {batch.block_size}; it must be a multiple of 8")
         requests = len(batch.last_page_len)
+        bias, columns = self._bias(spec.bias)
         arrays = [x.contiguous() for x in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)]
         handle = self._plan_attention(
             *spec[:4], spec.window or 0, spec.scale, spec.softcap or 0.0, requests,
-            *(x.data_ptr() for x in arrays), batch.block_size, torch.get_num_threads(),
+            *(x.data_ptr() for x in arrays), batch.block_size, torch.get_num_threads(), bias, columns,
         )  # fmt: skip
         return NativePlan(self._library, spec, handle)
+
+    def _bias(self, bias: SlopeBias | TableBias | None) -> tuple[int, int]:
+        """Address and columns of the bias in fp32, which is kept."""
+        if bias is None:
+            return 0, 0
+        if id(bias) not in self._biases:
+            self._biases[id(bias)] = (
+                bias,
+                torch.tensor(bias[0], dtype=torch.float32).view(len(bias[0]), -1).contiguous(),
+            )
+        values = self._biases[id(bias)][1]
+        return values.data_ptr(), values.shape[1]
 
     def run(
         self, plan: NativePlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-// Recurrent scans over the rows of several sequences; kernels/reference/scans.py says what they compute. States are
+// Recurrent scans over the rows of several sequences; kernels/reference/reference_scans.py says what they compute. States are
 // fp32. Each is worked through token by token, so a row has the same bits however its text was cut, whatever the other
 // sequences are, and by however many threads.
 #pragma once

@@ -21,8 +21,8 @@ import torch
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch, SlopeBias, TableBias
 from .attention_plan import KV_TILE, AttentionPlan, Chunk, plan_attention
 from .gumbel import keyed_choice
+from .reference_scans import ReferenceScans
 from .sampling import mask_top_k_top_p_min_p
-from .scans import ReferenceScans
 
 MASKED = -1e30
 """The score of a key that a row must not see. Finite, so that a tile in which a row sees nothing yields finite sums,

@@ -13,15 +13,17 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from ....ipc.config import LoadConfig, ModelConfig
 from ....kernels.contract import AttentionSpec
 from ..load.loader import read_config
-from ..load.refuse import refuse_class, refuse_config, trial_run
-from .probe import record_attention
+from ..load.refuse import refuse_config, refuse_stateful, trial_run
+from ..run.positions import longest_sequence
+from .own_probe import learn_attention
 from .recurrent_probe import learn_states
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec], torch.dtype]:
-    """What each attention call of a checkpoint asks for, and the checkpoint's dtype, of which no weight is read.
+    """What each attention call of a checkpoint asks for, and the checkpoint's dtype, of which no weight is read. Of a
+    model that computes its attention itself, windows in buffers and repeated heads of keys are not seen this way.
 
     Raises:
         ModelNotFoundError: there is no such checkpoint.
@@ -30,7 +32,7 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
     config = read_config(model_config, LoadConfig())
     refuse_config(config, model_config.model or "")
     dtype: Any = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
-    limit = model_config.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = model_config.max_model_len or longest_sequence(config.get_text_config())
     with trial_run(str(model_config.model), " without weights"):
         with META:
             model = AutoModelForCausalLM.from_config(
@@ -39,10 +41,10 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
                 attn_implementation="eager",
                 trust_remote_code=model_config.trust_remote_code,
             )
-        refuse_class(type(model))
         with _Weightless():  # type: ignore[no-untyped-call]
             learn_states(model.eval())
-            calls = record_attention(model, limit)
+            refuse_stateful(model)
+            calls = learn_attention(model, limit)
     return [call.spec for call in calls], dtype
 
 

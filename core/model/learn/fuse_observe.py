@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.attention import attention_set
-from ..run.recurrent import model_inputs, separate_rows
+from ..run.positions import positions_given, receivers
+from ..run.recurrent import separate_rows, state_inputs
 
 STAND_IN = "mainspring_row_local"
 SEED = 20240229
@@ -72,8 +73,10 @@ def run_rows(
                 stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
             if after:
                 stack.enter_context(module.register_forward_hook(partial(after, path), with_kwargs=True))
-        inputs = model_inputs(model, positions, separate_rows(model, positions.shape[1]))
-        outputs = model.base_model(input_ids=ids, **inputs)
+        base = model.base_model
+        inputs = stack.enter_context(positions_given(receivers(base), positions))
+        alone = separate_rows(model, ids.shape[1])
+        outputs = base(input_ids=ids, **inputs, **state_inputs(model, alone, ids.shape[1]))
     hidden: torch.Tensor = outputs[0][0]
     return hidden
 

@@ -20,7 +20,8 @@ from transformers.masking_utils import eager_mask
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec
 from ..run.attention import attention_set
-from ..run.recurrent import model_inputs, one_sequence, stateful_parts
+from ..run.positions import positions_given, receivers
+from ..run.recurrent import one_sequence, state_inputs, stateful_parts
 
 PROBE = "mainspring_dry_run"
 TOKENS = 8
@@ -28,7 +29,9 @@ CPU = torch.device("cpu")
 UNLIMITED = 1 << 20  # tokens of a sequence where nothing limits them: beyond any window in use
 
 # Arguments of an attention call that change nothing here: the mask already says it, or they steer other kernels.
-HARMLESS = frozenset({"dropout", "position_ids", "sliding_window", "output_attentions", "use_cache", "cache"})
+HARMLESS = frozenset(
+    {"dropout", "position_ids", "sliding_window", "output_attentions", "use_cache", "cache", "logits_to_keep"}
+)
 
 MaskFunction = Callable[..., torch.Tensor]
 
@@ -39,6 +42,7 @@ class AttentionCall(NamedTuple):
     module: nn.Module
     spec: AttentionSpec
     source: int  # index of the call whose keys and values it reads; its own for most
+    repeats: int = 0  # where the module computes its attention itself: how often it repeats a head of keys and values
 
 
 def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[AttentionCall]:
@@ -57,7 +61,8 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
                 stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
         stack.enter_context(attention_set(model, PROBE, recorder.attend, recorder.build_mask))
         stack.enter_context(torch.inference_mode())
-        model(input_ids=ids, **model_inputs(model, positions, one_sequence(model, TOKENS)))
+        inputs = stack.enter_context(positions_given(receivers(model), positions))
+        model(input_ids=ids, **inputs, **state_inputs(model, one_sequence(model, TOKENS), TOKENS))
     return recorder.calls
 
 
@@ -78,7 +83,8 @@ class _Recorder:
 
     def build_mask(self, *, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
         mask = eager_mask(mask_function=mask_function, **kwargs)
-        self._masks.append((mask, mask_function))
+        if mask is not None:  # a mask for cross-attention to nothing is none
+            self._masks.append((mask, mask_function))
         return mask
 
     def attend(

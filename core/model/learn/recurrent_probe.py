@@ -17,8 +17,9 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ..run.positions import positions_given, receivers
 from ..run.ragged_scans import all_at_once, is_ragged, ragged_specs
-from ..run.recurrent import StateKey, StateSpec, StepStates, cache_argument, model_inputs, one_token_each
+from ..run.recurrent import StateKey, StateSpec, StepStates, cache_argument, one_token_each
 
 TOKENS = 8
 
@@ -95,12 +96,13 @@ def learn_states(model: PreTrainedModel) -> StepStates | None:
         return None
     cache = _Noting(model.config)
     ids = torch.arange(2, 2 + TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
-    inputs = model_inputs(model, torch.arange(TOKENS, device=model.device)[None])
+    positions = torch.arange(TOKENS, device=model.device)[None]
     with ExitStack() as hooks:
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(cache.enter).remove)
             hooks.callback(module.register_forward_hook(cache.leave).remove)
-        model(input_ids=ids, **inputs, **{cache_argument(model): cache})
+        inputs = hooks.enter_context(positions_given(receivers(model), positions))
+        model(input_ids=ids, use_cache=False, **inputs, **{cache_argument(model): cache})
     found = {StateKey(layer, "recurrent"): state for layer, state in cache.linear.items()}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):

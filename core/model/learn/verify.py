@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
-from ..run.attention import attention_set
+from ..run.attention import attention_set, library_attention
 from ..run.paged_model import PagedModel
-from ..run.recurrent import cache_argument, model_inputs
+from ..run.positions import takes_positions
+from ..run.recurrent import cache_argument
 from .fuse_match import LOGITS_TOLERANCE, deviations
 from .recurrent_probe import OwnCache
 
@@ -124,26 +125,29 @@ def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch
 
 @torch.inference_mode()
 def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's eager attention."""
-    with attention_set(model.model, "eager"):
-        positions = [torch.arange(len(ids), device=ids.device)[None] for ids in sequences]
-        return [
-            model.model(input_ids=ids[None], **model_inputs(model.model, at))[0][0]
-            for ids, at in zip(sequences, positions, strict=True)
-        ]
+    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention."""
+    with attention_set(model.model, library_attention(model.model)):
+        return [_own_pass(model, ids, range(len(ids)), {}) for ids in sequences]
+
+
+def _own_pass(model: PagedModel, ids: torch.Tensor, part: range, cache: dict[str, Any]) -> torch.Tensor:
+    """Logits ``[rows, vocab]`` of some rows of a sequence."""
+    positions = torch.arange(part.start, part.stop, device=ids.device)[None]
+    # a model that takes none counts itself
+    inputs: dict[str, Any] = {"position_ids": positions} if takes_positions(model.model) else {}
+    ids = ids[None, part.start : part.stop]
+    logits: torch.Tensor = model.model(input_ids=ids, use_cache=False, **inputs, **cache)[0][0]
+    return logits
 
 
 @torch.inference_mode()
 def _own_steps(model: PagedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """What the model alone, with a cache of its own, makes of a prompt of so many tokens and then of each further
     token, ``[length, vocab]``."""
-    cache, name = OwnCache(model.model.config), cache_argument(model.model)
-    positions, rows = torch.arange(len(ids), device=ids.device), []
-    with attention_set(model.model, "eager"):
-        for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, len(ids)))):
-            inputs = model_inputs(model.model, positions[None, part])
-            rows.append(model.model(input_ids=ids[None, part], **inputs, **{name: cache})[0][0])
-    return torch.cat(rows)
+    cache = {cache_argument(model.model): OwnCache(model.model.config)}
+    parts = [range(prompt), *(range(i, i + 1) for i in range(prompt, len(ids)))]
+    with attention_set(model.model, library_attention(model.model)):
+        return torch.cat([_own_pass(model, ids, part, cache) for part in parts])
 
 
 @contextmanager

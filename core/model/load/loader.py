@@ -27,18 +27,19 @@ from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
-from ..learn.probe import record_attention
+from ..learn.own_probe import learn_attention
 from ..learn.recurrent_probe import learn_states
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..run.paged_model import PagedModel
+from ..run.positions import longest_sequence
 from ..run.streamed_layers import StreamedLayers, stream_layers
 from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
 from .quantized import PackedWeights, read_quantized, settle_quantization
 from .quantized_forms import Form
-from .refuse import refuse_class, refuse_config, refuse_stateful, trial_run
+from .refuse import refuse_config, refuse_stateful, trial_run
 from .sharded_state import read_parts
 from .sliced_reading import SlicesOf, reading
 
@@ -72,8 +73,6 @@ def load_model(
     form = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
     refuse_config(config, name)
     model_class = _model_class(config, model_config)
-    if model_class is not None:
-        refuse_class(model_class)
     quantized: PackedWeights | None = None
     if form is not None and load_config.load_format != "dummy":
         if slices_of is not None:
@@ -103,15 +102,14 @@ def page(
 ) -> PagedModel:
     """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
     name = type(model).__name__
-    refuse_class(type(model))
     model.eval()
     backend = backend or ReferenceBackend()
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
-        limit = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_model_len or longest_sequence(model.config.get_text_config())
         notes = freeze_rope(model, limit) if limit else []
         states = learn_states(model)
-        calls = record_attention(model, limit)
-        refuse_stateful(model, states is not None, bool(calls))
+        refuse_stateful(model)
+        calls = learn_attention(model, limit)
         if not calls and states is None:
             raise UnsupportedModelError(f"{name} made no attention call that could be served")
         if streamed is not None and streamed.unseen:
@@ -195,6 +193,8 @@ def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[Pr
     if type(config) not in known or other is not None:
         kind = other or config.model_type
         raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
+    if config.is_encoder_decoder:  # its decoder alone would be built
+        raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model, which is not supported")
     return cast("type[PreTrainedModel]", known[type(config)])
 
 

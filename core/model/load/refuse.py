@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 
 from ....ipc.errors import MainspringError, UnsupportedModelError
+from ..run.recurrent import states_of
 
 # Layers whose only memory, if any, is keys and values, and those whose state transformers keeps in its cache. On a few
 # tokens others (sparse attention with an index of its own) may compute the same, so verification can't be relied on to
@@ -30,24 +31,14 @@ def refuse_config(config: PreTrainedConfig, name: str) -> None:
             raise UnsupportedModelError(f"{name} has {layer_type} layers, which need more than a KV cache")
 
 
-def refuse_class(model_class: type[PreTrainedModel]) -> None:
-    """Refuse by the model's class, before any weight is read."""
-    if getattr(model_class, "_is_stateful", False):
-        return  # see `refuse_stateful`
-    _refuse_interface(model_class)
+def refuse_stateful(model: PreTrainedModel) -> None:
+    """Refuse a model whose class says that it keeps state, if none was found in its cache."""
+    if getattr(model, "_is_stateful", False) and states_of(model) is None:
+        raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent state that is not in its cache")
 
 
-def refuse_stateful(model: PreTrainedModel, has_states: bool, has_attention: bool) -> None:
-    """Refuse a model whose class says that it keeps state, by what was learned of it: that its state was found in its
-    cache, and that it makes attention calls."""
-    if getattr(model, "_is_stateful", False):
-        if not has_states:
-            raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent state that is not in its cache")
-        if has_attention:
-            _refuse_interface(type(model))
-
-
-def _refuse_interface(model_class: type[PreTrainedModel]) -> None:
+def refuse_encoder_class(model_class: type[PreTrainedModel]) -> None:
+    """Refuse an encoder by its class: there is no learning of its attention or positions."""
     name = model_class.__name__
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModelError(f"{name} takes no positions, so several requests can't share a row of it")

@@ -7,8 +7,9 @@ call: the function finds them in the `AttentionCalls` that loading set on the at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....kernels.contract import Backend, LayerCache, SequenceOffsets
+from .own_attention import Attend, OwnAttention, take_over
+from .recurrent import states_of
 
 IMPLEMENTATION = "mainspring"
+OWN_IMPLEMENTATION = "mainspring_own"  # of models that compute their attention themselves (own_attention.py)
 
 
 class StepAttention(NamedTuple):
@@ -50,6 +54,11 @@ class AttentionCalls:
         self._step = step
         self.sequences = sequences
         self._next = 0
+
+    def check(self) -> None:
+        """Raise RuntimeError unless the pass made all its calls: a part of the model would not read its cache."""
+        if self._next != len(self.sources):
+            raise RuntimeError(f"{self._next} attention calls in a forward pass that had {len(self.sources)} at load")
 
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
@@ -84,6 +93,41 @@ def paged_attention(
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
 
 
+def _no_mask(*, q_length: int, kv_length: int, device: torch.device | str = "cpu", **_: Any) -> torch.Tensor:
+    """A mask of the shape that a model's own code expects. Nothing reads what is in it."""
+    return torch.zeros((), dtype=torch.bool, device=device).expand(1, 1, q_length, kv_length)
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_IMPLEMENTATION, _no_mask)
+
+
+def has_own_attention(model: PreTrainedModel) -> bool:
+    """Whether the model computes its attention itself, instead of looking it up by name. A model of several parts may
+    do both; then the part that looks it up is the language model. One with recurrent state may have none."""
+    return states_of(model) is None and not any(part._can_set_attn_implementation() for part in _parts(model))
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """`model` and the models inside it, each of which may have a config of its own."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def _set_implementation(model: PreTrainedModel, name: str) -> None:
+    """Let `model` look up its attention by this name, or those of its parts that look it up."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+        return
+    for part in _parts(model):
+        if part._can_set_attn_implementation():
+            part.config._attn_implementation_internal = name
+
+
+def library_attention(model: PreTrainedModel) -> str:
+    """The name of the library's attention that the model is compared with. A model with attention of its own may have
+    two forms of it, and then means the one that the library would choose."""
+    return "sdpa" if has_own_attention(model) and model._supports_sdpa else "eager"
+
+
 @contextmanager
 def attention_set(
     model: PreTrainedModel,
@@ -91,16 +135,79 @@ def attention_set(
     attend: Callable[..., Any] | None = None,
     build_mask: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """In this context `model` looks up its attention by another name, under which these functions are registered."""
-    before = model.config._attn_implementation
+    """In this context `model` looks up its attention by another name, under which these functions are registered.
+    `attend` is also called for a model that computes its attention itself."""
+    if has_own_attention(model):
+        with _own_attention_set(model, implementation, attend, build_mask or _no_mask):
+            yield
+        return
+    before = [(part, part.config._attn_implementation) for part in _parts(model)]
     both = (ALL_ATTENTION_FUNCTIONS, attend), (ALL_MASK_ATTENTION_FUNCTIONS, build_mask)
     given = [(registry, function) for registry, function in both if function is not None]
     for registry, function in given:
         registry.register(implementation, function)
     try:
-        model.set_attn_implementation(implementation)
+        _set_implementation(model, implementation)
         yield
     finally:
-        model.set_attn_implementation(before)
+        for part, name in before:
+            part.config._attn_implementation_internal = name
         for registry, _ in given:
             registry._global_mapping.pop(implementation)
+
+
+@contextmanager
+def _own_attention_set(
+    model: PreTrainedModel, implementation: str, attend: Callable[..., Any] | None, build_mask: Callable[..., Any]
+) -> Iterator[None]:
+    def called(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any) -> torch.Tensor:
+        assert attend is not None
+        # as transformers calls it: [1, heads, tokens, dim] → [1, tokens, heads, dim]
+        out: torch.Tensor = attend(model, *(x.transpose(0, 1)[None] for x in (query, key, value)), None)[0]
+        return out[0]
+
+    before = model.config._attn_implementation
+    model.config._attn_implementation = implementation
+    if attend is not None:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(implementation, build_mask)
+    try:
+        with OwnAttention(called) if attend is not None else nullcontext():
+            yield
+    finally:
+        model.config._attn_implementation = before
+        if attend is not None:
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(implementation)
+
+
+@contextmanager
+def own_attention_learned(model: PreTrainedModel, attend: Attend, build_mask: Callable[..., Any]) -> Iterator[None]:
+    """In this context `attend` computes the attention of `model`, which computes it itself otherwise, and is told what
+    is done to the scores. `build_mask` builds the library's masks."""
+    before = model.config._attn_implementation
+    name = library_attention(model)
+    ALL_MASK_ATTENTION_FUNCTIONS[name] = build_mask  # for this while, in place of the library's
+    model.config._attn_implementation = name
+    try:
+        with OwnAttention(attend, learn=True):
+            yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[name]
+        model.config._attn_implementation = before
+
+
+def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[nn.Module, int]) -> None:
+    """From now on `model` computes its attention by `calls`. own: the modules that compute it themselves, and how often
+    each head of keys and values is repeated there."""
+    if not own:
+        _set_implementation(model, IMPLEMENTATION)
+        return
+    for module, repeats in own.items():
+        attend = partial(_attend, calls, repeats)
+        take_over(module, attend, lambda: model.config._attn_implementation == OWN_IMPLEMENTATION)
+    model.config._attn_implementation = OWN_IMPLEMENTATION
+
+
+def _attend(
+    calls: AttentionCalls, repeats: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any
+) -> torch.Tensor:
+    return calls.run(query, key[:, ::repeats], value[:, ::repeats], None)

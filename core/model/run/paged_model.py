@@ -16,8 +16,9 @@ from ...worker.kv_layout import KVLayout, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
-from .attention import IMPLEMENTATION, AttentionCalls, StepAttention
+from .attention import AttentionCalls, StepAttention, serve_attention
 from .expert_recorder import ExpertRecorder
+from .positions import longest_sequence, positions_given, receivers
 from .recurrent import cache_argument, states_of
 from .stack import position_ids
 from .streamed_layers import StreamedLayers
@@ -39,7 +40,7 @@ class PagedModel:
         self.dtype: torch.dtype = model.dtype
         self.layers: list[AttentionSpec] = [call.spec for call in calls]
         self.sources: list[int] = [call.source for call in calls]
-        self.max_position: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_position = longest_sequence(self.config)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
@@ -60,9 +61,10 @@ class PagedModel:
         self._calls = AttentionCalls(self.sources)
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
-        model.set_attn_implementation(IMPLEMENTATION)
+        serve_attention(model, self._calls, {call.module: call.repeats for call in calls if call.repeats})
+        self._receivers = receivers(model)  # of positions
         accepted = inspect.signature(model.forward).parameters
-        self._takes_positions, self._cache_name = "position_ids" in accepted, cache_argument(model)
+        self._cache_name = cache_argument(model)
         self.selects_rows = "logits_to_keep" in accepted  # the output layer then gets only rows that need logits
         # A model that adds embeddings in each layer looks them up by token id, and rows of embeddings have no id.
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
@@ -103,8 +105,6 @@ class PagedModel:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
             return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
         inputs: dict[str, Any] = {"use_cache": False}
-        if self._takes_positions:
-            inputs["position_ids"] = position_ids(positions)
         if self.states is not None:
             self.states.begin(sequences, positions.shape[-1])
             inputs[self._cache_name] = self.states
@@ -114,7 +114,9 @@ class PagedModel:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
         if self.selects_rows:
             inputs["logits_to_keep"] = logit_rows
-        logits: torch.Tensor = self.model(**inputs)[0][0]
+        with positions_given(self._receivers, position_ids(positions)) as given:
+            logits: torch.Tensor = self.model(**inputs, **given)[0][0]
+        self._calls.check()
         return logits if self.selects_rows else logits[logit_rows]
 
     @torch.inference_mode()

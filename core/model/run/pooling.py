@@ -39,7 +39,7 @@ from ..load.classifier_of_tokens import classifier_of_tokens
 from ..load.frozen_rope import freeze_rope
 from ..load.kept_decisions import KeptDecisions
 from ..load.loader import Prepare, build_model, page, read_config
-from ..load.refuse import refuse_class, refuse_config, trial_run
+from ..load.refuse import refuse_config, refuse_encoder_class, trial_run
 from .attention import attention_set
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .paged_model import PagedModel
@@ -166,7 +166,6 @@ def load_pooling_model(
         model = build_model(config, model_config, load_config, device, auto)
     model.requires_grad_(False).eval()
     trunk: Any = model.base_model
-    refuse_class(type(trunk))
     notes: list[str] = []
     with trial_run(type(trunk).__name__):
         causal = is_causal(trunk)
@@ -177,6 +176,7 @@ def load_pooling_model(
     if causal:
         served: Any = page(trunk, model_config.max_model_len, backend, decisions, prepare)
     else:
+        refuse_encoder_class(type(trunk))
         with trial_run(type(trunk).__name__):
             served = _encoder(trunk, notes)
     if mode := pooler.seq_pooling_type or pooler.pooling_type:

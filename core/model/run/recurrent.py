@@ -26,7 +26,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ....kernels import host_memory
 from ....kernels.contract import Scans, SequenceOffsets
-from ....kernels.reference.scans import ReferenceScans
+from ....kernels.reference.reference_scans import ReferenceScans
 
 Kind = Literal["conv", "recurrent"]
 
@@ -270,18 +270,12 @@ def states_of(model: nn.Module) -> StepStates | None:
     return getattr(model, "mainspring_states", None)
 
 
-def model_inputs(
-    model: PreTrainedModel, positions: torch.Tensor, sequences: SequenceOffsets | None = None
-) -> dict[str, Any]:
-    """The arguments of a forward pass beside tokens: positions ``[..., rows]``, where the model takes any, and for
-    `sequences` of it the states."""
-    accepted = inspect.signature(model.forward).parameters
+def state_inputs(model: PreTrainedModel, sequences: SequenceOffsets | None, num_rows: int) -> dict[str, Any]:
+    """The arguments of a forward pass beside tokens and positions: the states of `sequences`, if there are any."""
     inputs: dict[str, Any] = {"use_cache": False}
-    if "position_ids" in accepted:
-        inputs["position_ids"] = positions
     states = states_of(model)
     if states is not None and sequences is not None:
-        states.begin(sequences, positions.shape[-1])
+        states.begin(sequences, num_rows)
         inputs[cache_argument(model)] = states
     return inputs
 

@@ -1,4 +1,4 @@
-"""Recurrent scans on a CPU: what scans.h does, with the arguments of kernels/reference/scans.py."""
+"""Recurrent scans on a CPU: what scans.h does, with the arguments of kernels/reference/reference_scans.py."""
 
 from __future__ import annotations
 
