@@ -463,6 +463,8 @@ models that a paged cache can't serve, and then compares its logits with the mod
 - **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones
   if `max_model_len` is at most the original context length, otherwise those for a sequence of `max_model_len` tokens.
   transformers recomputes them for each length, so only in the latter case can outputs differ from `generate`.
+- **Routed experts** (`enable_return_routed_experts`) are given for models whose experts are called with the numbers of
+  the experts of each token. Models without experts, and Llama 4 and JetMoe, are refused.
 - **Prompt embeddings** are not supported by models that look up embeddings by token id in each layer (Gemma 3n and
   Gemma 4).
 
