@@ -123,7 +123,7 @@ class DecodeSteps(NamedTuple):
     angles: Sequence[torch.Tensor]  # as in `Decoder.run`, up to the last step's positions
     embedding: Embedding
     scale: float  # of the logits
-    choice: Choice  # of the first step; its positions advance with each step
+    choice: Choice  # of the first step; its positions advance with each step. `Decoder.logits` ignores it
     stops: np.ndarray  # int32 [n, 2]: a row, and a token that ends the row's request
     interrupt: np.ndarray  # int32 [1]; another thread may set it
 
@@ -173,3 +173,7 @@ class Decoder(Protocol):
         Returns:
             the tokens chosen, int64 ``[steps, rows]``, and whether one of them is among the stops.
         """
+
+    def logits(self, steps: DecodeSteps) -> torch.Tensor:
+        """Make the next step up to its logits, ``[rows, vocab]``. The tokens chosen of them must be written to
+        `DecodeSteps.ids`."""

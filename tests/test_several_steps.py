@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -166,6 +167,55 @@ def test_tokens_are_those_of_single_steps(
     ended = tokens_of(core, monkeypatch, 1e9, [tokens[stop], tokens[stop] + 1])
     assert ended == {**one, (0, 0): tokens[: stop + 1]}
     assert any(made < most for most, made in plans), "no stop token ended a plan"
+
+
+RULED = [
+    Sampling(30, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    Sampling(25, seed=3, temperature=0.9, logprobs=3),
+    Sampling(30, seed=4, temperature=1.0, grammar=["regex", "[a-z]{3,9} [0-9]{2}"], stop_token_ids=[2]),
+    Sampling(40, min_tokens=12, stop_token_ids=[13, 14, 15], logit_bias={13: 6.0}, bad_words=[[32, 101], [97]]),
+    Sampling(30, seed=5, temperature=1.2, logprobs=0, top_k=40),
+]
+
+
+@native
+def test_rules_and_scores_are_those_of_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, handed = core_of(Path(__file__).parents[1] / "demo" / "model"), list[dict[int, Outputs]]()
+    core.hand_out(handed.append)
+    plans = watch(core, monkeypatch)
+
+    def told(seconds: float) -> dict[int, list[Any]]:
+        """What the frontend is told of each request."""
+        monkeypatch.setattr(several_steps, "MOST_SECONDS", seconds)
+        core.scheduler.reset_prefix_cache()
+        core.connect(0)
+        for handle, sampling in enumerate(RULED):
+            core.add_request(0, AddRequest(handle, "", list(range(70, 75 + 9 * handle)), sampling, patient=handle < 3))
+        while core.has_work:
+            handed.append(core.step())
+        core.disconnect(0)
+        found: dict[int, list[Any]] = {handle: [] for handle in range(len(RULED))}
+        for out in (outputs[0] for outputs in handed if outputs):
+            for handle, token in zip(out.handles, out.token_ids, strict=True):
+                found[handle].append(token)
+            for scores in out.logprobs:
+                rows = np.frombuffer(scores.logprobs, np.float32).reshape(len(scores.rows), -1)
+                for row, logprobs in zip(scores.rows, rows.tolist(), strict=True):
+                    found[out.handles[row]].append(logprobs)
+            for finished in out.finished:
+                found[finished.handle].append((finished.reason, finished.stop_token))
+        handed.clear()
+        return found
+
+    one = told(0.0)
+    plans.clear()
+    assert told(1e9) == one
+    assert max(most for most, _ in plans) > 20, "no plan had several steps"
+    assert one[2][-1][0] == "stop", "the grammar ended no request"
+    assert one[0][-1] == ("length", None)
+    assert len(one[0]) == 31
+    assert sum(isinstance(x, list) and len(x) == 4 for x in one[1]) == 25
+    assert sum(isinstance(x, list) and len(x) == 1 for x in one[4]) == 30
 
 
 @native

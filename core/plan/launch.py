@@ -43,7 +43,8 @@ def launch_step(
         kv.take_copies(),
         kv.take_state_copies(running.requests, slots, ends, guessed),
         num_steps,
-        num_steps > 1 and not rows.patient[slots].all(),
+        num_steps > 1 and not (rows.plain & rows.patient)[slots].all(),
+        num_steps > 1 and not rows.plain[slots].all(),
         _stops(state, slots) if num_steps > 1 else NO_STOPS,
     )
     kv.step_launched(number)

@@ -130,7 +130,8 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each token of the request is chosen from the logits alone, and nothing else is wanted of them."""
+        """Whether each token of the request is chosen from the logits alone, without rules, and nothing else is wanted
+        of them."""
         asked = self.sampling
         ruled = (
             asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens or asked.logprobs >= 0

@@ -13,7 +13,7 @@ import numpy as np
 from .room import extend
 from .state import SchedulerState
 from .step import Step, StepPlan, StepResult
-from .take_in import end_complete, publish, retire
+from .take_in import end_complete, end_rows, of_kept, publish, retire
 
 MOST_SECONDS = 0.2  # that a plan may take by the step before; what the core does beside steps waits as long
 
@@ -25,7 +25,7 @@ def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
         return 1
     if features.fill or state.kv.recurrent is not None:  # guesses and snapshots come between steps
         return 1
-    if not rows.plain[slots].all() or rows.silent[slots].any() or not (state.hands_out or rows.patient[slots].all()):
+    if rows.silent[slots].any() or not (state.hands_out or (rows.plain & rows.patient)[slots].all()):
         return 1
     computed, known = rows.num_computed[slots], rows.num_tokens[slots]
     if (computed + 1 < known).any() or state.step_seconds == 0:
@@ -49,25 +49,28 @@ def _within_blocks(state: SchedulerState, slots: np.ndarray, count: int) -> int:
 def take_in_several(state: SchedulerState, step: Step, result: StepResult) -> None:
     """As `take_in` for each of the steps. Only the last one can end a request."""
     rows, plan, count = state.rows, step.plan, result.num_steps
-    slots, starts = plan.slots.astype(np.int64), plan.starts.astype(np.int64) + result.first
-    tokens = result.tokens.reshape(count, -1)
-    at = starts + np.arange(1, count + 1)[:, None]
+    _count_as_planned(state, plan, count if result.first else count - 1)
+    end_rows(state, step, result)
+    alive = rows.alive[plan.slots]
+    slots = plan.slots[alive].astype(np.int64)
+    tokens = result.tokens.reshape(count, -1)[:, alive]
+    at = plan.starts[alive].astype(np.int64) + result.first + np.arange(1, count + 1)[:, None]
     rows.tokens[slots, at] = tokens
     rows.num_computed[slots], rows.num_tokens[slots] = at[-1], at[-1] + 1
-    _count_as_planned(state, plan, slots, count if result.first else count - 1)
     publish(state, slots, at[-1])
     state.meter.tokens_came(state.clock(), tokens.size, len(slots), 0)
     handles, frontends = (np.tile(column[slots], count) for column in (rows.handle, rows.frontend))
-    state.outbox.put_tokens(handles, frontends, tokens.reshape(-1))
+    scores = [of_kept(one, alive) for one in result.logprobs]
+    state.outbox.put_tokens(handles, frontends, tokens.reshape(-1), scores)
     end_complete(state, slots, at[-1], tokens[-1])
     if not result.more:
         retire(state, step)
         state.budget.step_succeeded()
 
 
-def _count_as_planned(state: SchedulerState, plan: StepPlan, slots: np.ndarray, count: int) -> None:
+def _count_as_planned(state: SchedulerState, plan: StepPlan, count: int) -> None:
     """Count so many steps of `plan` beside the one that was counted when it was launched."""
     state.running.next_step += count
-    state.fair.charge(count * np.bincount(state.rows.frontend[slots]))
+    state.fair.charge(count * np.bincount(state.rows.frontend[plan.slots]))
     for _ in range(count):
         state.meter.stepped(plan.num_tokens)

@@ -18,7 +18,7 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
     """Put the tokens of `result` into the columns and the outbox, publish full blocks, and end the requests that are
     complete."""
     rows, features, outbox, plan, sampled = state.rows, state.features, state.outbox, step.plan, result.tokens
-    _end_rows(state, step, result)
+    end_rows(state, step, result)
     slots, ends = plan.slots.astype(np.int64), plan.starts.astype(np.int64) + result.computed
     alive, guessing = rows.alive[slots], bool(plan.guessed.any())
     row, back = plan.choices()
@@ -37,7 +37,7 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
     if result.pooled is None:
         num_requests = len(np.unique(chosen)) if guessing else len(chosen)
         state.meter.tokens_came(state.clock(), len(chosen), num_requests, len(firsts))
-        scores = [_of_kept(one, keep) for one in result.logprobs]
+        scores = [of_kept(one, keep) for one in result.logprobs]
         outbox.put_tokens(rows.handle[chosen], rows.frontend[chosen], tokens, scores)
     for slot in firsts.tolist():
         _start(state, slot)
@@ -80,7 +80,7 @@ def retire(state: SchedulerState, step: Step) -> None:
 # ------------------------------------------------------------------ requests end
 
 
-def _end_rows(state: SchedulerState, step: Step, result: StepResult) -> None:
+def end_rows(state: SchedulerState, step: Step, result: StepResult) -> None:
     """End the requests that can't go on, and those whose grammar allows no further token."""
     slots, requests = step.plan.slots, state.running.requests
     for failed, name, text in result.errors:
@@ -151,7 +151,7 @@ def _start(state: SchedulerState, slot: int) -> None:
     state.outbox.put_started(request.frontend, started)
 
 
-def _of_kept(scores: Scores, keep: np.ndarray) -> Scores:
+def of_kept(scores: Scores, keep: np.ndarray) -> Scores:
     """The scores of the rows that are kept (bool ``[rows]``). Their row numbers then count kept rows only."""
     there = scores.only(keep[scores.rows])
     return there._replace(rows=(np.cumsum(keep) - 1)[there.rows])

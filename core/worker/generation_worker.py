@@ -140,17 +140,22 @@ class GenerationWorker(LocalWorker):
 
     def _repeat(self, plan: StepPlan) -> Pending:
         """Several steps, which are made when their results are waited for."""
-        make, done = self.runner.repeat(plan, self.interrupt), 0
+        steps, done = self.runner.repeat(plan, self.interrupt), 0
 
         def wait() -> StepResult:
             nonlocal done
-            first, left = done, plan.num_steps - done
+            first = done
             with self.span("execute"):
-                tokens, stopped = make(1 if plan.apart else left)
-            done += len(tokens)
-            more = plan.apart and done < plan.num_steps and not (stopped or self.interrupt[0])
-            computed = np.full(len(plan.slots), len(tokens), np.int32)
-            return StepResult(plan.id, computed, tokens.reshape(-1), first=first, num_steps=len(tokens), more=more)
+                if plan.ruled:
+                    sampled, stopped = steps.make_ruled()
+                    result = replace(_result(plan, sampled, None), first=first)
+                else:
+                    tokens, stopped = steps.make(1 if plan.apart else plan.num_steps - first)
+                    computed = np.full(len(plan.slots), len(tokens), np.int32)
+                    result = StepResult(plan.id, computed, tokens.reshape(-1), first=first, num_steps=len(tokens))
+            done += result.num_steps
+            go_on = plan.apart and done < plan.num_steps and not (stopped or self.interrupt[0])
+            return replace(result, more=True) if go_on else result
 
         return Pending(wait)
 

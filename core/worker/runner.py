@@ -12,6 +12,7 @@ import torch
 
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ...kernels.decoder_contract import Decoder, DecodeSteps
 from ...kernels.registry import reference_on
 from ..memory.updates import Copies
 from ..model.run.attention import StepAttention
@@ -33,6 +34,34 @@ CAPTURE_SECONDS = 30.0  # for all graphs, to keep a start short; sizes not captu
 class _Graph(NamedTuple):
     replay: Callable[[], None]
     logits: torch.Tensor  # [size, vocab], overwritten by each replay
+
+
+class RepeatedSteps(NamedTuple):
+    """The steps of a plan of several."""
+
+    decoder: Decoder
+    sampler: Sampler
+    steps: DecodeSteps
+    slots: np.ndarray  # int64 [rows]
+    turn: int
+
+    def make(self, most: int) -> tuple[np.ndarray, bool]:
+        """Make at most so many further steps; see `Decoder.repeat`."""
+        tokens, stopped = self.decoder.repeat(self.steps, most)
+        self.sampler.made_steps(tokens, self.slots)
+        return tokens.numpy(), stopped
+
+    @torch.inference_mode()
+    def make_ruled(self) -> tuple[Sampled, bool]:
+        """Make one further step, whose tokens are chosen by rules. Returns also whether a request can't go on."""
+        logits, stops = self.decoder.logits(self.steps), self.steps.stops
+        launched = Launched(logits, self.slots, self.steps.positions.numpy().copy(), self.turn, [])
+        sampled = self.sampler.sample(launched)
+        tokens = sampled.tokens.wait()
+        self.steps.ids.copy_(torch.from_numpy(tokens))
+        self.sampler.follow(self.slots, tokens)
+        stopped = bool((tokens[stops[:, 0]] == stops[:, 1]).any())
+        return sampled, stopped or bool(sampled.errors or sampled.complete)
 
 
 class ModelRunner:
@@ -152,9 +181,8 @@ class ModelRunner:
         return Launched(logits, sampling, positions, self._turn, plan.scored, self._experts_of(counts))
 
     @torch.inference_mode()
-    def repeat(self, plan: StepPlan, interrupt: np.ndarray) -> Callable[[int], tuple[np.ndarray, bool]]:
-        """Begin a plan of several steps, for a model that `WholeModel.repeats`. Returns a function that makes at most
-        so many further steps; see `Decoder.repeat`."""
+    def repeat(self, plan: StepPlan, interrupt: np.ndarray) -> RepeatedSteps:
+        """Begin a plan of several steps, for a model that `WholeModel.repeats`. `interrupt`: see `DecodeSteps`."""
         whole = self.model.whole
         assert whole is not None, "only a model as a whole makes several steps"
         self.begin(plan)
@@ -174,14 +202,8 @@ class ModelRunner:
         ids = self._with_last_tokens(self.inputs.ids.device[:count], count)
         choice = self._sampler.begin_steps(slots, starts + 1, self._turn)
         positions = self.inputs.positions(count)[0].clone()
-        go_on = whole.repeat(ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, plan.num_steps)
-
-        def make(most: int) -> tuple[np.ndarray, bool]:
-            tokens, stopped = go_on(most)
-            self._sampler.made_steps(tokens, slots)
-            return tokens.numpy(), stopped
-
-        return make
+        steps = whole.repeat(ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, plan.num_steps)
+        return RepeatedSteps(whole.decoder, self._sampler, steps, slots, self._turn)
 
     @property
     def repeats(self) -> bool:

@@ -132,6 +132,12 @@ class Sampler:
         """The tokens that such steps chose: int64 ``[steps, rows]``."""
         self.last_tokens[torch.from_numpy(slots)] = tokens[-1]
 
+    def follow(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """As `read`, for tokens that `sample` chose and that a further step of the same plan computes."""
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if (known := self._known.get(slot)) is not None:
+                known.append(token)
+
     def _score_prompts(self, launched: Launched) -> list[Scoring]:
         found, first = [], len(launched.slots)
         for slot, start, count, _ in launched.scored:

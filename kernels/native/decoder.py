@@ -35,7 +35,7 @@ _LAYER = struct.Struct("=10qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
 _STEP = struct.Struct("=10q")
-_REPEAT = struct.Struct("=16q3d30q")  # of repeat.h
+_REPEAT = struct.Struct("=16q3d31q")  # of repeat.h
 _NO_LINEAR = (0,) * 6
 _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
@@ -120,6 +120,16 @@ class NativeDecoder:
         return out
 
     def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
+        chosen, stopped = torch.empty(most, len(steps.ids), dtype=torch.int64), ctypes.c_int64(0)
+        made = self._make(steps, most, chosen.data_ptr(), ctypes.addressof(stopped))
+        return chosen[:made], bool(stopped.value)
+
+    def logits(self, steps: DecodeSteps) -> torch.Tensor:
+        logits = torch.empty(len(steps.ids), self._vocab, dtype=self._dtype)
+        self._make(steps, 1, logits=logits.data_ptr())
+        return logits
+
+    def _make(self, steps: DecodeSteps, most: int, chosen: int = 0, stopped: int = 0, logits: int = 0) -> int:
         weight = steps.embedding.weight
         table, rows = (
             (weight.data_ptr(), _NO_LINEAR) if isinstance(weight, torch.Tensor) else (0, (*_packed(weight), 0))
@@ -129,19 +139,16 @@ class NativeDecoder:
         tables = [w for table in steps.angles for w in (table.data_ptr(), table.shape[1])]
         arrays = [(ctypes.c_int64 * len(words))(*words) for words in (kinds, steps.kind_of_layer, tables)]
         choice = choice_words(steps.choice)
-        count, stopped = len(steps.ids), ctypes.c_int64(0)
-        chosen = torch.empty(most, count, dtype=torch.int64)
-        made = self._library.mainspring_decoder_repeat(
+        made: int = self._library.mainspring_decoder_repeat(
             self._handle,
             _REPEAT.pack(
-                count, torch.get_num_threads(), most, steps.ids.data_ptr(), steps.positions.data_ptr(),
+                len(steps.ids), torch.get_num_threads(), most, steps.ids.data_ptr(), steps.positions.data_ptr(),
                 len(steps.kinds), *map(ctypes.addressof, arrays),
-                table, *rows, first, second, steps.scale, *NO_TENSOR, *choice.words, *NO_TENSOR,
-                len(steps.stops), steps.stops.ctypes.data, steps.interrupt.ctypes.data, chosen.data_ptr(),
-                ctypes.addressof(stopped),
+                table, *rows, first, second, steps.scale, logits, *NO_TENSOR, *choice.words, *NO_TENSOR,
+                len(steps.stops), steps.stops.ctypes.data, steps.interrupt.ctypes.data, chosen, stopped,
             ),
         )  # fmt: skip
-        return chosen[:made], bool(stopped.value)
+        return made
 
     def seconds(self) -> dict[str, float]:
         """Spent in each phase since the decoder was made."""

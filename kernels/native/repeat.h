@@ -31,6 +31,7 @@ struct RepeatOf {
     const AnglesOf* angles;
     EmbeddingOf embedding;
     double scale;  // of logits
+    void* logits;  // [rows, vocab] of the model's dtype: those of one step, of which no token is chosen; null: choose
     Choice choice;  // with `places`, but without scores
     int64_t num_stops;
     const int32_t* stops;  // [num_stops, 2]: a row and a token that ends the row's request, so no step follows
@@ -50,11 +51,13 @@ class Repeated {
         one_each_.push_back(int32_t(of.rows));
         kinds_.resize(of.num_kinds), plans_.resize(of.num_kinds), places_.resize(of.num_kinds);
         const int64_t hidden = d_.of_.hidden, vocab = d_.of_.head.N;
-        d_.hidden_.reserve(of.rows * hidden * sizeof(T)), d_.logits_.reserve(of.rows * vocab * sizeof(T));
-        step_ = {of.rows, d_.hidden_.data, of.positions, of.rows, every_row_.data(), d_.logits_.data,
+        d_.hidden_.reserve(of.rows * hidden * sizeof(T));
+        if (!of.logits) d_.logits_.reserve(of.rows * vocab * sizeof(T));
+        logits_ = of.logits ? of.logits : d_.logits_.data;
+        step_ = {of.rows, d_.hidden_.data, of.positions, of.rows, every_row_.data(), logits_,
                  of.threads, kinds_.data(), of.kind_of_layer, of.angles};
         choice_ = of.choice;
-        choice_.scores = choice_.logits = d_.logits_.data, choice_.dtype = choice_.logits_dtype = d_.of_.dtype;
+        choice_.scores = choice_.logits = logits_, choice_.dtype = choice_.logits_dtype = d_.of_.dtype;
         choice_.rows = of.rows, choice_.vocab = choice_.stride = choice_.logits_stride = vocab;
         d_.reserve(step_);
     }
@@ -71,7 +74,7 @@ class Repeated {
                 const int64_t began = rank ? 0 : Forward<T>::now();
                 if (of_.scale != 1) scale(Share(of_.rows, rank, team.size));
                 team.barrier();
-                choose_in_team(choice_, of_.chosen + done_ * of_.rows, team);
+                if (!of_.logits) choose_in_team(choice_, of_.chosen + done_ * of_.rows, team);
                 team.barrier();
                 if (rank == 0) end(), d_.nanoseconds[CHOICE] += Forward<T>::now() - began;
                 team.barrier();
@@ -124,7 +127,7 @@ class Repeated {
     void scale(const Share& share) {
         const int64_t vocab = choice_.vocab;
         for (int64_t row = share.begin; row < share.end; ++row)
-            multiply_row((T*)d_.logits_.data + row * vocab, vocab, of_.scale);
+            multiply_row((T*)logits_ + row * vocab, vocab, of_.scale);
     }
 
     static void multiply_row(T* row, int64_t n, double by) {
@@ -133,11 +136,16 @@ class Repeated {
             store_up_to(row + i, mul(load_up_to(row + i, n - i), set(float(by))), n - i);
     }
 
-    // The tokens are chosen: they are what the next step computes.
+    // The tokens, if they are chosen, are what the next step computes.
     void end() {
+        for (int64_t row = 0; row < of_.rows; ++row) ++of_.positions[row];
+        if (of_.logits) {
+            ++done_, more_ = false;
+            return;
+        }
         const int64_t* chosen = of_.chosen + done_++ * of_.rows;
         for (int64_t row = 0; row < of_.rows; ++row) {
-            of_.tokens[row] = chosen[row], ++of_.positions[row];
+            of_.tokens[row] = chosen[row];
             if (choice_.places) ++((int64_t*)choice_.places)[row];
         }
         for (int64_t i = 0; i < of_.num_stops; ++i)
@@ -149,6 +157,7 @@ class Repeated {
     const RepeatOf& of_;
     StepOf step_;
     Choice choice_;
+    void* logits_;
     std::vector<int64_t> every_row_;
     std::vector<int32_t> one_each_;
     std::vector<KindOfLayer> kinds_;

@@ -199,6 +199,9 @@ class AdaptedDecoder:
     def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, bool]:
         raise NotImplementedError
 
+    def logits(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError
+
 
 def _places(model: PagedModel, keys: Mapping[int, int]) -> dict[str, Place]:
     """The linear layers whose weight lies in a tensor of `keys`, ``id`` → `Place.weight`."""

@@ -82,17 +82,16 @@ class WholeModel:
         stops: np.ndarray,
         interrupt: np.ndarray,
         most: int,
-    ) -> Callable[[int], tuple[torch.Tensor, bool]]:
-        """Begin decode steps, at most `most`; see `DecodeSteps`. Returns `Decoder.repeat` of these."""
+    ) -> DecodeSteps:
+        """Steps for `Decoder.repeat` and `Decoder.logits`, at most `most`."""
         assert isinstance(self.embedding, Embedding)
         embedding = self.embedding
         if self.stack.embed_scale != 1.0:
             embedding = Embedding(embedding.weight, (*embedding.scales, self.stack.embed_scale))
         angles = self._angles_to(int(positions.max()) + most)
-        steps = DecodeSteps(
+        return DecodeSteps(
             ids, positions, kinds, kind_of_layer, angles, embedding, self.head.scale, choice, stops, interrupt
         )
-        return lambda count: self.decoder.repeat(steps, count)
 
     def _layer_by_layer(
         self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor
