@@ -10,8 +10,9 @@ import sys
 import time
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,8 +48,10 @@ def die(how: int) -> None:
         os._exit(7)
 
 
-class _Worker(NamedTuple):
+@dataclass
+class _Worker:
     decisions: Any
+    interrupt: Any = None
 
 
 class ScriptedCore(StandInCore):
@@ -116,6 +119,9 @@ class ScriptedCore(StandInCore):
         elif method == "facts":
             return encode_value([self.config.cache_config.num_gpu_blocks, self.worker.decisions])
         return super().call(method, args, frontend)
+
+    def hand_out(self, give: Callable[[dict[int, Outputs]], None]) -> None:
+        """No step here has outputs before its end."""
 
     def step(self) -> dict[int, Outputs]:
         mine = dict(self._requests)
