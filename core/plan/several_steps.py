@@ -23,7 +23,8 @@ def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
     rows, running, features = state.rows, state.running, state.features
     if state.most_steps == 1 or running.in_flight or state.fair.num_requests > len(slots):
         return 1
-    if features.fill or state.kv.recurrent is not None:  # guesses and snapshots come between steps
+    # guesses and snapshots come between steps, and numbers of experts with each
+    if features.fill or features.routed or state.kv.recurrent is not None:
         return 1
     if rows.silent[slots].any() or not (state.hands_out or (rows.plain & rows.patient)[slots].all()):
         return 1
