@@ -62,11 +62,12 @@ def conclude(
 
 def fill(result: dict[str, Any]) -> None:
     """Write a result to its section of the page."""
-    begin, end = f"<!-- begin {result['program']} -->", f"<!-- end {result['program']} -->"
+    section = result.get("section", result["program"])
+    begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
     path = DOCS / result.get("page", "reliability.md")
     page = path.read_text()
     if begin not in page or end not in page:
-        raise SystemExit(f"{path.name} has no place for {result['program']!r}: it needs {begin} and {end}")
+        raise SystemExit(f"{path.name} has no place for {section!r}: it needs {begin} and {end}")
     stamp = f"`{result['command']}`, {result['date']}, {result['machine']}."
     head, rest = page.split(begin)
     path.write_text(f"{head}{begin}\n{_text(result)}\n\n{stamp}\n{end}{rest.split(end)[1]}")

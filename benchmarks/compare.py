@@ -25,13 +25,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from driver import ENGINES
+from driver import ENGINES, LEVEL
 from report import CACHE, MODELS, publish, table
 from resume import Log
 from workloads import WORKLOADS, asks
 
 HERE = Path(__file__).resolve().parent
 LIMIT_SECONDS = 1_200  # of one run
+ONEDNN_ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE_VNNI"}  # by the name of our level
 # The matrix rate is that of the fastest product: on machines without bf16 instructions, an fp32 product.
 MEASURE_MACHINE = """
 import json, time, numpy, torch
@@ -60,9 +61,11 @@ class Machine(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """Environment in which every engine chooses its own threads and downloads no files."""
+    """Environment in which every engine chooses its own threads and downloads no files. A lower level of our kernels
+    lowers the kernels of others, too."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "KMP_"))}
-    return {**kept, "HF_HUB_OFFLINE": "1"}
+    lower = ONEDNN_ISA.get(os.environ.get(LEVEL, ""))
+    return {**kept, "HF_HUB_OFFLINE": "1", **({"ONEDNN_MAX_CPU_ISA": lower} if lower else {})}
 
 
 def measure_machine() -> Machine:
@@ -82,7 +85,7 @@ def least_seconds(workload_name: str, machine: Machine) -> float:
     head = c["hidden_size"] * c["vocab_size"]
     asked = asks(workload, c["vocab_size"])
     tokens = sum(len(ask.prompt) + ask.output_tokens - 1 for ask in asked)
-    tokens -= (workload.requests - 1) * workload.shared_prefix
+    tokens -= (workload.requests - (not workload.known_prefix)) * workload.shared_prefix
     sampled = sum(ask.output_tokens for ask in asked)
     steps = max(ask.output_tokens for ask in asked)
     return float(

@@ -17,6 +17,7 @@ class Workload(NamedTuple):
     prompt_tokens: tuple[int, int]  # minimum and maximum, without the shared prefix
     output_tokens: tuple[int, int]
     shared_prefix: int = 0  # tokens every prompt begins with
+    known_prefix: bool = False  # whether that is in the cache of an engine that has warmed up
 
     @property
     def seats(self) -> int:
@@ -30,6 +31,7 @@ WORKLOADS = {
     "batch-110m": Workload("llama-110m", 64, (32, 256), (32, 128)),
     "batch-0.6b": Workload("qwen3-0.6b", 16, (128, 256), (64, 64)),
     "prefix-110m": Workload("llama-110m", 32, (16, 48), (32, 32), shared_prefix=512),
+    "known-prefix-110m": Workload("llama-110m", 32, (16, 48), (32, 32), shared_prefix=512, known_prefix=True),
     "long-110m": Workload("llama-110m", 4, (1500, 1500), (64, 64)),
 }
 
@@ -38,10 +40,10 @@ def asks(workload: Workload, vocab_size: int, seed: int = 7) -> list[Ask]:
     """The requests of a workload. Low and high ids are not used, because special tokens may have them."""
     rng = random.Random(seed)
 
-    def ids(count: int) -> list[int]:
+    def ids(count: int, rng: random.Random = rng) -> list[int]:
         return [rng.randrange(100, vocab_size - 100) for _ in range(count)]
 
-    prefix = ids(workload.shared_prefix)
+    prefix = ids(workload.shared_prefix, random.Random(0) if workload.known_prefix else rng)
     return [
         Ask(prefix + ids(rng.randint(*workload.prompt_tokens)), rng.randint(*workload.output_tokens))
         for _ in range(workload.requests)
