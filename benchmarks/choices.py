@@ -1,8 +1,8 @@
 """What requests cost that ask for more than greedy decoding: the same model and prompts, once for each kind of request.
 
-Core and frontend run in one process. All kinds take turns, a few steps each, while the requests of every kind are
-prefilled and of the same length, so that a change of the machine's speed meets all of them. A ratio is the median over
-the rounds of the time of greedy steps, divided by the time of steps of that kind next to them.
+The core has a process of its own. All kinds take turns, a few steps each, with requests that are prefilled and of the
+same length, so that a change of the machine's speed meets all of them. A ratio is the median over the rounds of the
+time of greedy steps, divided by the time of steps of that kind next to them.
 
     python benchmarks/choices.py [--model FOLDER] [--requests 1,32] [--rounds 30]
 """
@@ -45,11 +45,10 @@ def make_engine(model: str) -> LLMEngine:
         kv_cache_memory_bytes=2 << 30,
         enable_prefix_caching=False,
     )
-    return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+    return LLMEngine.from_engine_args(args)
 
 
 def add(engine: LLMEngine, kind: str, requests: int, tokens: int) -> None:
-    """Add requests, and run them until each has some tokens."""
     numbers = random.Random(1)
     for i in range(requests):
         prompt = [numbers.randrange(100, engine.engine_core.model.vocab_size - 100) for _ in range(PROMPT)]
@@ -63,13 +62,12 @@ def measure(engine: LLMEngine, requests: int, rounds: int, steps: int) -> dict[s
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(1 + rounds):
         for kind in KINDS if turn % 2 else reversed(KINDS):
-            add(engine, kind, requests, steps + 8)
-            for _ in range(6):
-                engine.step()
-            began = time.perf_counter()
-            for _ in range(steps):
-                engine.step()
-            took = (time.perf_counter() - began) / steps
+            add(engine, kind, requests, steps + 40)
+            known = [0] * requests
+            run_to(engine, known, 6)
+            began, before = time.perf_counter(), sum(known)
+            run_to(engine, known, 6 + steps)
+            took = (time.perf_counter() - began) / (sum(known) - before) * requests
             assert engine.has_unfinished_requests(), f"{kind}: the requests ended early"
             for i in range(requests):
                 engine.abort_request([f"{kind} {i}"])
@@ -79,12 +77,22 @@ def measure(engine: LLMEngine, requests: int, rounds: int, steps: int) -> dict[s
     return times
 
 
+def run_to(engine: LLMEngine, known: list[int], tokens: int) -> None:
+    """Run until each request has so many tokens, or its end. known: how many each has; brought up to date."""
+    while engine.has_unfinished_requests() and min(known) < tokens:
+        for out in engine.step():
+            index = int(out.request_id.rpartition(" ")[2])
+            known[index] = len(out.outputs[0].token_ids)
+            if out.finished:
+                known[index] = max(known[index], tokens)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; default: llama-110m with random weights")
     parser.add_argument("--requests", default="1,32")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=16, help="timed steps of a kind in a round")
+    parser.add_argument("--steps", type=int, default=32, help="timed steps of a kind in a round")
     add_arguments(parser)
     args = parser.parse_args()
     if args.threads:
