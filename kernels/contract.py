@@ -60,6 +60,7 @@ class AttentionSpec(NamedTuple):
     window: int | None = None  # a query at index p sees keys from p - window + 1 on; None: from 0 on
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     bias: SlopeBias | TableBias | None = None  # is added to the scaled and capped scores
+    latent: bool = False  # a value is the first value_dim numbers of its key, and the cache has both in one place
 
 
 class LayerCache(NamedTuple):
@@ -70,7 +71,7 @@ class LayerCache(NamedTuple):
     """
 
     keys: torch.Tensor  # [blocks, block_size, kv_heads, key_dim], strided over blocks
-    values: torch.Tensor  # [blocks, block_size, kv_heads, value_dim]
+    values: torch.Tensor  # [blocks, block_size, kv_heads, value_dim]; of latents, a part of `keys`
 
 
 class DeviceBatch(NamedTuple):
@@ -268,6 +269,7 @@ class Backend(Protocol):
         int | None
     )  # tokens of the longest request in a step planned with `graph`; None: any; 0: no graphs
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
+    latents: bool  # serves attention over latents; else models with such attention cache their keys and values
     scans: Scans
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:

@@ -27,7 +27,7 @@ class KVLayout(NamedTuple):
     block_elements: int  # elements of `dtype` per block
     groups: tuple[LayerGroup, ...]
     specs: tuple[AttentionSpec, ...]  # one per layer: an attention call with keys and values of its own
-    dims: tuple[tuple[int, int], ...]  # for each layer, the padded dimensions of a key head and of a value head
+    dims: tuple[tuple[int, int], ...]  # for each layer, padded: of a key head and of a value head; of latents (key, 0)
     offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
     layer_of_call: tuple[int, ...]  # the layer that each attention call of a forward uses; calls may share a layer
     heads_first: bool = False  # True: [head][keys, values][token] within a block; False: [keys, values][token][head]
@@ -54,8 +54,9 @@ class KVLayout(NamedTuple):
                     pool.storage_offset() + at,
                 )
                 for dim, at in zip(dims, offsets, strict=True)
+                if dim
             ]
-            out.append(LayerCache(*pair))
+            out.append(LayerCache(pair[0], pair[0][..., : spec.value_dim]) if spec.latent else LayerCache(*pair))
         return out
 
 
@@ -83,7 +84,7 @@ def plan_layout(
     """
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
-    dims = [(cache_dim(s.key_dim), cache_dim(s.value_dim)) for s in specs]
+    dims = [(cache_dim(s.key_dim), 0 if s.latent else cache_dim(s.value_dim)) for s in specs]
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for layer, s in enumerate(specs):
         # A block stays allocated for the widest window of all calls that read it.
@@ -119,7 +120,7 @@ def plan_layout(
                 at += elements(kind)
             largest = max(largest, at)
     # A block's length is a multiple of every head dimension, so that backends can view the pool as rows of one head.
-    unit = math.lcm(*(dim for pair in dims for dim in pair))
+    unit = math.lcm(*(dim for pair in dims for dim in pair if dim))
     return KVLayout(
         block_size,
         dtype,

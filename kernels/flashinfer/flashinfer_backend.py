@@ -45,6 +45,7 @@ class FlashInferBackend(Backend):
 
     name = "flashinfer"
     heads_first = False  # its "NHD"
+    latents = False
     scans = ReferenceScans()
 
     def __init__(

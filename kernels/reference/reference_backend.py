@@ -38,6 +38,7 @@ class ReferenceBackend(Backend):
     name = "reference"
     graph_max_kv_len: int | None = 0
     heads_first = False
+    latents = True
     scans = ReferenceScans()
 
     def __init__(self, deterministic: bool = True) -> None:

@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec
 from ..run.attention import attention_set
+from ..run.latents import Expansion
 from ..run.positions import positions_given, receivers
 from ..run.recurrent import one_sequence, state_inputs, stateful_parts
 
@@ -43,6 +44,7 @@ class AttentionCall(NamedTuple):
     spec: AttentionSpec
     source: int  # index of the call whose keys and values it reads; its own for most
     repeats: int = 0  # where the module computes its attention itself: how often it repeats a head of keys and values
+    expansion: Expansion | None = None  # of latents, if the cache holds these
 
 
 def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[AttentionCall]:
@@ -52,18 +54,26 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
     call that a causal paged attention can't serve. Leaves the model's attention implementation as it was.
     """
     recorder = _Recorder(model, max_model_len or UNLIMITED)
-    ids = torch.arange(1, TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
-    positions = torch.arange(TOKENS, device=model.device)[None]
     known = stateful_parts(model)
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module not in known:
                 stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
-        stack.enter_context(attention_set(model, PROBE, recorder.attend, recorder.build_mask))
-        stack.enter_context(torch.inference_mode())
+        dry_run(model, PROBE, recorder.attend, recorder.build_mask)
+    return recorder.calls
+
+
+@torch.inference_mode()
+def dry_run(
+    model: PreTrainedModel, name: str, attend: Callable[..., Any], build_mask: Callable[..., Any] | None
+) -> None:
+    """A forward pass over a few tokens. The functions are registered by `name`, see `attention_set`."""
+    ids = torch.arange(1, TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
+    positions = torch.arange(TOKENS, device=model.device)[None]
+    with ExitStack() as stack:
+        stack.enter_context(attention_set(model, name, attend, build_mask))
         inputs = stack.enter_context(positions_given(receivers(model), positions))
         model(input_ids=ids, **inputs, **state_inputs(model, one_sequence(model, TOKENS), TOKENS))
-    return recorder.calls
 
 
 def _refuse_convolution(module: nn.Module, _: Any) -> None:

@@ -27,6 +27,7 @@ from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
+from ..learn.latent_probe import learn_latents
 from ..learn.own_probe import learn_attention
 from ..learn.recurrent_probe import learn_states
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
@@ -110,6 +111,8 @@ def page(
         states = learn_states(model)
         refuse_stateful(model)
         calls = learn_attention(model, limit)
+        if backend.latents:
+            calls = learn_latents(model, calls)
         if not calls and states is None:
             raise UnsupportedModelError(f"{name} made no attention call that could be served")
         if streamed is not None and streamed.unseen:

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....kernels.contract import Backend, LayerCache, SequenceOffsets
+from .latents import Expansion, LatentAttention
 from .own_attention import Attend, OwnAttention, take_over
 from .recurrent import states_of
 
@@ -85,7 +86,12 @@ def paged_attention(
     ``[1, tokens, q_heads, value_dim]``. Scale, window and soft cap come from the plan, which has them from the dry
     run of loading."""
     calls: AttentionCalls = module.mainspring_calls  # type: ignore[assignment]
-    out = calls.run(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    latents: LatentAttention | None = getattr(module, "mainspring_latents", None)
+    if latents is None:
+        out = calls.run(query, key, value, s_aux)
+    else:
+        out = latents.attend(query, key, lambda *of_latents: calls.run(*of_latents, s_aux))
     return out.unsqueeze(0), None
 
 
@@ -205,6 +211,14 @@ def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[
         attend = partial(_attend, calls, repeats)
         take_over(module, attend, lambda: model.config._attn_implementation == OWN_IMPLEMENTATION)
     model.config._attn_implementation = OWN_IMPLEMENTATION
+
+
+def serve_latents(module: nn.Module, expansion: Expansion) -> None:
+    """From now on the attention of `module` runs over latents, while its attention is `paged_attention`."""
+    config: Any = module.config
+    module.mainspring_latents = LatentAttention(  # type: ignore[assignment]
+        expansion, lambda: config._attn_implementation == IMPLEMENTATION
+    )
 
 
 def _attend(

@@ -16,7 +16,7 @@ from ...worker.kv_layout import KVLayout, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
-from .attention import AttentionCalls, StepAttention, serve_attention
+from .attention import AttentionCalls, StepAttention, serve_attention, serve_latents
 from .expert_recorder import ExpertRecorder
 from .positions import longest_sequence, positions_given, receivers
 from .recurrent import cache_argument, states_of
@@ -62,6 +62,9 @@ class PagedModel:
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
         serve_attention(model, self._calls, {call.module: call.repeats for call in calls if call.repeats})
+        for call in calls:
+            if call.expansion is not None:
+                serve_latents(call.module, call.expansion)
         self._receivers = receivers(model)  # of positions
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
@@ -163,6 +166,8 @@ def _describe(spec: AttentionSpec) -> str:
     text = f"{spec.num_q_heads} query heads of {spec.key_dim}, {spec.num_kv_heads} KV heads, scale {spec.scale:.6g}"
     if spec.value_dim != spec.key_dim:
         text += f", values of {spec.value_dim}"
+    if spec.latent:
+        text += ", over latents"
     if spec.window is not None:
         text += f", window {spec.window}"
     if spec.softcap is not None:
