@@ -1,6 +1,7 @@
 """Clockwork: the same request gives the same tokens alone, in a batch, chunked, after a cache hit and after preemption.
 
-Greedy and sampled requests, on the embedded model and on a random bf16 checkpoint. The engines run in-process, because
+Greedy and sampled requests, on the embedded model and on random bf16 checkpoints: a Llama, one with recurrent state and
+one with attention over latents. The engines run in-process, because
 that makes many engines cheap.
 """
 
@@ -21,11 +22,11 @@ NUM_REQUESTS = 32
 MAX_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=fast_only(["llama bf16"], ["embedded", "llama bf16"]))
+@pytest.fixture(scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str | None:
     if request.param == "embedded":
         return None
-    return str(tiny.make("llama", tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16))
+    return str(tiny.make(request.param, tmp_path_factory.mktemp(request.param), dtype=torch.bfloat16))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -42,7 +42,9 @@ def requests(vocab_size: int, seed: int = 1) -> list[tuple[list[int], int]]:
     return [(p, r.randint(4, 40)) for p in prompts]
 
 
-@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE + fast_only((), tiny.OWN_ATTENTION))
+@pytest.mark.parametrize(
+    "architecture", EACH_ARCHITECTURE + fast_only((), tiny.OWN_ATTENTION) + fast_only(("deepseek_v3",), tiny.LATENT)
+)
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     path = tiny.make(architecture, tmp_path)
     with LLM(str(path), num_gpu_blocks_override=NUM_BLOCKS.get(architecture, DEFAULT_BLOCKS), **SETTINGS) as llm:

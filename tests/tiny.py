@@ -60,6 +60,38 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# The same for models whose keys and values are made from latents.
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 24,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+}
+
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -136,12 +168,12 @@ def make(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`, `RECURRENT` or `OWN_ATTENTION`) to `folder`;
-    → the folder.
+    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`, `LATENT`, `RECURRENT` or `OWN_ATTENTION`) to
+    `folder`; → the folder.
 
     `overrides` replace config fields. `tokenizer` adds a byte-level BPE one, whose ids the model's vocabulary covers.
     """
-    model_type, fields = (ARCHITECTURES | RECURRENT | OWN_ATTENTION)[architecture]
+    model_type, fields = (ARCHITECTURES | LATENT | RECURRENT | OWN_ATTENTION)[architecture]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **fields, **overrides})
     disable_progress_bar()
     with torch.random.fork_rng():

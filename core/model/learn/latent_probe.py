@@ -27,7 +27,7 @@ PROBE = "mainspring_latents"
 def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
     """The same calls; those over latents with their expansions, and with a single head of keys. A latent that takes as
     much memory as the keys and values does not count."""
-    wanted = {call.module: call.spec for call in calls if _may_expand(call)}
+    wanted = {call.module: call.spec for call in calls if not call.repeats and _candidates(call.module, call.spec)}
     if not wanted:
         return list(calls)
     watch = _Watch(wanted)
@@ -45,17 +45,10 @@ def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> lis
     ]
 
 
-def _may_expand(call: AttentionCall) -> bool:
-    return not call.repeats and bool(_candidates(call.module, call.spec))
-
-
 def _candidates(module: nn.Module, spec: AttentionSpec) -> list[nn.Linear]:
     """The linear layers of an attention module that have the shape of an expansion."""
-    return [
-        linear
-        for linear in module.modules()
-        if isinstance(linear, nn.Linear) and is_plain_linear(linear) and linear.bias is None and _own(linear, spec)
-    ]
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    return [each for each in linears if is_plain_linear(each) and each.bias is None and _own(each, spec)]
 
 
 def _own(linear: nn.Linear, spec: AttentionSpec) -> int:

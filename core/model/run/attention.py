@@ -91,7 +91,7 @@ def paged_attention(
     if latents is None:
         out = calls.run(query, key, value, s_aux)
     else:
-        out = latents.attend(query, key, lambda *of_latents: calls.run(*of_latents, s_aux))
+        out = latents.attend(query, key, partial(calls.run, sinks=s_aux))
     return out.unsqueeze(0), None
 
 
@@ -213,12 +213,12 @@ def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[
     model.config._attn_implementation = OWN_IMPLEMENTATION
 
 
-def serve_latents(module: nn.Module, expansion: Expansion) -> None:
+def serve_latents(module: nn.Module, expansion: Expansion) -> LatentAttention:
     """From now on the attention of `module` runs over latents, while its attention is `paged_attention`."""
     config: Any = module.config
-    module.mainspring_latents = LatentAttention(  # type: ignore[assignment]
-        expansion, lambda: config._attn_implementation == IMPLEMENTATION
-    )
+    latents = LatentAttention(expansion, lambda: config._attn_implementation == IMPLEMENTATION)
+    module.mainspring_latents = latents  # type: ignore[assignment]
+    return latents
 
 
 def _attend(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,30 +29,40 @@ class Expansion(NamedTuple):
 
 class LatentAttention:
     """Takes the place of an expansion's forward. While `serving()`, nothing is expanded: `attend` then computes the
-    attention over the latents that the expansion was given last."""
+    attention over the latents that the expansion was given last.
+
+    Also an `Elsewhere`: it keeps the parts of the expansion's weight, whose tensor it leaves empty."""
 
     def __init__(self, expansion: Expansion, serving: Callable[[], bool]) -> None:
-        self._linear, self._heads, self._own = expansion
-        self._expand, self._serving = self._linear.forward, serving
+        self.linear, self._heads, self._own = expansion
+        self._serving = serving
         self._latents: torch.Tensor | None = None  # [tokens, rank]
-        self._linear.forward = self._keep  # type: ignore[method-assign]
+        self.replace(self.linear.weight.detach())
+        self.linear.weight.data = self.linear.weight.new_empty(0)
+        self.linear.forward = self._keep  # type: ignore[method-assign]
+
+    def replace(self, weight: torch.Tensor) -> None:
+        parts = weight.view(self._heads, -1, weight.shape[1])
+        self._of_keys = parts[:, : self._own].contiguous()  # [heads, own, rank]
+        self._of_values = parts[:, self._own :].contiguous()  # [heads, value_dim, rank]
+
+    def unpack(self) -> torch.Tensor:
+        return torch.cat((self._of_keys, self._of_values), 1).flatten(0, 1)
 
     def _keep(self, input: torch.Tensor) -> torch.Tensor:
         if not self._serving():
-            return self._expand(input)
-        self._latents = input.reshape(-1, self._linear.in_features)
-        return input.new_zeros(()).expand(*input.shape[:-1], self._linear.out_features)  # no one reads it
+            return F.linear(input, self.unpack())
+        self._latents = input.reshape(-1, self.linear.in_features)
+        return input.new_zeros(()).expand(*input.shape[:-1], self.linear.out_features)  # no one reads it
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, run: Attend) -> torch.Tensor:
         """query ``[tokens, heads, key_dim]`` and the model's keys, likewise, of which only the shared dimensions mean
         anything; run: attention over a single head → ``[tokens, heads, value_dim]``."""
         latents, own = self._latents, self._own
         if latents is None:
-            raise RuntimeError(f"{type(self._linear).__name__} was not called before the attention that it is for")
+            raise RuntimeError(f"{type(self.linear).__name__} was not called before the attention that it is for")
         self._latents = None
-        weight = self._linear.weight.view(self._heads, -1, self._linear.in_features)
-        of_keys, of_values = weight[:, :own], weight[:, own:]
-        absorbed = torch.bmm(query[..., :own].transpose(0, 1), of_keys).transpose(0, 1)
+        absorbed = torch.bmm(query[..., :own].transpose(0, 1), self._of_keys).transpose(0, 1)
         keys = torch.cat((latents, key[:, 0, own:]), -1).unsqueeze(1)
         out = run(torch.cat((absorbed, query[..., own:]), -1), keys, keys[..., : latents.shape[1]])
-        return torch.bmm(out.transpose(0, 1), of_values.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(out.transpose(0, 1), self._of_values.transpose(1, 2)).transpose(0, 1)

@@ -62,9 +62,8 @@ class PagedModel:
         for call in calls:
             call.module.mainspring_calls = self._calls  # type: ignore[assignment]
         serve_attention(model, self._calls, {call.module: call.repeats for call in calls if call.repeats})
-        for call in calls:
-            if call.expansion is not None:
-                serve_latents(call.module, call.expansion)
+        latents = [serve_latents(call.module, call.expansion) for call in calls if call.expansion is not None]
+        self.parameters.packed = {id(each.linear.weight): each for each in latents}
         self._receivers = receivers(model)  # of positions
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
