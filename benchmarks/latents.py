@@ -9,6 +9,7 @@ caches latents, the other keys and values, as it would if the backend knew no la
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -17,9 +18,9 @@ import time
 from unittest import mock
 
 import torch
-from bars import Bar, add_arguments, conclude
 from transformers import DeepseekV3Config
 
+from bars import Bar, add_arguments, conclude
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.kernels.native.native_backend import NativeBackend
 
@@ -64,7 +65,7 @@ def times(engine: LLMEngine, prompt: list[int]) -> tuple[float, list[float], lis
         for output in engine.step():
             at.append(time.perf_counter())
             tokens = list(output.outputs[0].token_ids)
-    return at[1] - at[0], [later - before for before, later in zip(at[1:], at[2:], strict=False)], tokens
+    return at[1] - at[0], [later - before for before, later in itertools.pairwise(at[1:])], tokens
 
 
 def main() -> int:

@@ -47,8 +47,8 @@ def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> lis
 
 def _candidates(module: nn.Module, spec: AttentionSpec) -> list[nn.Linear]:
     """The linear layers of an attention module that have the shape of an expansion."""
-    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
-    return [each for each in linears if is_plain_linear(each) and each.bias is None and _own(each, spec)]
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear) and is_plain_linear(each)]
+    return [each for each in linears if "bias" not in dict(each.named_parameters()) and _own(each, spec)]
 
 
 def _own(linear: nn.Linear, spec: AttentionSpec) -> int:
