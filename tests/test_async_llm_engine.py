@@ -686,7 +686,7 @@ def test_no_stream_yields_anything_after_a_pause() -> None:
             times: list[float] = []
 
             async def read() -> None:
-                async for _ in engine.generate("Once", SamplingParams(max_tokens=400, ignore_eos=True), "a"):
+                async for _ in engine.generate("Once", SamplingParams(max_tokens=1900, ignore_eos=True), "a"):
                     times.append(asyncio.get_running_loop().time())  # noqa: PERF401  # read while it grows
 
             reading = asyncio.create_task(read())

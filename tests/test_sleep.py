@@ -25,7 +25,7 @@ from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from tiers import fast_only
 
 PROMPTS = {"a": "Once upon a time", "b": "The capital of France", "c": "One, two, three"}
-PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=400, ignore_eos=True)  # some 0.1 s: sleep comes before
 
 
 def add(engine: LLMEngine, prefix: str = "") -> None:
@@ -250,14 +250,16 @@ def test_the_async_engine_sleeps_too(undisturbed: dict[str, list[int]]) -> None:
     async def run() -> None:
         async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs()) as engine:
             last: dict[str, RequestOutput] = {}
+            all_begun = asyncio.Event()
 
             async def stream(name: str) -> None:
                 async for output in engine.generate(PROMPTS[name], PARAMS, name):
                     last[name] = output
+                    if len(last) == len(PROMPTS):
+                        all_begun.set()
 
             tasks = [asyncio.create_task(stream(name)) for name in PROMPTS]
-            while len(last) < len(PROMPTS):
-                await asyncio.sleep(0.01)
+            await all_begun.wait()
             await engine.sleep(1, mode="keep")
             assert await engine.is_sleeping()
             assert not any(task.done() for task in tasks)
