@@ -459,7 +459,7 @@ def logits_of(
     """Logits of every position through the runner: fp32 ``[all positions, vocab]``. Each sequence comes in two chunks
     and then token by token, some later than others, so that steps of both kinds and mixed ones occur."""
     count, longest = len(sequences), max(map(len, sequences))
-    layout = plan_layout(model.layers, model.sources, BLOCK_SIZE, kv_dtype or model.dtype, backend.cache_dim)
+    layout = plan_layout(model.layers, model.sources, BLOCK_SIZE, kv_dtype or model.dtype, backend.cache_dims)
     for spec in model.layers:
         if reason := backend.refuses(spec, model.dtype, layout.dtype):
             raise RuntimeError(f"{backend.name} refuses attention with {reason}")

@@ -105,7 +105,7 @@ class Paged(NamedTuple):
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
         layer_bytes = sum(blocks) * BLOCK_SIZE * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * 2
         layers = setup.pick(max(1, min(64, -(-CACHE_BYTES // layer_bytes))), 2)
-        layout = plan_layout([spec] * layers, list(range(layers)), BLOCK_SIZE, BF16, backend.cache_dim)
+        layout = plan_layout([spec] * layers, list(range(layers)), BLOCK_SIZE, BF16, backend.cache_dims)
         pool = torch.empty(1 + sum(blocks), layout.block_elements, dtype=BF16, device=setup.device).normal_()
         arrays = [
             torch.tensor([0, *itertools.accumulate(blocks)], dtype=torch.int32),
@@ -182,7 +182,7 @@ def _say_elementwise(setup: Setup, say: Say, backend: Backend, top: Ceilings) ->
     """Bandwidth over many rows, and the time of a decode step's few."""
     hidden, inner, heads, kv_heads, dim = setup.pick((4096, 14_336, 32, 8, 128), (64, 96, 4, 2, 16))
     weight = torch.randn(hidden, dtype=BF16, device=setup.device)
-    layout = plan_layout([AttentionSpec(heads, kv_heads, dim, dim, 1.0)], [0], BLOCK_SIZE, BF16, backend.cache_dim)
+    layout = plan_layout([AttentionSpec(heads, kv_heads, dim, dim, 1.0)], [0], BLOCK_SIZE, BF16, backend.cache_dims)
 
     def random_rows(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.randn(shape, device=setup.device).to(dtype)

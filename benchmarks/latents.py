@@ -52,7 +52,7 @@ def make_engine(folder: str, context: int, *, latents: bool) -> LLMEngine:
         num_gpu_blocks_override=context // 16 + 2 * STEPS,
         block_size=16,
     )
-    with mock.patch.object(NativeBackend, "latents", latents):
+    with mock.patch.object(NativeBackend, "caches_latents", return_value=latents):
         return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
 
 

@@ -269,13 +269,17 @@ class Backend(Protocol):
         int | None
     )  # tokens of the longest request in a step planned with `graph`; None: any; 0: no graphs
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
-    latents: bool  # serves attention over latents; else models with such attention cache their keys and values
     scans: Scans
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """The reason why this backend does not serve such attention with queries of `dtype` and a cache of `kv_dtype`,
         in words that complete "attention with … "; None: it serves it. The reference kernels run what is refused."""
         return None
+
+    def caches_latents(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+        """Whether a model of `dtype` with such attention over latents caches these; else it caches the keys and values
+        that it makes of them."""
+        return self.refuses(spec, dtype, dtype) is None
 
     def takes(self, batch: PagedBatch) -> bool:
         """Whether `plan` and `run` serve this step. The reference kernels run a step that is not taken, over the cache
@@ -287,9 +291,9 @@ class Backend(Protocol):
         it. Raises `BackendUnavailableError` where that fails."""
         return
 
-    def cache_dim(self, dim: int) -> int:
-        """The number of elements that a head of `dim` takes in the cache; those beyond `dim` are zero."""
-        return dim
+    def cache_dims(self, spec: AttentionSpec) -> tuple[int, int]:
+        """The number of elements that a key head and a value head take in the cache; those beyond its own are zero."""
+        return spec.key_dim, spec.value_dim
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor

@@ -229,6 +229,7 @@ class _Wrapper:
         page_size: int,
         causal: bool,
         schedule: Schedule | None,
+        lens: np.ndarray | None = None,
     ) -> None:
         """Fill the page-locked buffer with the work list and start its copy."""
         self._double.check_host(qo_indptr, kv_indptr)
@@ -242,7 +243,9 @@ class _Wrapper:
             if schedule.int_bytes > len(self._int_workspace_buffer):
                 raise RuntimeError(f"Buffer overflow in the int workspace: {schedule}")
         form = (self._serial, len(rows), *((schedule.padded, schedule.split) if schedule else (0, 0)))
-        work = torch.from_numpy(np.concatenate([[*form], rows, pages]).astype(np.int64)).view(torch.uint8)
+        work = torch.from_numpy(
+            np.concatenate([[*form], rows, pages, *([] if lens is None else [lens])]).astype(np.int64)
+        ).view(torch.uint8)
         pages_locked = self._pin_memory_int_workspace_buffer
         assert len(work) <= len(pages_locked)
         self._double.send(pages_locked, self._int_workspace_buffer, work)
@@ -698,6 +701,177 @@ class _Prefill(_Wrapper):
         return self._launch(q, paged_kv_cache, out, lse, return_lse, self._qo_indptr_buf)
 
 
+class _Latents(_Wrapper):
+    """BatchMLAPagedAttentionWrapper. Its kernel reads all but the page numbers from the int workspace."""
+
+    @recorded
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._set_up(float_workspace_buffer, "NHD", use_cuda_graph)
+        assert backend in ("fa2", "fa3"), "what auto takes is not known here"
+        self._backend = backend
+        if use_cuda_graph:
+            assert qo_indptr is not None
+            assert kv_indptr is not None
+            assert kv_indices is not None
+            assert kv_len_arr is not None
+            self._arrays = qo_indptr, kv_indptr, kv_len_arr
+            self._kv_indices_buf = kv_indices
+
+    @recorded
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        use_profiler: bool = False,
+    ) -> None:
+        assert causal
+        assert (head_dim_ckv, head_dim_kpe) == LATENT_DIMS, "others are not tested by FlashInfer"
+        assert kv_data_type == q_data_type or self._backend == "fa3", "FA2 takes no fp8 cache"
+        _check_indices(qo_indptr)
+        requests = len(qo_indptr) - 1
+        assert requests, "an empty batch divides by zero"
+        _check_indices(kv_indptr, requests + 1)
+        _check_indices(kv_len_arr, requests)
+        _check_indices(kv_indices)
+        self._double.check_host(qo_indptr, kv_indptr, kv_len_arr)
+        self._double.check_device(kv_indices)
+        rows, pages = qo_indptr.diff().numpy().astype(np.int64), kv_indptr.diff().numpy().astype(np.int64)
+        lens = kv_len_arr.numpy().astype(np.int64)
+        assert (_ceil(lens, page_size) == pages).all()
+        assert (rows <= lens).all()
+        if self._use_cuda_graph:
+            for buffer, array in zip(self._arrays, (qo_indptr, kv_indptr, kv_len_arr), strict=True):
+                assert len(buffer) == len(array), "the batch size is fixed in a graph"
+                buffer.copy_(array)
+            self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
+        else:
+            self._kv_indices_buf = kv_indices
+        clusters, tile, works = latent_works(rows, lens, num_heads)
+        assert works <= 16384, "the lists in the int workspace overflow, unchecked"
+        most = 2 * clusters * tile
+        schedule = Schedule(tile, works, clusters, True, most * (2 * head_dim_ckv + 4), 9 * 4 * 16384 + 25 * 132)
+        spec = AttentionSpec(num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, sm_scale, latent=True)
+        self._plan_work(qo_indptr, kv_indptr, spec, (q_data_type, kv_data_type), page_size, causal, schedule, lens)
+
+    @recorded
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        ckv_scale: float | None = None,
+        kpe_scale: float | None = None,
+    ) -> Any:
+        assert self._frozen is not None, "plan comes before run"
+        form, spec, (dtype, kv_dtype), page_size, _ = self._frozen
+        scale = 1.0 if kv_dtype == torch.float8_e4m3fn else None
+        assert ckv_scale == kpe_scale == scale, "scales belong to an fp8 cache"
+        for x, dim in ((q_nope, 512), (q_pe, 64)):
+            assert x.dtype == dtype
+            assert x.dtype in HALF
+            assert x.shape == (len(q_nope), spec.num_q_heads, dim)
+            _check_readable(x, "queries")
+        for x, dim in ((ckv_cache, 512), (kpe_cache, 64)):
+            assert x.dtype == kv_dtype, f"a cache of {x.dtype}, planned for {kv_dtype}"
+            assert x.shape == (len(ckv_cache), page_size, dim)
+            _check_readable(x, "cache")
+        assert out is not None
+        assert out.shape == q_nope.shape
+        assert out.dtype == dtype
+        assert out.stride(-1) == 1
+        assert (lse is not None) == return_lse
+        if lse is not None:
+            assert lse.shape == q_nope.shape[:2]
+            assert lse.dtype == torch.float32
+            assert lse.is_contiguous()
+        kernel = functools.partial(
+            self._latent_kernel, form, spec, page_size, self._int_workspace_buffer, self._kv_indices_buf,
+            (q_nope, q_pe), (ckv_cache, kpe_cache), out, lse,
+        )  # fmt: skip
+        self._double.launch(kernel)
+        return (out, lse) if return_lse else out
+
+    def _latent_kernel(
+        self,
+        form: tuple[int, ...],
+        spec: AttentionSpec,
+        page_size: int,
+        int_workspace: torch.Tensor,
+        kv_indices: torch.Tensor,
+        query: tuple[torch.Tensor, torch.Tensor],
+        caches: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        num = form[1]
+        work = int_workspace[: 8 * (len(form) + 3 * num)].clone().view(torch.int64)
+        assert tuple(work[: len(form)].tolist()) == form, (
+            "the int workspace holds another plan than the one that is run"
+        )
+        rows, pages, lens = work[len(form) :].view(3, num)
+        zero = torch.zeros(1, dtype=torch.int64)
+        qo_indptr, kv_indptr = (torch.cat([zero, counts.cumsum(0)]).int() for counts in (rows, pages))
+        assert len(query[0]) == int(qo_indptr[-1]), "as many queries as were planned"
+        used = kv_indices[: int(kv_indptr[-1])].clone()
+        assert 0 <= int(used.min()) <= int(used.max()) < len(caches[0]), "a page outside the cache"
+        last_page_len = (lens - (pages - 1) * page_size).int()
+        batch = PagedBatch(qo_indptr, kv_indptr, used, last_page_len, page_size)
+        q, keys = torch.cat(query, -1), torch.cat(caches, -1).unsqueeze(2)
+        plan = self._double.reference_plan(spec, batch)
+        out.copy_(REFERENCE.run(plan, q, LayerCache(keys, keys[..., : spec.value_dim])))
+        if lse is not None:
+            lse.copy_(_log_sum_exp(spec, batch, q, keys))
+
+
+LATENT_DIMS = (512, 64)
+
+
+def latent_works(rows: np.ndarray, lens: np.ndarray, heads: int) -> tuple[int, int, int]:
+    """MLAPlan: clusters of programs, pairs in a cluster's tile, and the tiles with their shares of keys."""
+    size = 2 if int((rows * heads).sum()) // len(rows) > 64 else 1
+    clusters, tile = NUM_MULTIPROCESSORS // size, 64 * size
+    ends = [
+        length if i + 1 == tiles else max(min(length - n + _ceil((i + 1) * tile, heads), length), 0)
+        for n, length in zip(rows.tolist(), lens.tolist(), strict=True)
+        for tiles in [_ceil(n * heads, tile)]
+        for i in range(tiles)
+    ]
+    share = max(_ceil(sum(ends), clusters), 1)
+    share = next(
+        (keys for most, keys in ((8, 32), (16, 64), (32, 128), (64, 192)) if share <= most), _ceil(share, 256) * 256
+    )
+    return clusters, tile, sum(_ceil(end, share) for end in ends)
+
+
 # ------------------------------------------------------------------------------------------------------- the package
 
 
@@ -725,6 +899,7 @@ class FlashInferDouble:
         members = {"_double": self}
         self.BatchDecodeWithPagedKVCacheWrapper = type("BatchDecodeWithPagedKVCacheWrapper", (_Decode,), members)
         self.BatchPrefillWithPagedKVCacheWrapper = type("BatchPrefillWithPagedKVCacheWrapper", (_Prefill,), members)
+        self.BatchMLAPagedAttentionWrapper = type("BatchMLAPagedAttentionWrapper", (_Latents,), members)
         self.decode = SimpleNamespace(fast_decode_plan=self.fast_decode_plan)
 
     @property
@@ -833,6 +1008,37 @@ class FlashInferDouble:
         assert int(at.max()) < blocks, "a page outside the cache"
         keys[at, row] = append_key
         values[at, row] = append_value
+
+    @recorded
+    def append_paged_mla_kv_cache(
+        self,
+        append_ckv: torch.Tensor,
+        append_kpe: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        ckv_cache: torch.Tensor | None,
+        kpe_cache: torch.Tensor | None,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+    ) -> None:
+        assert ckv_cache is not None
+        assert kpe_cache is not None
+        tokens, (blocks, page_size, _) = len(append_ckv), ckv_cache.shape
+        assert tokens, "no blocks to launch"
+        for array, size in ((batch_indices, tokens), (positions, tokens), (kv_indptr, len(kv_last_page_len) + 1)):
+            _check_indices(array, size)
+        _check_indices(kv_indices)
+        first = kv_indptr[batch_indices.long()].long() * page_size + positions
+        at, row = kv_indices[first // page_size].long(), first % page_size
+        assert 0 <= int(at.min()) <= int(at.max()) < blocks, "a page outside the cache"
+        for source, target, dim in ((append_ckv, ckv_cache, 512), (append_kpe, kpe_cache, 64)):
+            assert source.shape == (tokens, dim)
+            assert target.shape == (blocks, page_size, dim)
+            assert source.stride(-1) == target.stride(-1) == 1
+            assert source.dtype == target.dtype, "the kernel takes the rows' bits for the cache's dtype"
+            assert source.itemsize <= 2
+            target[at, row] = source
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         wide = x.float()

@@ -72,10 +72,14 @@ class Layer:
         owners = [r for r, n in enumerate(lengths) for _ in range(n)]
         blocks = torch.tensor([int(self.tables[r][page]) for r, (page, _) in zip(owners, places, strict=True)])
         rows = torch.tensor([row for _, row in places])
+        if spec.latent:
+            values = keys[..., : spec.value_dim]
         self.cache, self.plain = (
-            pool_of(1 + sum(pages), spec.num_kv_heads, dim, kv_dtype)
-            for dim in (backend.cache_dim(spec.key_dim), spec.key_dim)
+            pool_of(1 + sum(pages), spec.num_kv_heads, each.cache_dims(spec)[0], kv_dtype)
+            for each in (backend, REFERENCE)
         )
+        if spec.latent:
+            self.cache, self.plain = (of_latents(each, spec) for each in (self.cache, self.plain))
         backend.append(self.cache, keys, values, blocks, rows)
         REFERENCE.append(self.plain, keys, values, blocks, rows)
 
@@ -105,6 +109,10 @@ def pool_of(blocks: int, heads: int, dim: int, dtype: torch.dtype) -> LayerCache
     """The middle layer of a pool of three; memory that must not be read is NaN."""
     pool = torch.full((blocks, 3, 2, PAGE, heads, dim), torch.nan, dtype=dtype)
     return LayerCache(pool[:, 1, 0], pool[:, 1, 1])
+
+
+def of_latents(cache: LayerCache, spec: AttentionSpec) -> LayerCache:
+    return LayerCache(cache.keys, cache.keys[..., : spec.value_dim])
 
 
 def batch_of(
@@ -510,7 +518,7 @@ def test_lengths_are_those_of_the_batch() -> None:
 @pytest.mark.parametrize("dim", [64, 80])
 def test_append_writes_these_rows_and_no_others(index_dtype: torch.dtype, kv_dtype: torch.dtype, dim: int) -> None:
     backend, _ = make()
-    cache = pool_of(5, 3, backend.cache_dim(dim), kv_dtype)
+    cache = pool_of(5, 3, backend.cache_dims(spec_of(dim=dim))[0], kv_dtype)
     fused = 500 * torch.randn(6, 9, dim, generator=torch.Generator().manual_seed(0)).to(BF16)
     keys, values = fused[:, 3:6], fused[:, 6:]
     blocks, rows = torch.tensor([3, 3, 1, 4, 4, 2]), torch.tensor([6, 7, 0, 5, 1, 15])
@@ -664,16 +672,9 @@ def test_what_it_has_no_kernel_for_is_refused_in_words(
 
 def test_heads_lie_padded_to_the_next_size() -> None:
     backend, _ = make()
-    assert [backend.cache_dim(d) for d in (16, 64, 65, 96, 128, 192, 256, 300)] == [
-        64,
-        64,
-        128,
-        128,
-        128,
-        256,
-        256,
-        300,
-    ]
+    sizes = {16: 64, 64: 64, 65: 128, 96: 128, 128: 128, 192: 256, 256: 256, 300: 300}
+    assert all(backend.cache_dims(spec_of(dim=dim)) == (size, size) for dim, size in sizes.items())
+    assert backend.cache_dims(AttentionSpec(8, 8, 192, 128, 1.0)) == (256, 128)
     assert backend.graph_max_kv_len is None
     assert make(True)[0].graph_max_kv_len == 8192
 

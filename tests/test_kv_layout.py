@@ -119,7 +119,9 @@ def test_views_into_a_part_of_a_larger_pool_stay_in_that_part() -> None:
 
 def test_heads_that_a_backend_pads_lie_padded_and_share_a_group_with_those_of_that_size() -> None:
     calls = [spec(key_dim=6), spec(key_dim=8), spec(key_dim=8, value_dim=3)]
-    layout = plan_layout(calls, [0, 1, 2], BLOCK, torch.float32, lambda dim: -(-dim // 8) * 8)
+    layout = plan_layout(
+        calls, [0, 1, 2], BLOCK, torch.float32, lambda s: (-(-s.key_dim // 8) * 8, -(-s.value_dim // 8) * 8)
+    )
     assert [group.layers for group in layout.groups] == [(0, 1, 2)]
     assert layout.specs == tuple(calls)
     for keys, values in layout.caches(torch.zeros(3, layout.block_elements)):

@@ -80,7 +80,7 @@ def test_a_key_that_is_not_shared_is_left_alone(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_backend_without_them_caches_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceBackend, "latents", False)
+    monkeypatch.setattr(ReferenceBackend, "caches_latents", lambda *_: False)
     path = tiny.make("minicpm3", tmp_path)
     model = page(model_of(path), backend=ReferenceBackend())
     assert model.layers[0]._replace(scale=1.0) == AttentionSpec(4, 4, 32, 16, 1.0)

@@ -150,7 +150,7 @@ def test_where_heads_lie_in_a_block_makes_no_difference(
     batch, filled = step_of(spec, [(150, 1), (77, 20)], kv_dtype, block_size)
     query, results = draw(24, 6, 40).bfloat16(), []
     for heads_first in (False, True):
-        layout = plan_layout([spec] * 2, [0, 1], block_size, kv_dtype, native.cache_dim, heads_first)
+        layout = plan_layout([spec] * 2, [0, 1], block_size, kv_dtype, native.cache_dims, heads_first)
         pool = torch.full((len(filled.keys), layout.block_elements), math.nan).to(kv_dtype)
         cache = layout.caches(pool)[1]
         for view, numbers in zip(cache, filled, strict=True):

@@ -72,19 +72,19 @@ def plan_layout(
     sources: Sequence[int],
     block_size: int,
     dtype: torch.dtype,
-    cache_dim: Callable[[int], int] = lambda dim: dim,
+    cache_dims: Callable[[AttentionSpec], tuple[int, int]] = lambda spec: (spec.key_dim, spec.value_dim),
     heads_first: bool = False,
 ) -> KVLayout:
     """Group the layers and place them in blocks of `dtype`.
 
     Args:
         sources: for each attention call, the index of the call whose keys and values it reads; for most calls its own.
-        cache_dim: maps a head's dimension to the padded one that the backend needs.
+        cache_dims: the padded dimensions of a key head and of a value head that the backend needs.
         heads_first: the order that the backend needs, see `KVLayout`.
     """
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
-    dims = [(cache_dim(s.key_dim), 0 if s.latent else cache_dim(s.value_dim)) for s in specs]
+    dims = [(key, 0 if s.latent else value) for s in specs for key, value in [cache_dims(s)]]
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for layer, s in enumerate(specs):
         # A block stays allocated for the widest window of all calls that read it.

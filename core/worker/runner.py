@@ -407,5 +407,5 @@ def copy_blocks(copies: Copies, pool: torch.Tensor, host: torch.Tensor) -> None:
 
 def _seen_by(backend: Backend, spec: AttentionSpec, cache: LayerCache) -> LayerCache:
     """A view of a layer's cache with the head dimensions that `backend` uses, which may be less than the layout's."""
-    keys, values = backend.cache_dim(spec.key_dim), backend.cache_dim(spec.value_dim)
+    keys, values = backend.cache_dims(spec)
     return LayerCache(cache.keys[..., :keys], cache.values[..., :values])

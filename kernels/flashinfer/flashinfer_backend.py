@@ -20,7 +20,7 @@ from .. import BackendUnavailableError
 from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ..reference.reference_backend import FP8_LARGEST, ReferenceBackend
 from ..reference.reference_scans import ReferenceScans
-from . import prebuilt
+from . import latents, prebuilt
 from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import FlashInferPlan, Planner
 
@@ -45,7 +45,6 @@ class FlashInferBackend(Backend):
 
     name = "flashinfer"
     heads_first = False  # its "NHD"
-    latents = False
     scans = ReferenceScans()
 
     def __init__(
@@ -92,14 +91,19 @@ class FlashInferBackend(Backend):
             return f"bfloat16 on compute capability {_dotted(self._gpu)}: it takes 8.0; set dtype='float16'"
         if kv_dtype not in (dtype, FP8):
             return f"queries of {dtype} and a cache of {kv_dtype}: set kv_cache_dtype to 'auto' or 'fp8'"
+        if spec.bias is not None:
+            return "a bias on its scores: FlashInfer's kernels are used without one"
+        if spec.latent:
+            reason = self._refuses_latents(spec, dtype, kv_dtype)
+            if reason is None:
+                self._kinds[spec] = Kind(spec, latents.row_dim(spec), dtype, kv_dtype)
+            return reason
         if spec.key_dim != spec.value_dim:
             return (
                 f"keys of {spec.key_dim} elements and values of {spec.value_dim}: FlashInfer's paged kernels take one"
             )
         if dim is None:
             return f"heads of {spec.key_dim} elements: FlashInfer's kernels take {prebuilt.HEAD_DIMS[-1]} at most"
-        if spec.bias is not None:
-            return "a bias on its scores: FlashInfer's kernels are used without one"
         if rest:
             return f"{spec.num_q_heads} query heads over {spec.num_kv_heads} KV heads: they don't divide"
         if self.deterministic and group > QUERY_TILE:
@@ -109,14 +113,26 @@ class FlashInferBackend(Backend):
         self._kinds[spec] = Kind(spec, dim, dtype, kv_dtype)
         return None
 
+    def _refuses_latents(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        if self.deterministic:
+            return "latents: how FlashInfer shares their keys out depends on the batch, and deterministic is set"
+        if self._gpu.capability < (8, 0):
+            return f"latents on compute capability {_dotted(self._gpu)}: FlashInfer's kernels take 8.0"
+        if kv_dtype == FP8 and (self._gpu.capability[0] != 9 or dtype != torch.bfloat16):
+            return f"latents in fp8, with queries of {dtype}: FlashInfer takes them on Hopper alone, with bfloat16"
+        return latents.refusal(spec, kv_dtype.itemsize)
+
     def prepare(self, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         """Compile the modules that nobody has compiled ahead. Raises `prebuilt.KernelsError` where that fails."""
         kinds = (prebuilt.attention_of(spec, dtype, kv_dtype) for spec in dict.fromkeys(specs))
         prebuilt.compile_missing(prebuilt.modules_needed(kind for kind in kinds if kind))
 
-    def cache_dim(self, dim: int) -> int:
-        """The next of 64, 128 and 256; `dim` itself where there is none."""
-        return prebuilt.head_dim(dim) or dim
+    def cache_dims(self, spec: AttentionSpec) -> tuple[int, int]:
+        """The next of 64, 128 and 256; a dimension itself where there is none. Of latents a row of both views."""
+        if spec.latent:
+            return latents.row_dim(spec), spec.value_dim
+        key, value = (prebuilt.head_dim(dim) or dim for dim in (spec.key_dim, spec.value_dim))
+        return key, value
 
     def append(
         self, cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor
@@ -126,16 +142,29 @@ class FlashInferBackend(Backend):
         FlashInfer's kernel appends to requests. Here each token is one, whose only page is its block.
         """
         tokens, heads, dim = len(keys), cache.keys.shape[2], cache.keys.shape[3]
-        keys, values = (_stored(x, dim, cache.keys.dtype) for x in (keys, values))
-        vector = max(VECTOR_BYTES // cache.keys.itemsize, dim // 32)
         if not tokens:
             return
+        if cache.values.data_ptr() == cache.keys.data_ptr():
+            self._append_latents(cache, _stored(keys, dim, cache.keys.dtype), blocks, rows)
+            return
+        keys, values = (_stored(x, dim, cache.keys.dtype) for x in (keys, values))
+        vector = max(VECTOR_BYTES // cache.keys.itemsize, dim // 32)
         if dim not in prebuilt.HEAD_DIMS or keys.itemsize > 2 or dim // vector * heads > MAX_THREADS:
             self._plain.append(cache, keys, values, blocks, rows)
             return
         counted = self._count(tokens + 1)
         each, pairs = counted[:tokens], (cache.keys, cache.values)
         self._library.append_paged_kv_cache(keys, values, each, rows.int(), pairs, blocks.int(), counted, each)
+
+    def _append_latents(self, cache: LayerCache, keys: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write padded rows ``[tokens, 1, row_dim]``; where the views overlap, some numbers are written twice."""
+        if keys.itemsize > 2:
+            cache.keys.index_put_((blocks, rows), keys)
+            return
+        counted, value_dim = self._count(len(keys) + 1), cache.values.shape[-1]
+        each = counted[: len(keys)]
+        new, old = latents.views(keys[:, 0], value_dim), latents.views(cache.keys[:, :, 0], value_dim)
+        self._library.append_paged_mla_kv_cache(*new, each, rows.int(), *old, blocks.int(), counted, each)
 
     def plan(
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
@@ -158,8 +187,8 @@ class FlashInferBackend(Backend):
         self, plan: FlashInferPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero."""
-        spec, dim = plan.spec, cache.keys.shape[-1]
-        query = _readable(F.pad(query, (0, dim - spec.key_dim)) if dim > spec.key_dim else query)
+        spec, dim = plan.spec, latents.DIM if plan.spec.latent else cache.keys.shape[-1]
+        query = _readable(F.pad(query, (0, dim - spec.key_dim)) if dim > spec.key_dim and not spec.latent else query)
         shape = len(query), spec.num_q_heads
         out = torch.empty(*shape, dim, dtype=query.dtype, device=query.device)
         lse = None if sinks is None else torch.empty(shape, dtype=torch.float32, device=query.device)

@@ -109,8 +109,8 @@ class Pieces(NamedTuple):
     chunks: Ints  # programs that share its keys out
 
 
-def cut_into_pieces(batch: PagedBatch, kind: Kind) -> Pieces:
-    """Pieces that fill one query tile, each a request of its own that ends with its own last row.
+def cut_into_pieces(batch: PagedBatch, kind: Kind, step: int | None = None) -> Pieces:
+    """Pieces of `step` rows, or that fill one query tile, each a request of its own that ends with its own last row.
 
     They are cut at positions that are multiples of their size, a power of two: so of a piece's rows none sees a tile,
     or a share, of keys that another does not. FA2 counts the tiles of a window from the first key that the first row
@@ -122,7 +122,8 @@ def cut_into_pieces(batch: PagedBatch, kind: Kind) -> Pieces:
     end = kv_lengths(batch)
     start = end - np.diff(qo_indptr)
     window = kind.spec.window
-    step = 1 if window is not None else 1 << ((QUERY_TILE // kind.group).bit_length() - 1)
+    if step is None:
+        step = 1 if window is not None else 1 << ((QUERY_TILE // kind.group).bit_length() - 1)
     first = start // step
     count = -(-end // step) - first
     owner = np.repeat(np.arange(len(count)), count)

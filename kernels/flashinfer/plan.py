@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..contract import AttentionSpec, DeviceBatch, PagedBatch
+from . import latents
 from .partition import (
     DETERMINISTIC_SPLIT,
     QUERY_TILE,
@@ -110,8 +111,13 @@ class Planner:
         on_device = batch.on_device or DeviceBatch(batch.kv_indptr, batch.kv_indices, batch.last_page_len)
         if graph:
             return self._plan_graph(kind, batch, on_device, turn)
-        if self._deterministic:
-            parts = list(self._plan_pieces(kind, batch, on_device, turn)) if requests else []
+        if not requests:
+            parts = []
+        elif kind.spec.latent:
+            parts = list(self._plan_latents(kind, batch, on_device, turn))
+        elif self._deterministic:
+            pieces, room = cut_into_pieces(batch, kind), FLOAT_WORKSPACE // kind.partial_bytes(1, QUERY_TILE) - 1
+            parts = list(self._plan_pieces(kind, batch, on_device, turn, pieces, pieces.chunks, room))
         else:
             singles = batch.num_single
             if 0 < singles < requests and not two_launches(kind, kv_lengths(batch)[:singles]):
@@ -181,15 +187,37 @@ class Planner:
         self._plan_many(kind, lane, turn, batch.block_size, lists, options)
         return Part(lane.wrapper, slice(skipped, int(batch.qo_indptr[-1])))
 
-    def _plan_pieces(self, kind: Kind, batch: PagedBatch, on_device: DeviceBatch, turn: int) -> Iterator[Part]:
-        """All requests in pieces: as many at a time as the workspace has room for partial results of."""
-        pieces = cut_into_pieces(batch, kind)
-        room = FLOAT_WORKSPACE // kind.partial_bytes(1, QUERY_TILE) - 1
-        programs = np.cumsum(pieces.chunks)
+    def _plan_latents(self, kind: Kind, batch: PagedBatch, on_device: DeviceBatch, turn: int) -> Iterator[Part]:
+        """All requests at once; where the plan's lists have no room for them, in pieces."""
+        rows, heads = np.diff(batch.qo_indptr.numpy().astype(np.int64)), kind.spec.num_q_heads
+        room = latents.MOST_WORKS - self._programs
+        if int(latents.works(rows, heads).sum()) > room:
+            pieces = cut_into_pieces(batch, kind, max(1, room // 2 * latents.TILE // heads))
+            works = latents.works(pieces.rows, heads)
+            yield from self._plan_pieces(kind, batch, on_device, turn, pieces, works, room)
+            return
+        lane = self._lane(kind, batch.group, "pieces", 0)
+        kv_indices = on_device.kv_indices[: int(batch.kv_indptr[-1])]
+        lists = _Lists(batch.qo_indptr, batch.kv_indptr, kv_indices, batch.last_page_len, kv_lengths(batch))
+        self._plan_many(kind, lane, turn, batch.block_size, lists, {})
+        yield Part(lane.wrapper, slice(0, int(batch.qo_indptr[-1])))
+
+    def _plan_pieces(
+        self,
+        kind: Kind,
+        batch: PagedBatch,
+        on_device: DeviceBatch,
+        turn: int,
+        pieces: Pieces,
+        costs: Ints,
+        room: int,
+    ) -> Iterator[Part]:
+        """All requests in pieces: as many at a time as have room together, where they share something out."""
+        programs = np.cumsum(costs)
         start = row = lanes = 0
         while start < len(programs):
             stop = len(programs)
-            if pieces.chunks[start:].max() > 1:
+            if costs[start:].max() > 1:
                 before = int(programs[start - 1]) if start else 0
                 stop = max(start + 1, int(np.searchsorted(programs, before + room, side="right")))
             these = Pieces(*(column[start:stop] for column in pieces))
@@ -220,6 +248,10 @@ class Planner:
     ) -> None:
         """Plan a prefill wrapper. FlashInfer copies the lengths to the device from wherever they lie: from page-locked
         memory, without waiting. (Its ``max_sequence_kv`` would spare it a look for the longest, but FA2 then fails.)"""
+        if kind.spec.latent:
+            kv_lens = self._page_locked(lists.kv_lens)
+            lane.take(turn).plan(*lists[:3], kv_lens, block_size, (kind.dtype, kind.kv_dtype))
+            return
         lane.take(turn).plan(
             *lists[:4],
             kind.spec.num_q_heads,
@@ -246,7 +278,7 @@ class Planner:
         if any(b.data_ptr() != array.data_ptr() for b, array in zip(lane.buffers, on_device, strict=True)):
             raise RuntimeError(f"the arrays of a graph of {requests} requests moved; they must stay where they were")
         twins = on_device._replace(kv_indices=on_device.kv_indices[: int(batch.kv_indptr[-1])])
-        if self._deterministic:
+        if self._deterministic or kind.spec.latent:
             qo_indptr, kv_indptr, _, last_page_len, *_ = batch
             lists = _Lists(qo_indptr, kv_indptr, twins.kv_indices, last_page_len, kv_lengths(batch))
             self._plan_many(kind, lane, turn, batch.block_size, lists, _fixed_split(batch))
@@ -273,11 +305,15 @@ class Planner:
                 self._float_workspace = torch.zeros(FLOAT_WORKSPACE, dtype=torch.uint8, device=self._device)
             wrapper = self._wrapper(kind, use, self._float_workspace, buffers)
             int_bytes = INT_WORKSPACE if buffers is None else GRAPH_INT_WORKSPACE
+            if kind.spec.latent:
+                int_bytes = latents.INT_WORKSPACE
             self._lanes[key] = _Lane(wrapper, self._float_workspace, int_bytes, buffers)
         return self._lanes[key]
 
     def _wrapper(self, kind: Kind, use: str, workspace: torch.Tensor, buffers: DeviceBatch | None) -> Any:
         library = self._library
+        if kind.spec.latent:
+            return self._latent_wrapper(kind.spec, workspace, buffers)
         if use in ("prefill", "pieces"):
             return library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=self._backend(kind))
         if buffers is None:
@@ -305,6 +341,25 @@ class Planner:
             paged_kv_last_page_len_buf=buffers.last_page_len,
             backend="fa2",
         )
+
+    def _latent_wrapper(
+        self, spec: AttentionSpec, workspace: torch.Tensor, buffers: DeviceBatch | None
+    ) -> latents.LatentWrapper:
+        wrapper = self._library.BatchMLAPagedAttentionWrapper
+        backend = "fa3" if self._hopper else "fa2"
+        if buffers is None:
+            return latents.LatentWrapper(wrapper(workspace, backend=backend), spec)
+        requests = len(buffers.last_page_len)
+        inner = wrapper(
+            workspace,
+            use_cuda_graph=True,
+            qo_indptr=torch.empty(requests + 1, dtype=torch.int32, device=self._device),
+            kv_indptr=buffers.kv_indptr,
+            kv_indices=buffers.kv_indices,
+            kv_len_arr=torch.empty(requests, dtype=torch.int32, device=self._device),
+            backend=backend,
+        )
+        return latents.LatentWrapper(inner, spec)
 
     def _page_locked(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """An int32 copy that can be sent to the device without waiting. torch's allocator hands such memory out again

@@ -45,9 +45,10 @@ class Attention(NamedTuple):
 
     dtype: torch.dtype  # of queries and outputs: 16 bits
     kv_dtype: torch.dtype
-    head_dim: int  # one of HEAD_DIMS
+    head_dim: int  # one of HEAD_DIMS; of latents their DIM
     window: bool = False
     softcap: bool = False
+    latent: bool = False
 
 
 class Manifest(NamedTuple):
@@ -66,10 +67,16 @@ def head_dim(dim: int) -> int | None:
 
 def attention_of(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Attention | None:
     """What kernels a layer needs; None where FlashInfer has none for it."""
-    size = head_dim(spec.key_dim)
-    if size is None or spec.value_dim != spec.key_dim or spec.bias is not None or dtype.itemsize != 2:
+    from . import latents
+
+    if spec.bias is not None or dtype.itemsize != 2 or (kv_dtype != dtype and kv_dtype.itemsize != 1):
         return None
-    if kv_dtype != dtype and kv_dtype.itemsize != 1:
+    if spec.latent:
+        return (
+            None if latents.refusal(spec, kv_dtype.itemsize) else Attention(dtype, kv_dtype, latents.DIM, latent=True)
+        )
+    size = head_dim(spec.key_dim)
+    if size is None or spec.value_dim != spec.key_dim:
         return None
     return Attention(dtype, kv_dtype, size, spec.window is not None, spec.softcap is not None)
 
@@ -108,6 +115,8 @@ def modules_needed(attentions: Iterable[Attention]) -> list[Module]:
     """
     import torch
 
+    from . import latents
+
     jit = require_flashinfer().jit
     from flashinfer.jit.page import gen_page_module
     from flashinfer.jit.rope import gen_rope_module
@@ -115,10 +124,16 @@ def modules_needed(attentions: Iterable[Attention]) -> list[Module]:
 
     modules = [gen_page_module(), jit.norm.gen_norm_module(), gen_rope_module(), jit.sampling.gen_sampling_module()]
     modules += [jit.gen_act_and_mul_module(name) for name in ("silu", "gelu", "gelu_tanh")]
-    hopper = (9, "0a") in jit.core.current_compilation_context.TARGET_CUDA_ARCHS
+    archs = jit.core.current_compilation_context.TARGET_CUDA_ARCHS
+    hopper = (9, "0a") in archs
     # Beside each kind the one that the trial run of loading needs: its cache has the dtype of the queries.
     for kind in dict.fromkeys(kind for a in attentions for kind in (a, a._replace(kv_dtype=a.dtype))):
         q, kv = kind.dtype, kind.kv_dtype
+        if kind.latent:
+            backends = [name for name, wanted in (("fa2", q == kv and len(archs) > hopper), ("fa3", hopper)) if wanted]
+            of_latents = q, kv, q, torch.int32, latents.DIM, latents.SHARED, False
+            modules += [jit.gen_batch_mla_module(name, *of_latents) for name in backends]
+            continue
         common = (q, kv, q, torch.int32, kind.head_dim, kind.head_dim, 0, kind.window, kind.softcap)
         modules.append(jit.gen_batch_decode_module(*common))
         modules.append(jit.gen_batch_prefill_module("fa2", *common, False))

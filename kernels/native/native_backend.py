@@ -49,7 +49,6 @@ class NativeBackend(Backend):
     deterministic = True
     graph_max_kv_len: int | None = 0
     heads_first = True
-    latents = True
 
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of build.py; None: the best one of this processor."""

@@ -38,7 +38,6 @@ class ReferenceBackend(Backend):
     name = "reference"
     graph_max_kv_len: int | None = 0
     heads_first = False
-    latents = True
     scans = ReferenceScans()
 
     def __init__(self, deterministic: bool = True) -> None:
@@ -68,7 +67,7 @@ class ReferenceBackend(Backend):
         self, plan: AttentionPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero. Elements that
-        another backend adds to a head in the cache (`Backend.cache_dim`) are left out."""
+        another backend adds to a head in the cache (`Backend.cache_dims`) are left out."""
         cache = LayerCache(cache.keys[..., : plan.spec.key_dim], cache.values[..., : plan.spec.value_dim])
         out = query.new_zeros(len(query), plan.spec.num_q_heads, plan.spec.value_dim)
         for chunk in plan.chunks:

@@ -12,9 +12,11 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ....ipc.config import LoadConfig, ModelConfig
 from ....kernels.contract import AttentionSpec
+from ....kernels.reference.reference_backend import ReferenceBackend
 from ..load.loader import read_config
 from ..load.refuse import refuse_config, refuse_stateful, trial_run
 from ..run.positions import longest_sequence
+from .latent_probe import learn_latents
 from .own_probe import learn_attention
 from .recurrent_probe import learn_states
 
@@ -44,7 +46,8 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
         with _Weightless():  # type: ignore[no-untyped-call]
             learn_states(model.eval())
             refuse_stateful(model)
-            calls = learn_attention(model, limit)
+            # All numbers are zeros here, so the shapes alone decide.
+            calls = learn_latents(model, learn_attention(model, limit), ReferenceBackend())
     return [call.spec for call in calls], dtype
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....kernels.contract import AttentionSpec
+from ....kernels.contract import AttentionSpec, Backend
 from ..run.latents import Expansion
 from .fuse_observe import is_plain_linear
 from .probe import AttentionCall, dry_run
@@ -24,9 +24,9 @@ from .probe import AttentionCall, dry_run
 PROBE = "mainspring_latents"
 
 
-def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
-    """The same calls; those over latents with their expansions, and with a single head of keys. A latent that takes as
-    much memory as the keys and values does not count."""
+def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall], backend: Backend) -> list[AttentionCall]:
+    """The same calls; those over latents that `backend` caches with their expansions, and with a single head of keys. A
+    latent that takes as much memory as the keys and values does not count."""
     wanted = {call.module: call.spec for call in calls if not call.repeats and _candidates(call.module, call.spec)}
     if not wanted:
         return list(calls)
@@ -37,12 +37,15 @@ def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> lis
                 stack.callback(linear.register_forward_hook(partial(watch.note, module)).remove)
         dry_run(model, PROBE, watch.attend, None)
     times = [call.module for call in calls]
-    return [
-        call._replace(expansion=watch.found[call.module], spec=_of_latents(call.spec, watch.found[call.module]))
-        if call.module in watch.found and times.count(call.module) == 1
-        else call
-        for call in calls
-    ]
+    found = []
+    for call in calls:
+        expansion = watch.found.get(call.module)
+        if expansion is not None and times.count(call.module) == 1:
+            spec = _of_latents(call.spec, expansion)
+            if backend.caches_latents(spec, model.dtype):
+                call = call._replace(expansion=expansion, spec=spec)
+        found.append(call)
+    return found
 
 
 def _candidates(module: nn.Module, spec: AttentionSpec) -> list[nn.Linear]:

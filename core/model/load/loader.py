@@ -111,8 +111,8 @@ def page(
         states = learn_states(model)
         refuse_stateful(model)
         calls = learn_attention(model, limit)
-        if backend.latents and streamed is None:
-            calls = learn_latents(model, calls)
+        if streamed is None:
+            calls = learn_latents(model, calls, backend)
         if not calls and states is None:
             raise UnsupportedModelError(f"{name} made no attention call that could be served")
         if streamed is not None and streamed.unseen:

@@ -85,7 +85,9 @@ class AdaptedBackend:
         self._device = device_for(torch.device("cpu"))
         self._note: Callable[[int, int], None] | None = None
 
-    latents = False  # an adapter of an expansion adds to its output, which attention over latents does not compute
+    def caches_latents(self, *_: Any) -> bool:
+        """No: an adapter of an expansion adds to its output, which attention over latents does not compute."""
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

@@ -74,7 +74,7 @@ class PagedModel:
 
     def lay_out(self, backend: Backend, block_size: int, dtype: torch.dtype) -> KVLayout:
         """The layout of a cache of this `dtype` that `backend` reads."""
-        return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dim, backend.heads_first)
+        return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dims, backend.heads_first)
 
     def bind(self, caches: Sequence[LayerCache]) -> None:
         """Set the cache of each attention call."""
