@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from flashinfer_double import Call, FlashInferDouble, tile_of
-from mainspring.kernels.contract import PagedBatch
-from mainspring.kernels.flashinfer import prebuilt
+from mainspring.kernels.contract import AttentionSpec, PagedBatch
+from mainspring.kernels.flashinfer import latents, prebuilt
 from mainspring.kernels.flashinfer.partition import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
 from test_flashinfer import AMPERE, BF16, FP8, HOPPER, PAGE, Layer, make, on_device, spec_of, staged
 
@@ -28,10 +28,17 @@ real = pytest.importorskip(
 )
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
-METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")
+LATENTS = "BatchMLAPagedAttentionWrapper"
+METHODS = [
+    (wrapper, method)
+    for wrapper in (DECODE, PREFILL, LATENTS)
+    for method in ("__init__", "plan", "run", "reset_workspace_buffer")
+    if (wrapper, method) != (LATENTS, "reset_workspace_buffer")
+]
 FUNCTIONS = (
-    "append_paged_kv_cache rmsnorm gemma_rmsnorm fused_add_rmsnorm gemma_fused_add_rmsnorm silu_and_mul gelu_and_mul "
-    "gelu_tanh_and_mul apply_rope_with_cos_sin_cache_inplace top_k_mask_logits top_p_renorm_probs fast_decode_plan"
+    "append_paged_kv_cache append_paged_mla_kv_cache rmsnorm gemma_rmsnorm fused_add_rmsnorm gemma_fused_add_rmsnorm "
+    "silu_and_mul gelu_and_mul gelu_tanh_and_mul apply_rope_with_cos_sin_cache_inplace top_k_mask_logits "
+    "top_p_renorm_probs fast_decode_plan"
 ).split()
 HEADERS = Path(real.__file__).parent / "data" / "include" / "flashinfer"
 CSRC = Path(real.__file__).parent / "data" / "csrc"
@@ -47,8 +54,12 @@ def all_calls() -> list[Call]:
                 (spec_of(), BF16),
                 (spec_of(2, 4, 128), BF16),
                 (spec_of(1, 5, 96, window=20, softcap=3.0), FP8),
+                (AttentionSpec(4, 1, 576, 512, 0.1, latent=True), BF16),
+                (AttentionSpec(4, 1, 288, 256, 0.1, latent=True), FP8),
             ):
                 backend, double = make(deterministic, gpu)
+                if backend.refuses(spec, BF16, kv_dtype) is not None:
+                    continue
                 layer = Layer(backend, spec, (1100, 60, 50), BF16, kv_dtype)
                 sinks = torch.zeros(spec.num_q_heads)
                 for number, step in enumerate(
@@ -87,7 +98,7 @@ def real_one(name: str) -> Callable[..., Any]:
 
 
 def test_the_run_calls_everything_there_is() -> None:
-    expected = {*FUNCTIONS} | {f"{wrapper}.{method}" for wrapper in (DECODE, PREFILL) for method in METHODS}
+    expected = {*FUNCTIONS} | {f"{wrapper}.{method}" for wrapper, method in METHODS}
     assert {call.name for call in all_calls()} == expected
 
 
@@ -108,8 +119,7 @@ def test_the_doubles_functions_have_the_real_signatures(name: str) -> None:
     assert parameters(getattr(FlashInferDouble(), name)) == parameters(real_one(name))
 
 
-@pytest.mark.parametrize("wrapper", [DECODE, PREFILL])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("wrapper", "method"), METHODS)
 def test_the_doubles_methods_have_the_real_signatures(wrapper: str, method: str) -> None:
     assert parameters(getattr(getattr(FlashInferDouble(), wrapper), method)) == parameters(
         real_one(f"{wrapper}.{method}")
@@ -136,7 +146,7 @@ def test_nothing_is_given_to_a_backend_that_drops_it() -> None:
         if call.name == "fast_decode_plan":
             assert call.args[0].use_tensor_cores or not given & shares
         if call.name.endswith(".run"):
-            assert given <= {"out", "lse", "return_lse"}
+            assert given <= {"out", "lse", "return_lse", "ckv_scale", "kpe_scale"}
 
 
 @pytest.mark.parametrize("name", [f"{DECODE}._plan_impl", f"{PREFILL}.plan", "fast_decode_plan"])
@@ -193,6 +203,22 @@ def test_new_workspaces_are_what_plan_and_run_then_use() -> None:
         set_by_reset = attributes(real_one(f"{wrapper}.reset_workspace_buffer"), ast.Store)
         assert {"_float_workspace_buffer", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer"} == set_by_reset
         assert {"_float_workspace_buffer", "_int_workspace_buffer"} <= attributes(real_one(f"{wrapper}.run"), ast.Load)
+
+
+def test_a_latent_wrapper_has_no_reset_and_reads_its_workspaces_from_these_attributes() -> None:
+    assert not hasattr(real_one(LATENTS), "reset_workspace_buffer")
+    workspaces = {"_float_workspace_buffer", "_int_workspace_buffer"}
+    assert workspaces | {"_pin_memory_int_workspace_buffer"} <= attributes(real_one(f"{LATENTS}.plan"), ast.Load)
+    assert workspaces | {"_kv_indices_buf"} <= attributes(real_one(f"{LATENTS}.run"), ast.Load)
+    assert not attributes(real_one(f"{LATENTS}.run"), ast.Load) & {
+        "_qo_indptr_buf",
+        "_kv_indptr_buf",
+        "_kv_len_arr_buf",
+    }
+    source = inspect.getsource(inspect.unwrap(real_one(f"{LATENTS}.plan")))
+    graph, _, eager = source.partition("if self._use_cuda_graph:")[2].partition("        else:\n")
+    assert "self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices, non_blocking=True)" in graph
+    assert eager.count(".to(self.device, non_blocking=True)") == 4
 
 
 def test_a_fast_plan_without_a_graph_takes_the_arrays_as_they_are_and_run_reads_them() -> None:
@@ -272,11 +298,59 @@ def test_a_graph_without_shares_has_no_mask_of_valid_programs() -> None:
     assert run.count("params.block_valid_mask = GetPtrFromBaseOffset") == 1
 
 
+def test_attention_over_latents_takes_caches_and_queries_with_strides() -> None:
+    for name in ("batch_mla_run.cu", "batch_mla_sm90_run.cu"):
+        run = text(CSRC / name)
+        for tensor, name in (("ckv_cache", "ckv"), ("kpe_cache", "kpe")):
+            assert f"{name}_stride_page = {tensor}.stride(0)" in run
+            assert f"{name}_stride_n = {tensor}.stride(1)" in run
+        for tensor in ("q_nope", "q_pe"):
+            assert f"{tensor}_stride_n = {tensor}.stride(0)" in run
+            assert f"{tensor}_stride_h = {tensor}.stride(1)" in run
+        assert "CONTIGUOUS" not in run
+    append = text(CSRC / "page.cu")
+    append = append[append.index("void append_paged_mla_kv_cache") :]
+    assert "CHECK_LAST_DIM_CONTIGUOUS_INPUT(ckv_cache); CHECK_LAST_DIM_CONTIGUOUS_INPUT(kpe_cache);" in append
+    assert "append_ckv_stride_n = append_ckv_strides[0]" in append
+
+
+def test_latents_and_shared_dimensions_of_one_size() -> None:
+    page = text(HEADERS / "page.cuh")
+    assert f"HEAD_CKV_DIM = {latents.DIM};" in page
+    assert f"HEAD_KPE_DIM = {latents.SHARED};" in page
+    hopper = text(HEADERS / "attention" / "mla_hopper.cuh")
+    assert f"static_assert(!USE_KV_REPACK || HEAD_DIM_CKV_ == {latents.DIM}," in hopper
+    assert f"static_assert(!USE_KV_REPACK || HEAD_DIM_KPE_ == {latents.SHARED}," in hopper
+
+
+def test_the_lists_of_a_plan_over_latents() -> None:
+    plan = text(HEADERS / "attention" / "scheduler.cuh")
+    plan = plan[plan.index("inline cudaError_t MLAPlan(") :]
+    assert f"int max_total_num_works = {latents.MOST_WORKS};" in plan
+    assert "total_num_works <=" not in plan, "it is checked now: LatentWrapper's caller need not count"
+    assert plan.count("sizeof(IdType) * max_total_num_works") == 9
+    assert plan.count("sizeof(IdType) * num_sm") == 5
+    assert 4 * (9 * latents.MOST_WORKS + 5 * 1024) < latents.INT_WORKSPACE
+    assert f"const int cta_tile_q = {latents.TILE};" in plan
+    assert "if (avg_packed_qo_len > 64) { cluster_size = 2;" in plan
+    assert "int kv_len_limit = f(std::max(ceil_div(total_kv_lens, num_clusters), 1L));" in plan, "by the batch"
+
+
+def test_latents_behind_a_requests_last_are_read_as_zeros() -> None:
+    """What lies in the cache there may be NaN, and is multiplied by 0."""
+    for name, loads in (("mla.cuh", 4), ("mla_hopper.cuh", 2)):
+        kernel = text(HEADERS / "attention" / name)
+        kernel = kernel[kernel.index("void load_kv(") :].partition("compute_")[0]
+        assert kernel.count("load_128b_async<SharedMemFillMode::kFillZero>") >= loads
+    assert "constexpr float inf = 5e4;" in text(HEADERS / "math.cuh"), "a masked score is finite"
+
+
 def test_sums_come_in_base_two() -> None:
     kernel = text(HEADERS / "attention" / "prefill.cuh")
     assert "math::ptx_log2(d[mma_q][j]) + float(m[mma_q][j])" in kernel
     hopper = text(HEADERS / "attention" / "hopper" / "attention_updater.cuh")
     assert "row_sum(mi) = row_max(mi) * sm_scale_log2 + math::ptx_log2(sum);" in hopper
+    assert "math::ptx_log2(d[j]) + float(m[j])" in text(HEADERS / "attention" / "mla.cuh")
     assert "return m + math::ptx_log2(d)" in text(HEADERS / "attention" / "state.cuh")
 
 

@@ -29,7 +29,7 @@ from mainspring.kernels.contract import AttentionSpec
 from mainspring.kernels.flashinfer import prebuilt
 from mainspring.kernels.flashinfer.prebuilt import Attention, KernelsError, Manifest
 from mainspring.tools import build_kernels
-from tiers import EACH_ARCHITECTURE
+from tiers import EACH_ARCHITECTURE, fast_only
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HOPPER = Manifest("0.6.15", "13.0", ["9.0a"], {"page": 538_912, "sampling": 2_000_000})
@@ -80,6 +80,14 @@ def test_the_options_compiled_in_are_those_that_a_layer_needs() -> None:
     assert prebuilt.attention_of(plain._replace(num_q_heads=8, scale=1.0), BF16, BF16) == Attention(BF16, BF16, 128)
     other = plain._replace(window=4096, softcap=50.0, key_dim=96, value_dim=96)
     assert prebuilt.attention_of(other, FP16, FP8) == Attention(FP16, FP8, 128, True, True)
+
+
+def test_latents_have_one_kernel_in_which_shorter_ones_are_padded() -> None:
+    latents = AttentionSpec(128, 1, 576, 512, 0.1, latent=True)
+    want = Attention(BF16, FP8, 512, latent=True)
+    assert prebuilt.attention_of(latents, BF16, FP8) == want
+    assert prebuilt.attention_of(latents._replace(key_dim=288, value_dim=256), BF16, FP8) == want
+    assert prebuilt.attention_of(latents._replace(key_dim=1088, value_dim=1024), BF16, BF16) is None
 
 
 @pytest.mark.parametrize(
@@ -288,7 +296,7 @@ def test_a_models_kernels_are_those_of_its_config(tmp_path: Path, monkeypatch: p
     assert build_kernels.main(["build", "--arch=9.0a", f"--model={path}"]) == 1, "an fp32 model has no kernels"
 
 
-@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE)
+@pytest.mark.parametrize("architecture", EACH_ARCHITECTURE + fast_only(["deepseek_v3"], tiny.LATENT))
 def test_without_weights_a_models_attention_is_what_it_is_with_them(architecture: str, tmp_path: Path) -> None:
     from mainspring.core.model.load.loader import load_model
 
@@ -336,6 +344,8 @@ from mainspring.kernels.flashinfer import prebuilt
 from mainspring.kernels.flashinfer.prebuilt import Attention
 kinds = [Attention(torch.bfloat16, torch.bfloat16, 128), Attention(torch.bfloat16, torch.float8_e4m3fn, 64, True, True)]
 print(*[module.name for module in prebuilt.modules_needed([*kinds, kinds[0]])])
+latents = Attention(torch.bfloat16, torch.float8_e4m3fn, 512, latent=True)
+print(*[module.name for module in prebuilt.modules_needed([latents])][7:])
 package = prebuilt.require_flashinfer()
 package.jit.env.FLASHINFER_AOT_DIR = prebuilt.Path(sys.argv[1])
 print(*[module.name for module in prebuilt.missing(prebuilt.modules_needed(kinds[:1]))])
@@ -353,7 +363,7 @@ def test_modules_have_the_names_that_flashinfer_looks_for(tmp_path: Path, monkey
         [sys.executable, "-P", "-c", NAMES, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    names, missing = (line.split() for line in done.stdout.splitlines()[-2:])
+    names, of_latents, missing = (line.split() for line in done.stdout.splitlines()[-3:])
     assert names[:7] == "page norm rope sampling silu_and_mul gelu_and_mul gelu_tanh_and_mul".split()
     assert [(name.split("_with_")[0], name.endswith("_sm90")) for name in names[7:]] == [
         ("batch_decode", False),
@@ -369,3 +379,5 @@ def test_modules_have_the_names_that_flashinfer_looks_for(tmp_path: Path, monkey
     assert all("use_swa_True" in name and "use_logits_cap_True" in name for name in names[10:])
     assert all("dtype_kv_bf16" in name for name in names[12:]), "for the trial run of loading"
     assert missing == names[1:10]
+    assert [("dtype_kv_e4m3" in name, name.endswith("_sm90")) for name in of_latents] == [(True, True), (False, True)]
+    assert all(name.startswith("batch_mla_") for name in of_latents)
