@@ -62,7 +62,7 @@ test-random: $(DEV) ## the random tests with ten times as many examples as in te
 
 test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are to us; they need both, but no GPU
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_flashinfer_contract.py tests/test_prebuilt.py $(PYTEST_ARGS)
-	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_compile.py $(PYTEST_ARGS)
+	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_scans.py tests/test_triton_compile.py $(PYTEST_ARGS)
 
 flashinfer-newest: | $(DEV) ## which of our assumptions the newest FlashInfer still meets; what fails is to be read before moving to it
 	$(BIN)/python -P -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \

@@ -144,6 +144,7 @@ class SequenceOffsets(NamedTuple):
     slots: torch.Tensor  # [sequences]: the slot of each sequence's request; -1: a sequence of padding
     starts: torch.Tensor  # [sequences]: tokens computed in earlier steps
     prompt_lens: torch.Tensor  # [sequences]: tokens of the prompt, which a sequence may not have reached yet
+    on_device: SequenceOffsets | None = None  # copies on a GPU, for layers with recurrent state
 
     @classmethod
     def of(
@@ -190,8 +191,8 @@ class Scans(Protocol):
 
     Rows ``starts[s] : starts[s + 1]`` (int32 ``[sequences + 1]``) belong to a sequence whose state is
     ``state[slots[s]]`` (int32 ``[sequences]``), or zeros where ``fresh[s]`` (bool); the states are overwritten. States
-    are fp32, and rows have any dtype, which the result has, too; rows that belong to no sequence give zeros. The
-    recurrent form always: a row's bits depend neither on how its text was cut nor on other sequences.
+    are fp32, and rows have any dtype, which the result has, too; rows that belong to no sequence give zeros. All is on
+    one device. The recurrent form always: a row's bits depend neither on how its text was cut nor on other sequences.
     """
 
     def conv(

@@ -108,6 +108,20 @@ def test_two_steps_in_flight_and_graphs_give_exactly_the_tokens_of_generate(
     assert min(stats.num_preemptions, stats.prefix_hits, stats.chunked_prefills, stats.mixed_steps) > 0
 
 
+@pytest.mark.parametrize("architecture", fast_only(["nemotron_h"], tiny.RECURRENT))
+def test_models_with_recurrent_state_run_in_graphs_too(
+    architecture: str, tmp_path: Path, late: list[LateDevice]
+) -> None:
+    path = tiny.make(architecture, tmp_path)
+    reqs = requests(tiny.VOCAB_SIZE)
+    blocks = None if architecture in ("mamba2", "falcon_mamba") else 20  # they have no attention
+    got, engine = run(path, reqs, num_gpu_blocks_override=blocks, **SETTINGS)
+    assert got == references.greedy(path, reqs)
+    assert engine.engine_core.core._depth == 2
+    # MiniMax's mixer is called once for each token of a sequence, and how often is decided on the host.
+    assert (late[-1].num_replays > 20) == (architecture != "minimax")
+
+
 @pytest.mark.slow
 def test_with_graphs_and_without_with_one_step_in_flight_and_two_tokens_are_the_same(
     tmp_path: Path, late: list[LateDevice]

@@ -236,7 +236,7 @@ def test_a_step_says_where_its_sequences_end_and_whose_they_are(requests: int | 
         assert sequences.cu_seqlens.tolist() == ends
         assert sequences.slots.tolist() == order
         assert sequences.starts.tolist() == [3] * len(slots) + [0] * (len(order) - len(slots))
-        assert [x.dtype for x in sequences] == [torch.int32] * 4
+        assert [x.dtype for x in sequences[:4]] == [torch.int32] * 4
         assert len(batches) == len(layout.groups)
 
 

@@ -46,6 +46,34 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
         found[name] = compile_one(
             kernels._linear, dict.fromkeys(("x", "weight", "bias", "out"), dtype), constants, options
         )
+    return found | compile_scans()
+
+
+def compile_scans() -> dict[str, dict[str, Any]]:
+    """The same of the recurrent scans, in the shapes of Qwen3-Next, Kimi Linear, Nemotron-H and Falcon Mamba."""
+    from mainspring.kernels.flashinfer import triton_scans as scans
+
+    where = {"starts": "i32", "slots": "i32", "fresh": "i1", "state": "fp32"}
+    found = {}
+    sizes: dict[str, Any] = {"channels": 8192, "WIDTH": 4, "COLUMNS": scans.CONV_CHANNELS}
+    types = where | dict.fromkeys(("x", "weight", "out"), "bf16") | {"owner": "i32"}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    constants = sizes | {"SILU": True, "ROWS": scans.CONV_ROWS, "bias": None}
+    found["conv"] = compile_one(scans._conv, types, constants, options)
+    found["state of conv"] = compile_one(scans._conv_state, types, sizes | {"TAPS": 4}, {})
+    types = where | dict.fromkeys(("q", "k", "v", "out"), "bf16") | {"g": "fp32", "beta": "fp32"}
+    for name, heads, each_key in (("Qwen3-Next", 32, False), ("Kimi", 16, True)):
+        sizes = {"heads": heads, "key_heads": 16, "num_keys": 128, "num_values": 128, "EACH_KEY": each_key}
+        constants = sizes | {"L2NORM": True, "KEYS": 128, "VALUES": scans.VALUES}
+        found[f"gated delta of {name}"] = compile_one(scans._gated_delta, types, constants, scans.OPTIONS)
+    types = where | dict.fromkeys(("x", "dt", "A", "B", "C", "D", "out"), "fp32")
+    for name, own, heads, groups, channels, states in (
+        ("Mamba 2", False, 128, 8, 64, 128),
+        ("Mamba 1", True, 1, 1, 8192, 16),
+    ):
+        sizes = {"heads": heads, "groups": groups, "channels": channels, "num_states": states, "STATES": states}
+        constants = sizes | {"OWN": own, "CHANNELS": scans.CHANNELS if own else scans.VALUES}
+        found[name] = compile_one(scans._mamba, types, constants, scans.OPTIONS)
     return found
 
 
@@ -59,11 +87,13 @@ def compile_one(
 
     signature = {name: "*" + types[name] if name in types else "i32" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
+    if "scale" in signature:
+        signature["scale"] = "fp32"
     at = {name: (kernel.arg_names.index(name),) for name in signature}
     attributes = {
         at[name]: [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind != "constexpr" and name not in ("num_rows", "parts")
+        if kind not in ("constexpr", "fp32") and name not in ("num_rows", "parts", "num_sequences")
     }
     source = triton.compiler.ASTSource(
         fn=kernel, signature=signature, constexprs={at[k]: v for k, v in constants.items()}, attrs=attributes
@@ -102,7 +132,7 @@ def test_all_kernels_compile_for_hopper_and_a_product_has_one_instruction_shape(
         pytest.skip("Triton finds no ptxas; set TRITON_PTXAS_PATH to one")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert len(found) == 13
+    assert len(found) == 19
     for name, kernel in found.items():
         assert kernel["spilled"] == 0, f"{name}: {kernel}"
         assert kernel["shared memory"] <= SHARED_MEMORY

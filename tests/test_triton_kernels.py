@@ -6,30 +6,26 @@ On a machine with CUDA the kernels are compiled, elsewhere they run in Triton's 
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from mainspring.kernels.reference import gumbel
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-in_interpreter = mock.patch.dict(os.environ, {} if CUDA else {"TRITON_INTERPRET": "1"})
-
-if not CUDA and "triton" in sys.modules:
-    pytest.skip("Triton is loaded already, and not to be interpreted: run this file by itself", allow_module_level=True)
+from triton_here import (  # noqa: F401  (a fixture)
+    CUDA,
+    DEVICE,
+    HALF,
+    in_interpreter,
+    interpreted,
+    kernels,
+    multiplies_in_interpreter,
+    triton,
+)
 
 with in_interpreter:
-    triton = pytest.importorskip("triton", reason="Triton, which comes with torch's CUDA builds, is not installed")
     import triton.language as tl
-
-    from mainspring.kernels.flashinfer import triton_kernels as kernels
 
     @triton.jit
     def _bits_and_noise(seeds, positions, bits, noise, num_tokens, WIDTH: tl.constexpr):
@@ -45,20 +41,9 @@ with in_interpreter:
         tl.store(noise + at, kernels.noise_of_bits(tl.load(bits + at).to(tl.uint32, bitcast=True)))
 
 
-multiplies_in_interpreter = pytest.mark.skipif(
-    not CUDA and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7),
-    reason="before Triton 3.7 its interpreter's loops fail with numpy 2.4 and later",
-)
-HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter can't multiply bf16
 SHAPES = [(1, 64, 128), (3, 130, 64), (70, 17, 100), (129, 200, 72), (64, 128, 8), (5, 1, 1)]
 if CUDA:
     SHAPES += [(1, 4096, 14336), (300, 28672, 4096), (7, 50257, 4100)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreted() -> Iterator[None]:
-    with in_interpreter:
-        yield
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ class GenerationWorker(LocalWorker):
         self._explained = model.explain()
         self.layout = lay_out(config.cache_config, model, self._backend)
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
-        if model.states is not None:  # which rows a mixer computes is decided on the host
-            self._graph_sizes = []
+        if model.states is not None and (model.states.looped or self._backend.graph_max_kv_len == 0):
+            self._graph_sizes = []  # which rows a mixer computes, or its scan, is decided on the host
         self._draft = load_draft(config, model, self.layout)
         beside = self._draft.layout.block_bytes if self._draft else 0
         num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)

@@ -87,7 +87,14 @@ class ModelRunner:
         self.model = model
         self.device = device = device_for(model.device)
         self.inputs = StepInputs(
-            device, layout, max_num_seqs, max_model_len, max_tokens, model.row_multiple, model.position_axes
+            device,
+            layout,
+            max_num_seqs,
+            max_model_len,
+            max_tokens,
+            model.row_multiple,
+            model.position_axes,
+            model.states is not None,
         )
         # Zeroed, because attention multiplies masked rows by 0, and 0 times NaN is NaN.
         self.pool = device.zeros((num_blocks, layout.block_elements), layout.dtype)
@@ -173,8 +180,8 @@ class ModelRunner:
         last_rows = (np.cumsum(counts) - 1)[row] - back
         wanted = np.concatenate([last_rows, *(np.arange(p.row, p.row + p.num_rows) for p in plan.scored)])
         sampling, positions = slots[row], (starts + counts)[row] - back
-        if len(row) == plan.num_tokens <= max(self._graphs, default=0):
-            # Treat each guess as a request of one token, so that a graph can be used.
+        if len(row) == plan.num_tokens <= max(self._graphs, default=0) and self.model.states is None:
+            # Treat each guess as a request of one token, so that a graph can be used. They share a cache, but no state.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
         logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
         self.snapshot(plan)

@@ -79,8 +79,11 @@ class StepInputs:
         max_tokens: int,
         multiple: int = ROW_MULTIPLE,
         axes: int = 1,
+        stateful: bool = False,
     ) -> None:
-        """multiple: the number of rows of a forward pass is a multiple of this. axes: of positions."""
+        """multiple: the number of rows of a forward pass is a multiple of this. axes: of positions. stateful: the model
+        reads the offsets of sequences on the device."""
+        self._stateful = stateful
         self._multiple = multiple
         groups, columns = len(layout.groups), -(-max_model_len // layout.block_size)
         rows = self.padded(max(max_tokens, max_num_seqs))
@@ -197,5 +200,11 @@ class StepInputs:
                     reach,
                 )
             )
-        of_sequences = (array.pages[turn][:num] for array in (self.request_slots, self.starts, self.prompts))
-        return Filled(count, batches, SequenceOffsets(cu_seqlens, *of_sequences))
+        of_sequences = self.request_slots, self.starts, self.prompts
+        sequences = SequenceOffsets(cu_seqlens, *(array.pages[turn][:num] for array in of_sequences))
+        if on_device and self._stateful:
+            sent = SequenceOffsets(
+                self.qo_indptr.send(turn, num + 1), *(array.send(turn, num) for array in of_sequences)
+            )
+            sequences = sequences._replace(on_device=sent)
+        return Filled(count, batches, sequences)

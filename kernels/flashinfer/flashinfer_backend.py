@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import BackendUnavailableError
-from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch
+from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch, Scans
 from ..reference.reference_backend import FP8_LARGEST, ReferenceBackend
 from ..reference.reference_scans import ReferenceScans
 from . import latents, prebuilt
@@ -45,7 +45,6 @@ class FlashInferBackend(Backend):
 
     name = "flashinfer"
     heads_first = False  # its "NHD"
-    scans = ReferenceScans()
 
     def __init__(
         self,
@@ -75,6 +74,7 @@ class FlashInferBackend(Backend):
         hopper = self._gpu.capability[0] == 9
         self._planner = Planner(self._library, device, deterministic, self._gpu.num_multiprocessors, hopper)
         self._plain = ReferenceBackend()
+        self.scans = _scans(device)
         self._kinds: dict[AttentionSpec, Kind] = {}
         self._counted = [torch.empty(0, dtype=torch.int32)]
         self._count(1 << 16)
@@ -333,6 +333,14 @@ def _stored(x: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype != dtype:
         x = (x.clamp(-FP8_LARGEST, FP8_LARGEST) if dtype == FP8 else x).to(dtype)
     return _readable(x)
+
+
+def _scans(device: torch.device) -> Scans:
+    if device.type != "cuda":
+        return ReferenceScans()
+    from .triton_scans import TritonScans
+
+    return TritonScans()
 
 
 def _gpu(device: torch.device) -> Gpu:

@@ -67,6 +67,7 @@ class StepStates(DynamicCache):
         self.specs = dict(specs)
         self.pool: dict[StateKey, torch.Tensor] = {}
         self.sequences = SequenceOffsets.of((), ())
+        self._here: SequenceOffsets | None = None
         self._where: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.num_rows = 0
         self.lots: list[Lot] = []
@@ -103,7 +104,7 @@ class StepStates(DynamicCache):
     def begin(self, sequences: SequenceOffsets, num_rows: int) -> None:
         """The next forward pass computes these sequences, in `num_rows` rows, padding included."""
         self.sequences, self.num_rows = sequences, num_rows
-        self._where = None
+        self._here = self._where = None
         self.lots = self._lots() if self.looped else []
 
     def _lots(self) -> list[Lot]:
@@ -124,9 +125,17 @@ class StepStates(DynamicCache):
         """Of the step's sequences: row offsets int32 ``[sequences + 1]``, state slots int32 ``[sequences]``, and
         whether a state begins as zeros, bool ``[sequences]``."""
         if self._where is None:
-            of = self.sequences
+            of = self._offsets()
             self._where = of.cu_seqlens, of.slots + 1, of.starts == 0
         return self._where
+
+    def _offsets(self) -> SequenceOffsets:
+        """Of the step's sequences, where the states are."""
+        if self._here is None:
+            device = next(iter(self.pool.values())).device
+            of = self.sequences.on_device or self.sequences
+            self._here = SequenceOffsets(of.cu_seqlens.to(device), *(x.to(device) for x in of[1:4]))
+        return self._here
 
     def current(self, kind: Kind) -> torch.Tensor:
         """The pool ``[state slots, ...]`` of the state that the running mixer asked for last."""
@@ -134,11 +143,11 @@ class StepStates(DynamicCache):
 
     def in_prompt(self) -> torch.Tensor:
         """Whether each row's token belongs to a prompt, bool ``[rows]``. Padding rows do."""
-        of = self.sequences
-        counts = (of.cu_seqlens[1:] - of.cu_seqlens[:-1]).long()
-        left = torch.repeat_interleave(of.prompt_lens - of.starts + of.cu_seqlens[:-1], counts)
-        inside = torch.arange(len(left)) < left
-        return F.pad(inside, (0, self.num_rows - len(inside)), value=True)
+        of = self._offsets()
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=of.slots.device)
+        owner = torch.searchsorted(of.cu_seqlens[1:], rows, right=True)
+        left = F.pad(of.prompt_lens - of.starts + of.cu_seqlens[:-1], (0, 1), value=self.num_rows)
+        return rows < left[owner]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self._at = StateKey(layer_idx, "conv", state_idx)
