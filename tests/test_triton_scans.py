@@ -3,12 +3,24 @@ was cut and whatever other sequences there are. Without CUDA they run in Triton'
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from mainspring.kernels.reference.reference_scans import ReferenceScans
-from test_scans import CASES, FRESH, LENGTHS, SLOTS, Case
 from triton_here import DEVICE, HALF, in_interpreter, interpreted, multiplies_in_interpreter  # noqa: F401  (a fixture)
+
+# isort: split
+# What follows loads transformers, which loads Triton.
+import references
+import tiny
+from late_device import LateDevice
+from mainspring.core.worker import generation_worker
+from mainspring.kernels.reference.reference_scans import ReferenceScans
+from test_exact import SETTINGS, requests
+from test_late_device import GraphReference, late, run  # noqa: F401  (a fixture)
+from test_scans import CASES, FRESH, LENGTHS, SLOTS, Case
+from tiers import fast_only
 
 with in_interpreter:
     from mainspring.kernels.flashinfer.triton_scans import TritonScans
@@ -75,3 +87,20 @@ def test_rows_of_no_sequence_are_zeros(name: str) -> None:
     assert not out[sum(LENGTHS[:2]) :].any()
     assert out[: sum(LENGTHS[:2])].any()
     assert not case.run(scans, case.state.clone(), rows, (), (), ()).any()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("architecture", fast_only([], ["qwen3_next", "nemotron_h", "falcon_mamba", "lfm2"]))
+def test_models_give_the_tokens_of_generate(
+    architecture: str,
+    tmp_path: Path,
+    late: list[LateDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GraphReference, "scans", TritonScans())
+    monkeypatch.setattr(generation_worker, "graph_sizes", lambda *_: [1, 3])
+    path = tiny.make(architecture, tmp_path)
+    reqs = [(prompt[:16], min(n, 5)) for prompt, n in requests(tiny.VOCAB_SIZE)[:3]]
+    blocks = None if architecture == "falcon_mamba" else 20
+    got, _ = run(path, reqs, num_gpu_blocks_override=blocks, **{**SETTINGS, "max_num_seqs": 3})
+    assert got == references.greedy(path, reqs)
+    assert late[-1].num_replays > 2
