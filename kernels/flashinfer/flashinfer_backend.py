@@ -1,6 +1,7 @@
 """FlashInfer's kernels on an NVIDIA GPU (0.6.15; Ye et al., "FlashInfer", MLSys 2025).
 
-partition.py says which kernel gets which rows of a step, and plan.py has the memory that the kernels' plans need. Where
+partition.py says which kernel gets which rows of a step, and plan.py has the memory that the kernels' plans need.
+latents.py has attention over latents. Triton computes what FlashInfer lacks (triton_kernels.py, triton_scans.py). Where
 FlashInfer has no kernel (fp32, odd sizes), plain torch computes on the same device. Nothing here waits for the device.
 
 With `deterministic`, a row's bits depend on its request alone: attention is FA2's prefill kernel for every row, one
