@@ -61,10 +61,10 @@ class Part(NamedTuple):
 # In the order in which they run: the most important first, because the time may run out.
 PARTS = {
     "embedded": Part("correctness", 60),
-    "exact": Part("correctness", 80),
-    "half": Part("correctness", 60),
+    "exact": Part("correctness", 110),
+    "half": Part("correctness", 80),
     "deterministic": Part("correctness", 100),
-    "kernels": Part("kernels", 80),
+    "kernels": Part("kernels", 110),
     "llama-3.1-8b": Part("engine", 90),
     "start": Part("start", 80),
     "qwen3-0.6b": Part("engine", 80),

@@ -46,8 +46,8 @@ Request = tuple[list[int], Sampling]
 BLOCK_SIZE = 16
 FP8 = torch.float8_e4m3fn
 
-# Random models of five families: they differ in window, soft cap, norms of queries and keys, sinks, experts.
-# docs/gpu.md lists the kernels to build for them.
+# Random models of some families: they differ in window, soft cap, norms of queries and keys, sinks, experts, latents,
+# recurrent state. docs/gpu.md lists the kernels to build for them.
 VOCAB = 1024
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -67,7 +67,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 128, "sliding_window": 24, "query_pre_attn_scalar": 128},
     "mistral": {"head_dim": 64, "sliding_window": 24},
     "gpt_oss": {"head_dim": 64, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 2,
+    },
+    "qwen3_next": {
+        "head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "mlp_only_layers": [0, 1],
+    },
 }
+IN_GRAPHS = ("llama", "deepseek_v3", "qwen3_next")
 # In half precision rounding alone may send a token to another expert, and then the rest of the text differs.
 ONE_EXPERT = {"gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1}}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -406,11 +425,11 @@ def check_half(setup: Setup, say: Say) -> None:
             f"transformers in bf16 and fp32 {_share(theirs.argmax(-1) == exact.argmax(-1)):.1%}",
             _share(same[decided]) >= AGREE,
         )
-        if family == "llama":
+        if family in IN_GRAPHS:
             replayed = None if setup.rehearse else logits_of(model, sequences, backend, graphs=True)
             apart = 0.0 if replayed is None else _rms(replayed, ours)
             say(
-                "graphs on and off: logits",
+                f"graphs on and off, logits: {family}",
                 "no graphs on a CPU" if replayed is None else f"{apart:.4f} σ apart (bf16 itself: {error:.4f} σ)",
                 setup.judge(apart <= error),
             )
@@ -615,7 +634,7 @@ BARS: dict[str, list[Bar]] = {
     "half": [
         *(Bar(f"bf16 against fp32: {family}", f"≤ {ERROR_RATIO} × transformers' own") for family in FAMILIES),
         *(Bar(f"largest logit as in transformers' bf16: {family}", _DECIDED) for family in FAMILIES),
-        Bar("graphs on and off: logits", "≤ what bf16 itself is off"),
+        *(Bar(f"graphs on and off, logits: {family}", "≤ what bf16 itself is off") for family in IN_GRAPHS),
         Bar("weights in host memory: logits", "≤ what bf16 itself is off"),
     ],
     "deterministic": [

@@ -26,8 +26,9 @@ from mainspring.ipc import codec
 from mainspring.ipc.client import CoreClient
 from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.messages import Sampling
-from mainspring.kernels.contract import AttentionSpec, Backend, DeviceBatch, LayerCache, PagedBatch
+from mainspring.kernels.contract import AttentionSpec, Backend, DeviceBatch, LayerCache, PagedBatch, Scans
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
+from mainspring.kernels.reference.reference_scans import ReferenceScans
 
 BF16 = torch.bfloat16
 CACHE_BYTES = 512 << 20  # several times the size of any L2 cache
@@ -83,7 +84,9 @@ def seconds(setup: Setup, run: Callable[[], Any], repeats: int = 7) -> float:
 SPECS = {
     "Llama-3.1-8B": AttentionSpec(32, 8, 128, 128, 128**-0.5),
     "Qwen3-0.6B": AttentionSpec(16, 8, 128, 128, 128**-0.5),
+    "DeepSeek-V3": AttentionSpec(128, 1, 576, 512, 192**-0.5, latent=True),
 }
+CLOSE_TO_FP32 = {"": "Llama-3.1-8B", " over latents": "DeepSeek-V3"}
 DECODE_BATCHES = (1, 64, 256)
 CLOSE = 1e-2  # ‖bf16 - fp32‖ / ‖fp32‖
 _groups = itertools.count()  # within a group each plan uses its own memory
@@ -103,7 +106,7 @@ class Paged(NamedTuple):
         if reason := backend.refuses(spec, BF16, BF16):
             raise RuntimeError(f"{backend.name} refuses attention with {reason}")
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        layer_bytes = sum(blocks) * BLOCK_SIZE * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * 2
+        layer_bytes = sum(blocks) * BLOCK_SIZE * _kv_bytes(spec)
         layers = setup.pick(max(1, min(64, -(-CACHE_BYTES // layer_bytes))), 2)
         layout = plan_layout([spec] * layers, list(range(layers)), BLOCK_SIZE, BF16, backend.cache_dims)
         pool = torch.empty(1 + sum(blocks), layout.block_elements, dtype=BF16, device=setup.device).normal_()
@@ -130,6 +133,11 @@ class Paged(NamedTuple):
         return seconds(setup, run) / len(self.caches)
 
 
+def _kv_bytes(spec: AttentionSpec) -> int:
+    """Of a token."""
+    return 2 * spec.num_kv_heads * (spec.key_dim + (0 if spec.latent else spec.value_dim))
+
+
 def check_kernels(setup: Setup, say: Say) -> None:
     backend, top = setup.backend(), Ceilings.measure(setup)
     release(setup)
@@ -142,7 +150,7 @@ def check_kernels(setup: Setup, say: Say) -> None:
             shares = []
             for context in contexts:
                 paged = Paged.make(setup, backend, spec, [context] * setup.pick(requests, 2), 1)
-                kv_bytes = context * len(paged.query) * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * 2
+                kv_bytes = context * len(paged.query) * _kv_bytes(spec)
                 took = paged.seconds(setup, backend, graph=backend.graph_max_kv_len is None)
                 shares.append(f"{context:,}: {kv_bytes / took / top.bandwidth:.0%} ({took * 1e6:,.0f} µs)")
                 del paged
@@ -157,25 +165,93 @@ def check_kernels(setup: Setup, say: Say) -> None:
             del paged
             release(setup)
         say(f"prefill attention, {name}", "; ".join(shares))
+    _say_scans(setup, say, backend, top)
     _say_elementwise(setup, say, backend, top)
     _say_choice(setup, say, backend, top)
 
 
 def _check_close(setup: Setup, say: Say, backend: Backend) -> None:
     """Long contexts, in which keys are split; tiny models do not reach them."""
-    spec = SPECS["Llama-3.1-8B"]
     r, longest = random.Random(2), setup.pick(8192, 100)
     cases = {"decode": ([r.randint(1, longest) for _ in range(setup.pick(16, 3))], 1)}
     cases["prefill"] = ([longest], setup.pick(1024, 20))
-    for name, (lengths, rows) in cases.items():
+    for (over, model), (name, (lengths, rows)) in itertools.product(CLOSE_TO_FP32.items(), cases.items()):
+        spec = SPECS[model]
         paged, reference = Paged.make(setup, backend, spec, lengths, rows), ReferenceBackend()
         ours = backend.run(backend.plan(spec, paged.batch, setup.device), paged.query, paged.caches[0]).float()
         plan = reference.plan(spec, paged.batch, setup.device)
         exact = reference.run(plan, paged.query.float(), paged.caches[0])
         error = float((ours - exact).norm() / exact.norm())
-        say(f"{name} attention against fp32, up to 8,192 tokens", f"{error:.1e}", error <= CLOSE)
+        say(f"{name} attention{over} against fp32, up to 8,192 tokens", f"{error:.1e}", error <= CLOSE)
         del paged
         release(setup)
+
+
+def _say_scans(setup: Setup, say: Say, backend: Backend, top: Ceilings) -> None:
+    """Recurrent scans: against the reference, the same rows whole and in parts, and their time."""
+    tokens, few, requests = setup.pick((4096, 40, 64), (12, 6, 2))
+    for name, scan in SCANS.items():
+        inputs, run = scan(setup, tokens)
+        scans, reference = backend.scans, ReferenceScans()
+        state = torch.randn(1 + requests, *run.shape, device=setup.device)
+
+        def rows(these: slice, scans: Any, states: torch.Tensor, each: int) -> torch.Tensor:
+            """The scan over `these` rows, in sequences of `each`."""
+            count = (these.stop - these.start) // each
+            starts = torch.arange(count + 1, dtype=torch.int32, device=setup.device) * each
+            slots = 1 + torch.arange(count, dtype=torch.int32, device=setup.device)
+            fresh = torch.zeros(count, dtype=torch.bool, device=setup.device)
+            return run.call(scans, [x[these] for x in inputs], states, starts, slots, fresh)  # noqa: B023
+
+        whole, parts, exact = state.clone(), state.clone(), state.clone()
+        ours = rows(slice(0, few), scans, whole, few)
+        cut = torch.cat([rows(slice(0, 3), scans, parts, 3), rows(slice(3, few), scans, parts, few - 3)])
+        want = rows(slice(0, few), reference, exact, few)
+        error = float((ours.float() - want.float()).norm() / want.float().norm())
+        same = torch.equal(ours, cut) and torch.equal(whole, parts)
+        say(f"{name} against the reference", f"{error:.1e}", error <= CLOSE)
+        say(f"{name} in parts", "the same bits" if same else "other bits", same)
+        long = seconds(setup, lambda: rows(slice(0, tokens), scans, whole, tokens))  # noqa: B023
+        short = seconds(setup, lambda: rows(slice(0, requests), scans, whole, 1))  # noqa: B023
+        moved = 2 * state[1:].nbytes
+        told = f"{long / tokens * 1e6:.1f} µs a token of a prompt; {short * 1e6:,.0f} µs for 64 single tokens"
+        say(f"{name}, time", f"{told}, {moved / short / top.bandwidth:.0%} of the bandwidth")
+        release(setup)
+
+
+class Scan(NamedTuple):
+    shape: tuple[int, ...]  # of a state
+    call: Callable[..., torch.Tensor]  # scans, inputs by row, state, starts, slots, fresh → by row
+
+
+def _noise(setup: Setup, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=setup.device).to(dtype)
+
+
+def _gated_delta(setup: Setup, rows: int) -> tuple[list[torch.Tensor], Scan]:
+    """The shapes of Qwen3-Next."""
+    heads, key_heads, dim = setup.pick((32, 16, 128), (4, 2, 16))
+    q, k, v = (_noise(setup, rows, n, dim, dtype=BF16) for n in (key_heads, key_heads, heads))
+    g, beta = -_noise(setup, rows, heads).abs(), _noise(setup, rows, heads).sigmoid()
+    scan = Scan((heads, dim, dim), lambda scans, given, *where: scans.gated_delta(*given, *where, dim**-0.5, True))
+    return [q, k, v, g, beta], scan
+
+
+def _mamba2(setup: Setup, rows: int) -> tuple[list[torch.Tensor], Scan]:
+    """The shapes of Nemotron-H 8B."""
+    heads, dim, groups, states = setup.pick((128, 64, 8, 128), (4, 8, 2, 16))
+    A, D = -_noise(setup, heads).abs(), _noise(setup, heads)
+    by_row = [_noise(setup, rows, heads, dim), _noise(setup, rows, heads).abs()]
+    by_row += [_noise(setup, rows, groups, states) for _ in range(2)]
+
+    def call(scans: Scans, given: list[torch.Tensor], *where: torch.Tensor) -> torch.Tensor:
+        x, dt, B, C = given
+        return scans.mamba2(x, dt, A, B, C, D, *where)  # type: ignore[call-arg]
+
+    return by_row, Scan((heads, dim, states), call)
+
+
+SCANS = {"gated delta rule, Qwen3-Next": _gated_delta, "Mamba 2, Nemotron-H": _mamba2}
 
 
 def _say_elementwise(setup: Setup, say: Say, backend: Backend, top: Ceilings) -> None:
@@ -559,11 +635,24 @@ def _engine_bars(title: str) -> list[Bar]:
 KERNEL_BARS = [
     Bar("device copy, bytes read and written"),
     Bar("bf16 matrix product, 8192 × 8192 × 8192"),
-    *(Bar(f"{kind} attention against fp32, up to 8,192 tokens", "≤ 0.01") for kind in ("decode", "prefill")),
+    *(
+        Bar(f"{kind} attention{over} against fp32, up to 8,192 tokens", "≤ 0.01")
+        for over in CLOSE_TO_FP32
+        for kind in ("decode", "prefill")
+    ),
     *(
         Bar(name)
         for spec in SPECS
         for name in (*(f"decode attention, {spec}, batch {n}" for n in DECODE_BATCHES), f"prefill attention, {spec}")
+    ),
+    *(
+        bar
+        for name in SCANS
+        for bar in (
+            Bar(f"{name} against the reference", "≤ 0.01"),
+            Bar(f"{name} in parts", "the same bits"),
+            Bar(f"{name}, time"),
+        )
     ),
     *(Bar(f"{name}, bandwidth") for name in ("rms_norm", "add_rms_norm", "act_and_mul", "rotate", "append")),
     Bar("keyed choice, [256, 128256]"),

@@ -160,7 +160,8 @@ class SequenceOffsets(NamedTuple):
         if prompt_lens is None:
             prompt_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        return cls(ends.int(), *(torch.tensor(x, dtype=torch.int32) for x in (slots, starts, prompt_lens)))
+        others = (torch.tensor(x, dtype=torch.int32) for x in (slots, starts, prompt_lens))
+        return cls._make([ends.int(), *others, None])
 
 
 class PagedBatch(NamedTuple):

@@ -260,7 +260,7 @@ def test_list_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["list", "/no/such"], "/no/such holds no kernels: mainspring kernels build makes them"),
         (["build", "--arch=9.0a", "--head-dim=300"], "head_dim is 300; it must be from 1 to 256"),
-        (["build", "--arch=9.0a", "--model=x", "--window"], "leave out --head-dim, --window and --soft-cap"),
+        (["build", "--arch=9.0a", "--model=x", "--window"], "leave out --head-dim, --window, --soft-cap, --latents"),
         (["build", "--arch=9.0a", "--model=/no/such/model"], "there is no folder '/no/such/model'"),
     ],
 )
@@ -278,10 +278,12 @@ def test_options_make_one_kind_for_each_head_size_with_and_without_a_window(
     options = "--dtype fp16 --head-dim 64 96 --window --soft-cap --kv-dtype fp8".split()
     assert build_kernels.main(["build", "--arch", "8.0", "9.0a", *options, "--output", str(tmp_path)]) == 0
     assert build_kernels.main(["build", "--arch", "9.0a"]) == 0
+    assert build_kernels.main(["build", "--arch", "9.0a", "--latents"]) == 0
     kinds, archs, folder, _ = asked[0]
     assert kinds == [Attention(FP16, FP8, size, window, True) for size in (64, 128) for window in (False, True)]
     assert (archs, folder) == (["8.0", "9.0a"], tmp_path)
     assert asked[1][0] == [Attention(BF16, BF16, 128)]
+    assert asked[2][0] == [Attention(BF16, BF16, 512, latent=True)]
 
 
 @pytest.mark.usefixtures("nvcc")

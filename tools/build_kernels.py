@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     by_hand.add_argument("--head-dim", type=int, nargs="+", metavar="N", help="head sizes (default: 128)")
     by_hand.add_argument("--window", action="store_true", help="also for layers with a sliding window")
     by_hand.add_argument("--soft-cap", action="store_true", help="for scores with a soft cap")
+    by_hand.add_argument("--latents", action="store_true", help="for attention over latents (DeepSeek V3)")
     build.set_defaults(run=_build)
     listed = commands.add_parser("list", help="what is there")
     listed.add_argument("folder", nargs="?", metavar="DIR", help="default: where a core looks for kernels")
@@ -59,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build(args: argparse.Namespace) -> None:
-    if args.model and (args.head_dim or args.window or args.soft_cap):
-        raise KernelsError("--model says what its attention is: leave out --head-dim, --window and --soft-cap")
+    if args.model and (args.head_dim or args.window or args.soft_cap or args.latents):
+        raise KernelsError("--model says what its attention is: leave out --head-dim, --window, --soft-cap, --latents")
     prebuilt.find_nvcc()  # what is missing is said before anything is loaded
     attentions = _of_model(args) if args.model else _by_hand(args)
     prebuilt.compile_ahead(attentions, args.arch, args.output or prebuilt.kernels_folder(None), _say)
@@ -70,17 +71,19 @@ def _by_hand(args: argparse.Namespace) -> list[Attention]:
     import torch
 
     from ..core.worker.kv_layout import cache_dtype
+    from ..kernels.flashinfer import latents
 
     dtype = getattr(torch, DTYPES[args.dtype or "bf16"])
     windows = [False, True] if args.window else [False]
     sizes = []
-    for dim in args.head_dim or [128]:
+    for dim in args.head_dim or ([] if args.latents else [128]):
         size = prebuilt.head_dim(dim)
         if size is None or dim < 1:
             raise KernelsError(f"head_dim is {dim}; it must be from 1 to {prebuilt.HEAD_DIMS[-1]}")
         sizes.append(size)
     kv_dtype = cache_dtype(args.kv_dtype, dtype)
-    return [Attention(dtype, kv_dtype, size, window, args.soft_cap) for size in sizes for window in windows]
+    found = [Attention(dtype, kv_dtype, size, window, args.soft_cap) for size in sizes for window in windows]
+    return [*found, Attention(dtype, kv_dtype, latents.DIM, latent=True)] if args.latents else found
 
 
 def _of_model(args: argparse.Namespace) -> list[Attention]:

@@ -201,10 +201,9 @@ class StepInputs:
                 )
             )
         of_sequences = self.request_slots, self.starts, self.prompts
-        sequences = SequenceOffsets(cu_seqlens, *(array.pages[turn][:num] for array in of_sequences))
+        copies = None
         if on_device and self._stateful:
-            sent = SequenceOffsets(
-                self.qo_indptr.send(turn, num + 1), *(array.send(turn, num) for array in of_sequences)
-            )
-            sequences = sequences._replace(on_device=sent)
-        return Filled(count, batches, sequences)
+            cu_sent = self.qo_indptr.send(turn, num + 1)
+            copies = SequenceOffsets._make([cu_sent, *(array.send(turn, num) for array in of_sequences), None])
+        pages = (array.pages[turn][:num] for array in of_sequences)
+        return Filled(count, batches, SequenceOffsets._make([cu_seqlens, *pages, copies]))

@@ -109,6 +109,8 @@ def page(
         limit = max_model_len or longest_sequence(model.config.get_text_config())
         notes = freeze_rope(model, limit) if limit else []
         states = learn_states(model)
+        if states is not None:
+            states.scans = backend.scans
         refuse_stateful(model)
         calls = learn_attention(model, limit)
         if streamed is None:

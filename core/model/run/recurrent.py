@@ -134,7 +134,7 @@ class StepStates(DynamicCache):
         if self._here is None:
             device = next(iter(self.pool.values())).device
             of = self.sequences.on_device or self.sequences
-            self._here = SequenceOffsets(of.cu_seqlens.to(device), *(x.to(device) for x in of[1:4]))
+            self._here = SequenceOffsets._make([*(x.to(device) for x in of[:4]), None])
         return self._here
 
     def current(self, kind: Kind) -> torch.Tensor:
