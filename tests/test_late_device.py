@@ -122,6 +122,31 @@ def test_models_with_recurrent_state_run_in_graphs_too(
     assert (late[-1].num_replays > 20) == (architecture != "minimax")
 
 
+def test_guesses_about_a_recurrent_state_are_not_computed_as_requests_of_one_token(
+    tmp_path: Path, late: list[LateDevice]
+) -> None:
+    path = tiny.make("qwen3_next", tmp_path)
+    prompts = [prompt for prompt, _ in requests(tiny.VOCAB_SIZE)[5:9]]
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    # so few tokens that some guesses are right
+    few = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, allowed_token_ids=[7, 8])
+    outputs = []
+    for speculative in (None, guesses):
+        args = EngineArgs(model=str(path), speculative_config=speculative, **SETTINGS)
+        engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, few)
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+        outputs.append(done)
+        stats = engine.engine_core.core.scheduler.stats()
+        engine.shutdown()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert outputs[0] == outputs[1]
+    assert late[-1].num_replays > 0
+
+
 @pytest.mark.slow
 def test_with_graphs_and_without_with_one_step_in_flight_and_two_tokens_are_the_same(
     tmp_path: Path, late: list[LateDevice]
