@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import references
 import tiny
 from mainspring.core.model.load.loader import page
+from mainspring.core.worker.kv_layout import plan_layout
 from mainspring.kernels.contract import AttentionSpec, PagedBatch, SlopeBias
 from mainspring.kernels.flashinfer import latents
 from mainspring.kernels.flashinfer.flashinfer_backend import Gpu
@@ -177,6 +178,29 @@ def test_what_it_has_no_kernel_for_is_refused_in_words(
 
 
 # In a model.
+
+
+def test_a_block_of_a_layer_over_latents_is_its_rows_with_padding() -> None:
+    backend, _ = make()
+    layout = plan_layout([MINICPM, MINICPM], [0, 1], PAGE, BF16, backend.cache_dims)
+    assert (layout.dims, layout.block_elements) == (((512, 0), (512, 0)), 2 * PAGE * 512)
+    pool = torch.zeros(3, layout.block_elements, dtype=BF16)
+    keys, values = layout.caches(pool)[1]
+    assert (keys.shape, values.shape) == ((3, PAGE, 1, 512), (3, PAGE, 1, 256))
+    values[2, 1] = 1
+    assert keys[2, 1, 0].sum() == pool.sum() == 256
+
+
+@pytest.mark.slow
+def test_an_fp8_cache_runs_and_graphs_change_nothing(tmp_path: Path, machines: list[Machine]) -> None:  # noqa: F811
+    path = tiny.make("minicpm3", tmp_path, dtype=BF16)
+    reqs = requests(tiny.VOCAB_SIZE, seed=4)
+    first, second = (
+        run(path, reqs, **{**SETTINGS, "kv_cache_dtype": "fp8", "enforce_eager": eager})[0] for eager in (False, True)
+    )
+    assert first == second
+    assert [len(tokens) for tokens in first] == [n for _, n in reqs]
+    assert {RUN, APPEND} <= {*names(machines[-1].package)}
 
 
 def test_latents_that_are_refused_are_cached_as_keys_and_values(tmp_path: Path) -> None:

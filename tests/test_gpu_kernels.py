@@ -65,3 +65,17 @@ def test_decode_and_paged_prefill_compile_for_hopper(tmp_path: Path, monkeypatch
     assert prebuilt.read_manifest(folder) == manifest
     assert prebuilt.compile_ahead([kind], ["9.0a"], folder, told.append) == manifest
     assert "0 modules to build" in told[-1]
+
+
+def test_attention_over_latents_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    of_model = prebuilt.modules_needed
+    monkeypatch.setattr(prebuilt, "modules_needed", lambda kinds: of_model(kinds)[-2:])
+    folder = tmp_path / "kernels"
+    kind = Attention(torch.bfloat16, torch.float8_e4m3fn, 512, latent=True)
+    manifest = prebuilt.compile_ahead([kind], ["9.0a"], folder, lambda _: None)
+    assert ["dtype_kv_e4m3" in name for name in manifest.modules] == [True, False]
+    for name in manifest.modules:
+        assert name.startswith("batch_mla_")
+        assert architectures(folder / name / f"{name}.so") in ({"sm_90a"}, {"sm_90"})

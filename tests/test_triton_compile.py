@@ -60,6 +60,8 @@ def compile_scans() -> dict[str, dict[str, Any]]:
     options = {"num_warps": 4, "enable_fp_fusion": False}
     constants = sizes | {"SILU": True, "ROWS": scans.CONV_ROWS, "bias": None}
     found["conv"] = compile_one(scans._conv, types, constants, options)
+    constants = sizes | {"SILU": False, "ROWS": scans.CONV_ROWS}
+    found["conv with a bias"] = compile_one(scans._conv, types | {"bias": "bf16"}, constants, options)
     found["state of conv"] = compile_one(scans._conv_state, types, sizes | {"TAPS": 4}, {})
     types = where | dict.fromkeys(("q", "k", "v", "out"), "bf16") | {"g": "fp32", "beta": "fp32"}
     for name, heads, each_key in (("Qwen3-Next", 32, False), ("Kimi", 16, True)):
@@ -74,6 +76,8 @@ def compile_scans() -> dict[str, dict[str, Any]]:
         sizes = {"heads": heads, "groups": groups, "channels": channels, "num_states": states, "STATES": states}
         constants = sizes | {"OWN": own, "CHANNELS": scans.CHANNELS if own else scans.VALUES}
         found[name] = compile_one(scans._mamba, types, constants, scans.OPTIONS)
+        if not own:
+            found[f"{name} without D"] = compile_one(scans._mamba, types, constants | {"D": None}, scans.OPTIONS)
     return found
 
 
@@ -132,7 +136,7 @@ def test_all_kernels_compile_for_hopper_and_a_product_has_one_instruction_shape(
         pytest.skip("Triton finds no ptxas; set TRITON_PTXAS_PATH to one")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert len(found) == 19
+    assert len(found) == 21
     for name, kernel in found.items():
         assert kernel["spilled"] == 0, f"{name}: {kernel}"
         assert kernel["shared memory"] <= SHARED_MEMORY

@@ -33,23 +33,9 @@ OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 @_jit(do_not_specialize=["num_rows", "num_sequences"])
 def _conv(
-    x,
-    weight,
-    bias,
-    state,
-    out,
-    owner,
-    starts,
-    slots,
-    fresh,
-    num_rows,
-    num_sequences,
-    channels: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SILU: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, weight, bias, state, out, owner, starts, slots, fresh, num_rows, num_sequences,
+    channels: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A tile of rows and channels. Inputs before a sequence's first row are in its state."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -86,16 +72,9 @@ def _conv(
 
 @_jit()
 def _conv_state(
-    x,
-    state,
-    starts,
-    slots,
-    fresh,
-    channels: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, state, starts, slots, fresh,
+    channels: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The last ``WIDTH - 1`` inputs of a sequence, of which some may be in its state."""
     sequence = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -117,26 +96,10 @@ def _conv_state(
 
 @_jit()
 def _gated_delta(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    state,
-    out,
-    starts,
-    slots,
-    fresh,
-    scale,
-    heads: tl.constexpr,
-    key_heads: tl.constexpr,
-    num_keys: tl.constexpr,
-    num_values: tl.constexpr,
-    EACH_KEY: tl.constexpr,
-    L2NORM: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    q, k, v, g, beta, state, out, starts, slots, fresh, scale,
+    heads: tl.constexpr, key_heads: tl.constexpr, num_keys: tl.constexpr, num_values: tl.constexpr, EACH_KEY:
+    tl.constexpr, L2NORM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """Some columns of the state of one head, ``[KEYS, VALUES]``."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     keys, values = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -178,25 +141,10 @@ def _gated_delta(
 
 @_jit()
 def _mamba(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    state,
-    out,
-    starts,
-    slots,
-    fresh,
-    heads: tl.constexpr,
-    groups: tl.constexpr,
-    channels: tl.constexpr,
-    num_states: tl.constexpr,
-    OWN: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STATES: tl.constexpr,
-):
+    x, dt, A, B, C, D, state, out, starts, slots, fresh,
+    heads: tl.constexpr, groups: tl.constexpr, channels: tl.constexpr, num_states: tl.constexpr, OWN: tl.constexpr,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
     """Some channels of one head, ``[CHANNELS, STATES]``. OWN: each channel has its own time step and A, as in Mamba 1,
     which is one head; in Mamba 2 a head has one of each."""
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -256,25 +204,10 @@ class TritonScans(Scans):
         owner = torch.searchsorted(starts[1:], every_row, right=True, out_int32=True)
         weight = weight.contiguous()
         _conv[(triton.cdiv(rows, CONV_ROWS), columns)](
-            x,
-            weight,
-            bias,
-            state,
-            out,
-            owner,
-            starts,
-            slots,
-            fresh,
-            rows,
-            sequences,
-            channels=channels,
-            WIDTH=width,
-            SILU=activation,
-            ROWS=CONV_ROWS,
-            COLUMNS=CONV_CHANNELS,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+            x, weight, bias, state, out, owner, starts, slots, fresh, rows, sequences,
+            channels=channels, WIDTH=width, SILU=activation, ROWS=CONV_ROWS, COLUMNS=CONV_CHANNELS,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
         if width > 1:
             taps = triton.next_power_of_2(width - 1)
             _conv_state[(sequences, columns)](
@@ -286,27 +219,10 @@ class TritonScans(Scans):
         out, (heads, num_values), (key_heads, num_keys) = torch.zeros_like(v), v.shape[1:], q.shape[1:]
         if len(slots):
             _gated_delta[(len(slots), heads, triton.cdiv(num_values, VALUES))](
-                q,
-                k,
-                v,
-                g,
-                beta,
-                state,
-                out,
-                starts,
-                slots,
-                fresh,
-                scale,
-                heads=heads,
-                key_heads=key_heads,
-                num_keys=num_keys,
-                num_values=num_values,
-                EACH_KEY=g.dim() == 3,
-                L2NORM=l2norm,
-                KEYS=triton.next_power_of_2(num_keys),
-                VALUES=VALUES,
-                **OPTIONS,
-            )
+                q, k, v, g, beta, state, out, starts, slots, fresh, scale,
+                heads=heads, key_heads=key_heads, num_keys=num_keys, num_values=num_values, EACH_KEY=g.dim() == 3,
+                L2NORM=l2norm, KEYS=triton.next_power_of_2(num_keys), VALUES=VALUES, **OPTIONS,
+            )  # fmt: skip
         return out
 
     def mamba2(self, x, dt, A, B, C, D, state, starts, slots, fresh):
