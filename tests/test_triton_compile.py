@@ -56,7 +56,7 @@ def compile_scans() -> dict[str, dict[str, Any]]:
     where = {"starts": "i32", "slots": "i32", "fresh": "i1", "state": "fp32"}
     found = {}
     sizes: dict[str, Any] = {"channels": 8192, "WIDTH": 4, "COLUMNS": scans.CONV_CHANNELS}
-    types = where | dict.fromkeys(("x", "weight", "out"), "bf16") | {"owner": "i32"}
+    types = where | dict.fromkeys(("x", "weight", "out"), "bf16")
     options = {"num_warps": 4, "enable_fp_fusion": False}
     constants = sizes | {"SILU": True, "ROWS": scans.CONV_ROWS, "bias": None}
     found["conv"] = compile_one(scans._conv, types, constants, options)
@@ -97,7 +97,7 @@ def compile_one(
     attributes = {
         at[name]: [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind not in ("constexpr", "fp32") and name not in ("num_rows", "parts", "num_sequences")
+        if kind not in ("constexpr", "fp32") and name not in ("num_rows", "parts", "num_sequences", "halvings")
     }
     source = triton.compiler.ASTSource(
         fn=kernel, signature=signature, constexprs={at[k]: v for k, v in constants.items()}, attrs=attributes

@@ -89,6 +89,22 @@ def test_rows_of_no_sequence_are_zeros(name: str) -> None:
     assert not case.run(scans, case.state.clone(), rows, (), (), ()).any()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 33])
+def test_a_row_of_a_convolution_finds_its_sequence_among_any_number(count: int) -> None:
+    random = torch.Generator().manual_seed(count)
+    starts = torch.cat([torch.zeros(1), torch.randint(1, 6, (count,), generator=random).cumsum(0)]).int()
+    x = torch.randn(int(starts[-1]) + 5, 5, generator=random)
+    weight, before = torch.randn(5, 4, generator=random), torch.randn(count + 2, 5, 3, generator=random)
+    slots, fresh = torch.randperm(count, generator=random).int() + 1, torch.rand(count, generator=random) < 0.4
+    results = []
+    for scans in (OnDevice(), ReferenceScans()):
+        state = before.clone()
+        results.append((scans.conv(x, weight, None, True, state, starts, slots, fresh), state))
+    (out, state), (their_out, their_state) = results
+    torch.testing.assert_close(out, their_out, rtol=2e-5, atol=2e-5)
+    assert torch.equal(state, their_state)
+
+
 @pytest.mark.parametrize("architecture", fast_only([], ["qwen3_next", "nemotron_h", "falcon_mamba", "lfm2"]))
 def test_models_give_the_tokens_of_generate(
     architecture: str,

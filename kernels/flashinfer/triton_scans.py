@@ -31,16 +31,22 @@ CONV_ROWS, CONV_CHANNELS = 16, 128
 OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 
-@_jit(do_not_specialize=["num_rows", "num_sequences"])
+@_jit(do_not_specialize=["num_rows", "num_sequences", "halvings"])
 def _conv(
-    x, weight, bias, state, out, owner, starts, slots, fresh, num_rows, num_sequences,
+    x, weight, bias, state, out, starts, slots, fresh, num_rows, num_sequences, halvings,
     channels: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows and channels. Inputs before a sequence's first row are in its state."""
+    """A tile of rows and channels. Inputs before a sequence's first row are in its state. halvings: so many find one of
+    the sequences, or that a row belongs to none."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (columns < channels)[None, :]
-    sequence = tl.load(owner + rows, mask=rows < num_rows, other=num_sequences)
+    sequence = tl.zeros((ROWS,), dtype=tl.int32)  # the first one that ends behind the row
+    beyond = sequence + num_sequences
+    for _ in range(halvings):
+        middle = (sequence + beyond) // 2
+        ends = tl.load(starts + 1 + middle, mask=middle < num_sequences, other=0x7FFFFFFF)
+        sequence, beyond = tl.where(ends <= rows, middle + 1, sequence), tl.where(ends <= rows, beyond, middle)
     owned = sequence < num_sequences
     first = tl.load(starts + sequence, mask=owned, other=0)
     slot = tl.load(slots + sequence, mask=owned, other=0).to(tl.int64)
@@ -197,14 +203,12 @@ class TritonScans(Scans):
 
     def conv(self, x, weight, bias, activation, state, starts, slots, fresh):
         (rows, channels), width, sequences = x.shape, weight.shape[1], len(slots)
-        out, columns = torch.zeros_like(x), triton.cdiv(channels, CONV_CHANNELS)
+        out, columns = torch.empty_like(x), triton.cdiv(channels, CONV_CHANNELS)
         if not rows or not sequences:
-            return out
-        every_row = torch.arange(rows, dtype=torch.int32, device=x.device)
-        owner = torch.searchsorted(starts[1:], every_row, right=True, out_int32=True)
+            return out.zero_()
         weight = weight.contiguous()
         _conv[(triton.cdiv(rows, CONV_ROWS), columns)](
-            x, weight, bias, state, out, owner, starts, slots, fresh, rows, sequences,
+            x, weight, bias, state, out, starts, slots, fresh, rows, sequences, sequences.bit_length(),
             channels=channels, WIDTH=width, SILU=activation, ROWS=CONV_ROWS, COLUMNS=CONV_CHANNELS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
