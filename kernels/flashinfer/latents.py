@@ -87,20 +87,9 @@ class LatentWrapper:
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
         """All int32; `kv_indices` on the device, and the others on the host. dtypes: of queries and of the cache."""
-        spec = self._spec
-        self.inner.plan(
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            kv_lens,
-            spec.num_q_heads,
-            DIM,
-            SHARED,
-            page_size,
-            True,
-            spec.scale,
-            *dtypes,
-        )
+        heads, scale = self._spec.num_q_heads, self._spec.scale
+        lists = qo_indptr, kv_indptr, kv_indices, kv_lens
+        self.inner.plan(*lists, heads, DIM, SHARED, page_size, True, scale, *dtypes)
 
     def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
         """query ``[rows, q_heads, key_dim]``; options: ``out`` ``[rows, q_heads, DIM]``, ``lse`` and ``return_lse``."""
