@@ -1,6 +1,7 @@
 """Kill cores, daemons and frontends while streams run, and check that no stream notices more than a pause.
 
     python benchmarks/chaos.py --kills 100 --seed 1
+    python benchmarks/chaos.py --kills 10 --only kills --family qwen3_next
 
 The kills land at random moments, by the seed, while at least 32 of the 64 streams of 4 frontends are unfinished. Deaths
 of other processes, and a request that kills the core, are separate scenarios (`--only`). Exit code 1 if a bar is
@@ -32,6 +33,7 @@ from bars import Bar, add_arguments, conclude
 from daemon import Daemon, wait_for
 from mainspring import LLMEngine, SamplingParams
 from mainspring.ipc.journal import Journal
+from report import ROOT
 from saboteur import POISON, Saboteur
 from streams import Load, Record, Reference, compare, long_specs, make_specs
 
@@ -65,21 +67,32 @@ class Chaos:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.threads, self.kills, self.seed = args.threads, args.kills, args.seed
         self.folder = folder
+        self.model = make_model(args.family, folder / "model") if args.family else {}
         self.rng = random.Random(args.seed)
         usual = make_specs(min(500, 60 + 10 * args.kills), self.rng, tokens=(40, 300))
         longs = long_specs(24, self.rng)
         self.specs = [*usual, *longs]
         self.longs = range(len(usual), len(self.specs))
-        self.reference = Reference(self.specs)
+        self.reference = Reference(self.specs, **self.model)
         print(f"{len(self.specs)} specs: the undisturbed core computes what they bring", flush=True)
         self.reference.learn_all()
 
     def daemon(self, *flags: str, env: dict[str, str] | None = None) -> Daemon:
         common = ["--max-num-seqs", str(SEATS), "--max-restarts", "1000000"]
+        common += [part for name, value in self.model.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         return Daemon(*common, *flags, threads=self.threads, env=env)
 
     def load(self, daemon: Daemon, streams: int = 16) -> Load:
         return Load(daemon.address, self.specs, streams=streams, seed=self.seed, extra=self.longs)
+
+
+def make_model(family: str, folder: Path) -> dict[str, Any]:
+    """A tiny random checkpoint of a family of `tests/tiny.py`, as arguments of the engine."""
+    sys.path.append(str(ROOT / "tests"))
+    import tiny
+
+    tiny.make(family, folder, tokenizer=True, vocab_size=1024, max_position_embeddings=4096)
+    return {"model": str(folder), "max_model_len": 4096, "num_gpu_blocks_override": 4096}
 
 
 # ---------------------------------------------------------------------- the core is killed, again and again
@@ -310,6 +323,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, help="of moments, prompts and parameters; default: a new one, printed")
+    parser.add_argument(
+        "--family", help="of tests/tiny.py: its tiny random model is served instead of the built-in one"
+    )
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     add_arguments(parser)
     args = parser.parse_args()
@@ -323,7 +339,8 @@ def main() -> int:
             found, details[name] = SCENARIOS[name](chaos)
             bars += found
         chaos.reference.close()
-    return conclude(bars, {"seed": args.seed, **details}, args)
+    section = {"section": f"chaos {args.family}"} if args.family else {}
+    return conclude(bars, {"seed": args.seed, **section, **details}, args)
 
 
 if __name__ == "__main__":
