@@ -21,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from safetensors import safe_open
 
 from driver import ENGINES, LEVEL
 from report import CACHE, MODELS, publish, table
@@ -79,10 +82,11 @@ def least_seconds(workload_name: str, machine: Machine) -> float:
     token of the longest output. Attention itself is left out, so the true limit is a little higher."""
     workload = WORKLOADS[workload_name]
     c: dict[str, Any] = json.loads((MODELS / workload.model / "config.json").read_text())
-    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    attention = c["hidden_size"] * head_dim * 2 * (c["num_attention_heads"] + c["num_key_value_heads"])
-    layers = c["num_hidden_layers"] * (attention + 3 * c["hidden_size"] * c["intermediate_size"])
-    head = c["hidden_size"] * c["vocab_size"]
+    head, layers = c["hidden_size"] * c["vocab_size"], 0
+    for file in (MODELS / workload.model).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  # no mapping
+        layers += sum(prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
     asked = asks(workload, c["vocab_size"])
     tokens = sum(len(ask.prompt) + ask.output_tokens - 1 for ask in asked)
     tokens -= (workload.requests - (not workload.known_prefix)) * workload.shared_prefix

@@ -44,16 +44,17 @@ class Engine(Protocol):
 
 
 class _OfflineLLM:
-    """The offline API that Mainspring and vLLM share; options not given here keep their defaults."""
+    """The offline API that Mainspring and vLLM share; options not given here keep their defaults. If a model keeps
+    states, each seat takes memory, so there are no more than are needed."""
 
-    def __init__(self, module: Any, model: Path, dtype: str = "bfloat16", **options: Any) -> None:
+    def __init__(self, module: Any, model: Path, workload: Workload, dtype: str = "bfloat16", **options: Any) -> None:
         self._params = module.SamplingParams
         self._llm = module.LLM(
             model=str(model),
             skip_tokenizer_init=True,
             dtype=dtype,
             max_model_len=MAX_LEN,
-            max_num_seqs=MAX_SEATS,
+            max_num_seqs=workload.seats if "linear_attention" in (model / "config.json").read_text() else MAX_SEATS,
             **options,
         )
 
@@ -70,7 +71,7 @@ class Mainspring(_OfflineLLM):
     def __init__(self, model: Path, workload: Workload, **options: Any) -> None:
         import mainspring
 
-        super().__init__(mainspring, model, kv_cache_memory_bytes=KV_GIB << 30, **options)
+        super().__init__(mainspring, model, workload, kv_cache_memory_bytes=KV_GIB << 30, **options)
 
 
 class Vllm(_OfflineLLM):
@@ -85,7 +86,9 @@ class Vllm(_OfflineLLM):
 
         # Its bf16 products need AVX-512; on other processors they are very slow, and fp32 is fastest.
         flags = Path("/proc/cpuinfo").read_text()
-        super().__init__(vllm, model, "bfloat16" if "avx512f" in flags or platform.machine() != "x86_64" else "float32")
+        super().__init__(
+            vllm, model, workload, "bfloat16" if "avx512f" in flags or platform.machine() != "x86_64" else "float32"
+        )
 
 
 class Transformers:

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from report import CACHE, MODELS
 
@@ -40,6 +48,42 @@ SHAPES: dict[str, PreTrainedConfig] = {
         head_dim=128,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
+    ),
+    # three of four layers keep a state
+    "qwen3.5-110m": Qwen3_5TextConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2_048,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=6,
+        linear_num_value_heads=6,
+        max_position_embeddings=40_960,
+    ),
+    "qwen3.5-0.6b": Qwen3_5TextConfig(
+        vocab_size=151_936,
+        hidden_size=1_024,
+        intermediate_size=3_072,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-110m": Mamba2Config(
+        vocab_size=32_000,
+        hidden_size=768,
+        state_size=128,
+        num_hidden_layers=16,
+        num_heads=24,
+        head_dim=64,
+        n_groups=1,
+        max_position_embeddings=40_960,
     ),
 }
 
@@ -79,6 +123,7 @@ def save_openvino(folder: Path) -> None:
         half.rename(target)
 
 
+GGUF_ARCHITECTURES = {"qwen3_5_text": "qwen35"}  # where it is not the model type
 # checkpoint module → GGUF tensor; {} is the layer
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -95,6 +140,15 @@ GGUF_NAMES = {
     "model.layers.{}.mlp.gate_proj": "blk.{}.ffn_gate",
     "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
     "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
+    "model.layers.{}.linear_attn.in_proj_qkv": "blk.{}.attn_qkv",
+    "model.layers.{}.linear_attn.in_proj_z": "blk.{}.attn_gate",
+    "model.layers.{}.linear_attn.in_proj_a": "blk.{}.ssm_alpha",
+    "model.layers.{}.linear_attn.in_proj_b": "blk.{}.ssm_beta",
+    "model.layers.{}.linear_attn.conv1d": "blk.{}.ssm_conv1d",
+    "model.layers.{}.linear_attn.norm": "blk.{}.ssm_norm",
+    "model.layers.{}.linear_attn.out_proj": "blk.{}.ssm_out",
+    "model.layers.{}.linear_attn.A_log": "blk.{}.ssm_a",
+    "model.layers.{}.linear_attn.dt_bias": "blk.{}.ssm_dt.bias",
 }
 
 
@@ -110,7 +164,9 @@ def save_gguf(folder: Path) -> None:
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     half = target.with_name(target.name + "-unfinished")
-    writer = gguf.GGUFWriter(str(half), config.model_type)
+    arch = GGUF_ARCHITECTURES.get(config.model_type, config.model_type)
+    hybrid = arch == "qwen35"
+    writer = gguf.GGUFWriter(str(half), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -120,20 +176,34 @@ def save_gguf(folder: Path) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(head_dim // 4 if hybrid else head_dim)
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
+    if hybrid:
+        if config.linear_num_key_heads != config.linear_num_value_heads:
+            raise ValueError("llama.cpp has the heads of values in another order")
+        add_states(writer, arch, config)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         parts = name.removesuffix(".weight").split(".")
         layer = next((part for part in parts if part.isdigit()), "")
-        target_name = GGUF_NAMES[".".join("{}" if part == layer else part for part in parts)].format(layer) + ".weight"
+        target_name = GGUF_NAMES[".".join("{}" if part == layer else part for part in parts)].format(layer)
+        if name.endswith(".weight"):
+            target_name += ".weight"
+        if hybrid:
+            target_name = target_name.replace("ffn_norm", "post_attention_norm")
+        if hybrid and tensor.ndim == 1 and name.endswith("norm.weight") and "linear_attn" not in name:
+            tensor = tensor.float() + 1
+        if parts[-1] == "A_log":
+            tensor = -tensor.float().exp()
+        if parts[-1] == "conv1d":
+            tensor = tensor.float().squeeze(1)
         if config.model_type == "llama" and parts[-1] in ("q_proj", "k_proj"):
             # llama.cpp rotates neighbouring pairs, transformers the two halves of a head
             tensor = tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 or tensor.dtype == torch.float32:
             writer.add_tensor(target_name, tensor.float().numpy())
         else:
             raw = tensor.contiguous().view(torch.uint8).numpy()
@@ -143,6 +213,18 @@ def save_gguf(folder: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     half.rename(target)
+
+
+def add_states(writer: Any, arch: str, config: Any) -> None:
+    """What llama.cpp needs to know of layers with a state."""
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_inner_size(heads * dim)
+    writer.add_ssm_state_size(dim)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_uint32(f"{arch}.full_attention_interval", 4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def main() -> None:

@@ -33,6 +33,10 @@ WORKLOADS = {
     "prefix-110m": Workload("llama-110m", 32, (16, 48), (32, 32), shared_prefix=512),
     "known-prefix-110m": Workload("llama-110m", 32, (16, 48), (32, 32), shared_prefix=512, known_prefix=True),
     "long-110m": Workload("llama-110m", 4, (1500, 1500), (64, 64)),
+    "single-hybrid-110m": Workload("qwen3.5-110m", 1, (64, 64), (128, 128)),
+    "single-hybrid-0.6b": Workload("qwen3.5-0.6b", 1, (64, 64), (64, 64)),
+    "batch-hybrid-110m": Workload("qwen3.5-110m", 64, (32, 256), (32, 128)),
+    "batch-hybrid-0.6b": Workload("qwen3.5-0.6b", 64, (32, 256), (32, 128)),
 }
 
 
