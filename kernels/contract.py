@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from .decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
+    from .decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight, RecurrenceTensors
 
 ROW_MULTIPLE = 8
 """Rows of a forward pass are padded to a multiple of this: torch's matrix products on a CPU then give a row the same
@@ -207,8 +207,8 @@ class Scans(Protocol):
         slots: torch.Tensor,
         fresh: torch.Tensor,
     ) -> torch.Tensor:
-        """x ``[rows, channels]``, weight ``[channels, width]``, bias ``[channels]``, state ``[slots, channels, width -
-        1]`` → like x. activation: SiLU of the sums, after they are rounded to the dtype of x."""
+        """x ``[rows, channels]``, weight ``[channels, width]``, bias ``[channels]``, state ``[slots, width - 1,
+        channels]``, the oldest input first → like x. activation: SiLU of the sums, rounded to x's dtype before."""
 
     def gated_delta(
         self,
@@ -260,6 +260,53 @@ class Scans(Protocol):
     ) -> torch.Tensor:
         """Mamba (Gu and Dao, 2023): x and dt ``[rows, D]``, A ``[D, N]``, B and C ``[rows, N]``, Dskip ``[D]``, state
         ``[slots, D, N]`` → like x."""
+
+    def mix(
+        self,
+        mixer: RecurrenceTensors,
+        product: torch.Tensor,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> torch.Tensor:
+        """A whole mixer between its projection's product ``[rows, n]`` and its output layer → ``[rows, heads *
+        value_dim]``, in fp32 but for what comes in and goes out.
+
+        In the order of `RecurrentMixer.columns` the product has the convolution's channels, of which come q, k and v of
+        the gated delta rule, or x, B and C of Mamba 2; the gate ``[heads * value_dim]``; a number for the decay of each
+        head; of the gated delta rule, one for beta, which is its sigmoid.
+        """
+        m, rows = mixer, len(product)
+        x = torch.cat([product[:, first : first + n] for first, n in m.columns], dim=1).float()
+        keys, inner = m.groups * m.key_dim, m.heads * m.value_dim
+        sizes = [2 * keys + inner, inner, m.heads]
+        channels, z, number, beta = x.split([*sizes, x.shape[1] - sum(sizes)], 1)
+        weight, bias = m.conv
+        mixed = self.conv(
+            channels.contiguous(), weight.float().squeeze(1), bias, m.silu, conv_state, starts, slots, fresh
+        )
+        number, rate = number + m.decay_bias.float(), -m.decay.float().exp()
+        soft = torch.where(number > 20, number, torch.log1p(torch.exp(number)))
+        where = state, starts, slots, fresh
+        if m.form == "gated_delta":
+            q, k, v = (t.contiguous() for t in mixed.split([keys, keys, inner], 1))
+            q, k = (t.view(rows, m.groups, m.key_dim) for t in (q, k))
+            strength = 1 / (1 + torch.exp(-beta))
+            out = self.gated_delta(q, k, v.view(rows, m.heads, -1), rate * soft, strength, *where, m.scale, m.l2norm)
+        else:
+            v, B, C = (t.contiguous() for t in mixed.split([inner, keys, keys], 1))
+            B, C = (t.view(rows, m.groups, m.key_dim) for t in (B, C))
+            skip = None if m.skip is None else m.skip.float()
+            out = self.mamba2(v.view(rows, m.heads, -1), soft.contiguous(), rate, B, C, skip, *where)
+        gate = 1 / (1 + torch.exp(-z))
+        gate = gate * z if m.gate == "silu" else gate
+        out = out.reshape(rows, inner)
+        parts = (out * gate if m.gate_first else out).view(rows, -1, m.norm_size)
+        normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + m.norm.eps)
+        normed = (normed.view(rows, -1, len(m.norm.weight)) * m.norm.weight.float()).view(rows, inner)
+        return (normed if m.gate_first else normed * gate).to(product.dtype)
 
 
 class Backend(Protocol):

@@ -20,12 +20,13 @@ NormT = TypeVar("NormT")
 LinearT = TypeVar("LinearT")
 TensorT = TypeVar("TensorT")
 MLPT = TypeVar("MLPT")
+AttentionT = TypeVar("AttentionT")
+RecurrenceT = TypeVar("RecurrenceT")
 
 
-class DecoderLayer(NamedTuple, Generic[NormT, LinearT, TensorT, MLPT]):
-    """One layer. A norm that the layer does not have is None."""
+class AttentionMixer(NamedTuple, Generic[NormT, LinearT, TensorT]):
+    """A mixer that attends. A norm that it does not have is None."""
 
-    input_norm: NormT | None
     qkv: LinearT  # rows of all query heads, all key heads, all value heads
     sizes: Sequence[int]  # rows of each of the three
     key_dim: int
@@ -35,10 +36,42 @@ class DecoderLayer(NamedTuple, Generic[NormT, LinearT, TensorT, MLPT]):
     rotary: int | None  # index of one of the stack's rotary embeddings; None: this layer has none
     interleaved: bool
     sinks: TensorT | None  # [query heads]
-    output: LinearT
-    attention_norm: NormT | None  # of the attention's output, before it is added
+    gates: bool  # the rows of each query head are followed by as many whose sigmoid its output is multiplied by
+
+
+class RecurrentMixer(NamedTuple, Generic[NormT, LinearT, TensorT]):
+    """A mixer that keeps a state: see `contract.Scans.mix`."""
+
+    form: str  # gated_delta or mamba2
+    projection: LinearT
+    columns: Sequence[Sequence[int]]  # first and length of pieces of the projection's outputs, in the order of `mix`
+    groups: int  # heads of query and key; of Mamba 2, groups of B and C
+    heads: int
+    key_dim: int  # of Mamba 2, the numbers N of a channel's state
+    value_dim: int  # of Mamba 2, the channels P of a head
+    conv: LinearT  # weight [channels, 1, width]
+    silu: bool  # after the convolution
+    decay: TensorT  # [heads]: logarithms of what a head's decay is multiplied by, with the sign turned
+    decay_bias: TensorT  # [heads]
+    skip: TensorT | None  # [heads]: Mamba 2's D
+    norm: NormT  # its weight is as long as the scan's output, or as one of the parts that are normalised
+    norm_size: int  # numbers of the scan's output that are normalised together
+    gate_first: bool  # the gate is multiplied before the norm, not after it
+    gate: str  # silu or sigmoid
+    scale: float  # of queries
+    l2norm: bool  # of queries and keys
+    layer: int  # of the state: `StateKey.layer`
+
+
+class DecoderLayer(NamedTuple, Generic[NormT, AttentionT, RecurrenceT, LinearT, MLPT]):
+    """One layer. A norm that the layer does not have is None."""
+
+    input_norm: NormT | None
+    mixer: AttentionT | RecurrenceT
+    output: LinearT  # of the mixer
+    mixer_norm: NormT | None  # of the mixer's output, before it is added
     mlp_norm: NormT | None
-    mlp: MLPT
+    mlp: MLPT | None
     output_norm: NormT | None  # of the MLP's output, before it is added
     multiplier: float  # of both outputs
 
@@ -60,9 +93,14 @@ class GatedMLP(NamedTuple):
     activation: str
 
 
+AttentionTensors = AttentionMixer[Norm, Linear, torch.Tensor]
+RecurrenceTensors = RecurrentMixer[Norm, Linear, torch.Tensor]
 # An MLP of another kind is a module, ``[1, rows, hidden]`` → the same, alone or first in a tuple.
-LayerTensors = DecoderLayer[Norm, Linear, torch.Tensor, GatedMLP | nn.Module]
-LayerNames = DecoderLayer[str, str, str, str]  # paths in the layer's module
+LayerTensors = DecoderLayer[Norm, AttentionTensors, RecurrenceTensors, Linear, GatedMLP | nn.Module]
+# paths in the layer's module
+AttentionNames = AttentionMixer[str, str, str]
+RecurrenceNames = RecurrentMixer[str, str, str]
+LayerNames = DecoderLayer[str, AttentionNames, RecurrenceNames, str, str]
 
 
 NF4 = 5
@@ -126,6 +164,7 @@ class DecodeSteps(NamedTuple):
     choice: Choice  # of the first step; its positions advance with each step. `Decoder.logits` ignores it
     stops: np.ndarray  # int32 [n, 2]: a row, and a token that ends the row's request
     interrupt: np.ndarray  # int32 [1]; another thread may set it
+    state_slots: torch.Tensor | None  # int32 [rows]: of each row's sequence, in a model with recurrent mixers
 
 
 class Decoder(Protocol):
@@ -140,7 +179,12 @@ class Decoder(Protocol):
         """By the ``id`` of the tensor that `Backend.decoder` was given."""
 
     def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
-        """Set each layer's cache, and the layer that writes it: the layer itself, in most models."""
+        """Set the cache of each layer with attention, and which of these layers writes it: the layer itself, in most
+        models."""
+
+    def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the states of each recurrent mixer, as `contract.Scans.mix` takes them: of its convolution and of its
+        scan."""
 
     def give_back(self) -> None:
         """Return the memory of the weights to the system. The decoder can't run any more."""
@@ -157,12 +201,14 @@ class Decoder(Protocol):
         kind_of_layer: Sequence[int],
         angles: Sequence[torch.Tensor],
         wanted: torch.Tensor,
+        sequences: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Embeddings ``[rows, hidden]`` at int64 positions ``[rows]`` → logits ``[len(wanted), vocab]`` of the rows
         `wanted`, int64. Overwrites the embeddings.
 
         A kind is a plan, and the block and the row of that block for each row's keys and values, both int32 ``[rows]``.
-        angles has a table fp32 ``[positions, rotary_dim]`` for each rotary embedding: cosines, then sines.
+        angles has a table fp32 ``[positions, rotary_dim]`` for each rotary embedding: cosines, then sines. sequences,
+        for a model with recurrent mixers: starts, slots and fresh of `contract.Scans`.
         """
 
     def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:

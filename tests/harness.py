@@ -447,6 +447,7 @@ class Engine:
     def _retire_several(self, step: Step, sampled: np.ndarray) -> None:
         plan, stops, wanted = step.plan, set(map(tuple, step.plan.stops.tolist())), self._luck.choice([1, 2, 99, 99])
         self.num_several += 1
+        assert not plan.states.snapshots.size, "a state is kept in the middle of several steps"
         made = [sampled]
         while len(made) < min(plan.num_steps, wanted) and not stops & set(enumerate(made[-1].tolist())):
             starts, ids = plan.starts + len(made), np.full_like(plan.token_ids, IN_FLIGHT)

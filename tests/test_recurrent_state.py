@@ -79,6 +79,23 @@ def test_the_same_prompt_is_hit_at_its_last_full_block_even_if_it_fills_it() -> 
     engine.check_outputs()
 
 
+@pytest.mark.parametrize("group", [recurrent(), recurrent(prompts_only=True)], ids=["all", "prompts"])
+def test_several_steps_in_one_plan_keep_the_states_that_single_steps_keep(group: LayerGroup) -> None:
+    hits = []
+    for most_steps in (1, 8):
+        engine = hybrid(group, most_steps=most_steps, num_blocks=200)
+        engine._luck.choice = lambda options: options[-1]  # type: ignore[method-assign]  # no plan is interrupted
+        first = [engine.add(tokens(6 + 3 * i, i), 40) for i in range(2)]
+        engine.run()
+        assert bool(engine.num_several) == (most_steps > 1)
+        again = [engine.add([*tokens(6 + 3 * i, i), *engine.outputs[key], 1], 1) for i, key in enumerate(first)]
+        engine.run()
+        engine.check_outputs()
+        hits.append([engine.started[key].num_cached_tokens for key in again])
+    assert hits[0] == hits[1]
+    assert all(hit > 12 for hit in hits[0]) == (not group.prompts_only), "answers are kept, or prompts alone"
+
+
 def test_where_a_cached_prefix_branches_a_snapshot_is_taken() -> None:
     engine = hybrid(recurrent(snapshot_every=1000))
     shared = tokens(12)

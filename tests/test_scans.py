@@ -41,7 +41,7 @@ class Case:
             channels, width, bias, silu = numbers
             self.by_row = [noise(rows, channels).to(dtype)]
             self.before = (noise(channels, width), noise(channels) if bias else None, bool(silu))
-            self.state = noise(6, channels, width - 1)
+            self.state = noise(6, width - 1, channels)
         elif method == "gated_delta":
             key_heads, heads, keys, values, each_key, l2norm = numbers
             q, k = (noise(rows, key_heads, keys, scale=keys**-0.5).to(dtype) for _ in range(2))

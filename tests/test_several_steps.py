@@ -93,7 +93,7 @@ def test_without_a_receiver_only_patient_requests_get_several_tokens_at_once() -
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints by architecture."""
     found = {}
-    for name in ("llama", "gemma3", "qwen3"):
+    for name in ("llama", "gemma3", "qwen3", "qwen3_5", "mamba2"):
         found[name] = tmp_path_factory.mktemp(name)
         tiny.make(name, found[name])
     return found
@@ -149,6 +149,9 @@ def watch(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, 
         ("gemma3", {}),  # windows, scaled embeddings, tied
         ("qwen3", {"dtype": "bfloat16"}),
         ("llama", {"quantization": "int8"}),
+        ("qwen3_5", {"block_size": 32}),  # plans end at blocks, where states are kept
+        ("mamba2", {"block_size": 32, "dtype": "bfloat16"}),
+        ("mamba2", {"enable_prefix_caching": False}),
     ],
 )
 def test_tokens_are_those_of_single_steps(

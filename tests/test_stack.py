@@ -137,8 +137,8 @@ def test_layers_hold_the_parameters_themselves() -> None:
     held = {id(p) for p in model.parameters()}
     for layer in layers:
         assert isinstance(layer.mlp, GatedMLP)
-        assert {id(layer.qkv.weight), id(layer.output.weight), id(layer.mlp.gate_up.weight)} <= held
-        assert layer.sizes == [128, 64, 64]
+        assert {id(layer.mixer.qkv.weight), id(layer.output.weight), id(layer.mlp.gate_up.weight)} <= held
+        assert layer.mixer.sizes == [128, 64, 64]
     before = logits_of(model)
     for parameter in report.parameters.names():
         report.parameters.set(parameter, report.parameters.get(parameter) * 0.5)
@@ -159,15 +159,15 @@ def test_layers_hold_the_parameters_themselves() -> None:
 )
 def test_the_kind_of_rotary_embedding(name: str, rotary: list[int | None], interleaved: bool) -> None:
     _, layers = fuse(build(name))
-    assert [layer.rotary for layer in layers] == rotary
-    assert layers[0].interleaved is interleaved
+    assert [layer.mixer.rotary for layer in layers] == rotary
+    assert layers[0].mixer.interleaved is interleaved
 
 
 def test_sinks_multipliers_and_experts() -> None:
     layers = {name: fuse(build(name))[1][0] for name in ("gpt_oss", "granite")}
-    assert layers["gpt_oss"].sinks is not None
+    assert layers["gpt_oss"].mixer.sinks is not None
     assert isinstance(layers["gpt_oss"].mlp, nn.Module)
-    assert (layers["granite"].sinks, layers["granite"].multiplier) == (None, 0.5)
+    assert (layers["granite"].mixer.sinks, layers["granite"].multiplier) == (None, 0.5)
 
 
 def test_decisions_are_plain_and_enough() -> None:

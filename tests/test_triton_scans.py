@@ -94,7 +94,7 @@ def test_a_row_of_a_convolution_finds_its_sequence_among_any_number(count: int) 
     random = torch.Generator().manual_seed(count)
     starts = torch.cat([torch.zeros(1), torch.randint(1, 6, (count,), generator=random).cumsum(0)]).int()
     x = torch.randn(int(starts[-1]) + 5, 5, generator=random)
-    weight, before = torch.randn(5, 4, generator=random), torch.randn(count + 2, 5, 3, generator=random)
+    weight, before = torch.randn(5, 4, generator=random), torch.randn(count + 2, 3, 5, generator=random)
     slots, fresh = torch.randperm(count, generator=random).int() + 1, torch.rand(count, generator=random) < 0.4
     results = []
     for scans in (OnDevice(), ReferenceScans()):

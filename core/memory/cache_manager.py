@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -209,6 +210,13 @@ class CacheManager(BlockTables):
         for kind in self.kinds:
             ends = np.minimum(ends, kind.roll_back(slots, starts, ends))
         return ends
+
+    def steps_before_snapshot(self, computed: np.ndarray) -> int:
+        """How many steps requests with so many computed tokens (int64 ``[rows]``) can make, each of a token, before one
+        after which a state of them may be due to be kept."""
+        if self.recurrent is None or not self._prefix_caching:
+            return sys.maxsize
+        return self.recurrent.steps_before_snapshot(computed)
 
     def take_state_copies(
         self, running: Mapping[int, Request], slots: np.ndarray, ends: np.ndarray, guessed: np.ndarray

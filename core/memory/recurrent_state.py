@@ -16,6 +16,7 @@ many tokens.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -162,10 +163,20 @@ class RecurrentState(LayerKind):
             _columns(snapshots),
         )
 
+    def steps_before_snapshot(self, computed: np.ndarray) -> int:
+        """See `CacheManager.steps_before_snapshot`."""
+        steps = int((self.block_size - 1 - computed % self.block_size).min())
+        return steps if self._keeps_generated or not steps else sys.maxsize
+
+    @property
+    def _keeps_generated(self) -> bool:
+        """Whether states behind the prompt are kept. Prompts go first: half of the snapshots are theirs."""
+        return self._generated and self.snapshots.num_free > self.snapshots.num_blocks // 2
+
     def _is_due(self, request: Request, end: int) -> bool:
         """Whether to take a snapshot after the first `end` tokens, whole blocks of them, if nobody has it."""
-        if end > request.prompt_len:  # prompts go first: half of the snapshots are theirs
-            return self._generated and self.snapshots.num_free > self.snapshots.num_blocks // 2
+        if end > request.prompt_len:
+            return self._keeps_generated
         if self._next_due(request, end - 1) != end:
             return False
         blocks = end // self.block_size

@@ -23,8 +23,8 @@ def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
     rows, running, features = state.rows, state.running, state.features
     if state.most_steps == 1 or running.in_flight or state.fair.num_requests > len(slots):
         return 1
-    # guesses and snapshots come between steps, and numbers of experts with each
-    if features.fill or features.routed or state.kv.recurrent is not None:
+    # guesses come between steps, and numbers of experts with each
+    if features.fill or features.routed:
         return 1
     if rows.silent[slots].any() or not (state.hands_out or (rows.plain & rows.patient)[slots].all()):
         return 1
@@ -32,6 +32,7 @@ def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
     if (computed + 1 < known).any() or state.step_seconds == 0:
         return 1
     count = min(state.most_steps, int((rows.max_len[slots] - known).min()), int(MOST_SECONDS / state.step_seconds))
+    count = min(count, state.kv.steps_before_snapshot(computed))
     return _within_blocks(state, slots, count) if count > 1 else 1
 
 

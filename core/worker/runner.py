@@ -104,9 +104,7 @@ class ModelRunner:
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
         model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
-        if model.states is not None:
-            model.states.scans = backend.scans
-            model.states.allocate(num_states or 1 + max_num_seqs, model.model.dtype, device.zeros)
+        model.allocate_states(num_states or 1 + max_num_seqs, backend.scans, device.zeros)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._registry = registry or Registry()
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
@@ -198,18 +196,22 @@ class ModelRunner:
         self._turn = (self._turn + 1) % TURNS
         count, batches, _ = self.inputs.fill(Rows(slots, starts, np.ones_like(slots), plan.token_ids, rows), self._turn)
         attention = self._plan(batches, count)
-        columns = (int(starts.max()) + plan.num_steps - 1) // batches[0].block_size + 1
+        last = int(starts.max()) + plan.num_steps - 1
         kinds: list[tuple[Any, torch.Tensor]] = []
         kind_of_layer = [0] * len(attention)
         for (group, _), calls in self._plans.items():
             for call in calls:
                 kind_of_layer[call] = len(kinds)
+            columns = last // batches[group].block_size + 1
             tables = torch.from_numpy(self.inputs.tables[group, slots, :columns])
             kinds.append((attention[calls[0]].plan, tables))
         ids = self._with_last_tokens(self.inputs.ids.device[:count], count)
         choice = self._sampler.begin_steps(slots, starts + 1, self._turn)
         positions = self.inputs.positions(count)[0].clone()
-        steps = whole.repeat(ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, plan.num_steps)
+        states = None if self.model.states is None else torch.from_numpy(1 + plan.slots.astype(np.int32))
+        steps = whole.repeat(
+            ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, states, plan.num_steps
+        )
         return RepeatedSteps(whole.decoder, self._sampler, steps, slots, self._turn)
 
     @property

@@ -61,7 +61,7 @@ def _conv(
             other=0.0,
         )
         from_state = tl.load(
-            state + (slot[:, None] * channels + columns[None, :]) * (WIDTH - 1) + (source - first + WIDTH - 1)[:, None],
+            state + (slot * (WIDTH - 1) + source - first + WIDTH - 1)[:, None] * channels + columns[None, :],
             mask=(kept & (source < first))[:, None] & inside,
             other=0.0,
         )
@@ -89,15 +89,16 @@ def _conv_state(
     source = tl.load(starts + sequence + 1) + taps - (WIDTH - 1)
     inside = (columns < channels)[:, None] & (taps < WIDTH - 1)[None, :]
     kept = (tl.load(fresh + sequence) == 0) & (source < first)
-    state += (tl.load(slots + sequence).to(tl.int64) * channels + columns)[:, None] * (WIDTH - 1)
+    state += tl.load(slots + sequence).to(tl.int64) * (WIDTH - 1) * channels + columns[:, None]
     from_rows = tl.load(
         x + source.to(tl.int64)[None, :] * channels + columns[:, None],
         mask=inside & (source >= first)[None, :],
         other=0.0,
     )
-    from_state = tl.load(state + (source - first + WIDTH - 1)[None, :], mask=inside & kept[None, :], other=0.0)
+    at = (source - first + WIDTH - 1)[None, :] * channels
+    from_state = tl.load(state + at, mask=inside & kept[None, :], other=0.0)
     tl.debug_barrier()  # all of the state is read
-    tl.store(state + taps[None, :], from_rows.to(tl.float32) + from_state, mask=inside)
+    tl.store(state + taps[None, :] * channels, from_rows.to(tl.float32) + from_state, mask=inside)
 
 
 @_jit()

@@ -13,6 +13,10 @@ EXPORT void mainspring_decoder_forget(void* decoder, const void*) { delete (Deco
 
 EXPORT void mainspring_decoder_bind(void* decoder, const int64_t* a) { ((Decoder*)decoder)->bind((const CacheOf*)a); }
 
+EXPORT void mainspring_decoder_bind_states(void* decoder, const int64_t* a) {
+    ((Decoder*)decoder)->bind_states((float* const*)a);
+}
+
 EXPORT void mainspring_decoder_run(void* decoder, const int64_t* a) { ((Decoder*)decoder)->run(*(const StepOf*)a); }
 
 // → the number of steps made.

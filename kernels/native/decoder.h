@@ -9,17 +9,12 @@
 #include <chrono>
 
 #include "attention.h"
+#include "mixer.h"
 #include "products.h"
 
 namespace mainspring {
 
 // Made of 64-bit words, as decoder.py writes them.
-struct NormOf {
-    const void* weight;  // null: there is none
-    Dtype dtype;
-    int64_t n;
-    double eps, offset;
-};
 struct LinearOf {
     WeightKind kind;
     const void* data;
@@ -34,8 +29,9 @@ struct CacheOf {
 };
 struct LayerOf {
     NormOf input_norm, query_norm, key_norm, attention_norm, mlp_norm, output_norm;
-    LinearOf qkv, output, gate_up, down;
-    int64_t q_size, k_size, v_size, key_dim, value_dim;
+    LinearOf qkv, output, gate_up, down;  // qkv of a recurrent mixer: its first product. gate_up.N is 0: there is no MLP
+    int64_t q_size, k_size, v_size, key_dim, value_dim;  // q_size with the gates
+    int64_t gates;  // behind each head of the query comes the gate of its output
     int64_t rotary;  // which table of angles; -1: none
     int64_t interleaved;
     const float* sinks;
@@ -43,6 +39,7 @@ struct LayerOf {
     int64_t gated;  // gate_up is interleaved
     double multiplier;
     CacheOf cache;
+    MixerOf mixer;
 };
 struct DecoderOf {
     Dtype dtype;
@@ -69,13 +66,14 @@ struct StepOf {
     void* logits;  // [num_wanted, vocab]
     int64_t threads;
     const KindOfLayer* kinds;
-    const int64_t* kind_of_layer;  // [layers]
+    const int64_t* kind_of_layer;  // of each layer with attention
     const AnglesOf* angles;
+    Sequences sequences;  // of recurrent mixers
 };
 
 struct RepeatOf;
 
-enum Phase { NORM, QKV, HEADS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, PHASES };
+enum Phase { NORM, QKV, HEADS, ATTENTION, MIXER, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, PHASES };
 
 void attend_in_team(const AttentionCall& call, Team& team, int rank);
 
@@ -83,7 +81,13 @@ class Decoder {
   public:
     Decoder(const DecoderOf& of, const LayerOf* layers) : of_(of), layers_(layers, layers + of.num_layers) {}
     void bind(const CacheOf* caches) {
-        for (auto& layer : layers_) layer.cache = *caches++;
+        for (auto& layer : layers_)
+            if (layer.mixer.form == Form::attention) layer.cache = *caches++;
+    }
+    // Of each recurrent mixer: state of the convolution, state of the scan.
+    void bind_states(float* const* states) {
+        for (auto& layer : layers_)
+            if (layer.mixer.form != Form::attention) layer.mixer.conv_state = *states++, layer.mixer.state = *states++;
     }
     void run(const StepOf& step);
     int64_t repeat(const RepeatOf& of);  // repeat.h
@@ -109,7 +113,7 @@ class Decoder {
 
     DecoderOf of_;
     std::vector<LayerOf> layers_;
-    Buffer rows_, own_, joined_, activated_, added_, wanted_, workspace_;  // what is never needed at once shares one
+    Buffer rows_, own_, joined_, activated_, added_, wanted_, mixed_, workspace_;  // what is never needed at once shares one
     Buffer hidden_, logits_;  // of repeated steps
 };
 
@@ -132,16 +136,23 @@ class Forward {
 
     void run() {
         const T* x = nullptr;
+        const int64_t* kind_of_layer = step_.kind_of_layer;
         for (size_t i = 0; i < d_.layers_.size(); ++i) {
             const LayerOf& layer = d_.layers_[i];
-            const KindOfLayer& kind = step_.kinds[step_.kind_of_layer[i]];
             x = normed(layer.input_norm);
             product(layer.qkv, x, width_, joined(), layer.qkv.N, nullptr), done(QKV);
-            heads(layer, kind), done(HEADS);
-            const bool last = wanted_ && i + 1 == d_.layers_.size();
-            if (last) keep_wanted(layer), done(HEADS);
-            attend(layer, last ? wanted_ : kind.plan), done(ATTENTION);
+            if (layer.mixer.form == Form::attention) {
+                const KindOfLayer& kind = step_.kinds[*kind_of_layer++];
+                heads(layer, kind), done(HEADS);
+                const bool last = wanted_ && i + 1 == d_.layers_.size();
+                if (last) keep_wanted(layer), done(HEADS);
+                attend(layer, last ? wanted_ : kind.plan), done(ATTENTION);
+                if (layer.gates) gate(layer, !last), done(ATTENTION);
+            } else {
+                mix(layer), done(MIXER);
+            }
             adds(layer.output, layer.attention_norm, layer.multiplier, attended(), layer.output.K, OUTPUT);
+            if (!layer.gate_up.N) continue;
             x = normed(layer.mlp_norm);
             mlp(layer, x), done(GATE_UP);
             adds(layer.down, layer.output_norm, layer.multiplier, activated(layer), layer.down.K, DOWN);
@@ -213,7 +224,8 @@ class Forward {
 
     // Query, key and value of each token: norms, rotation, into the cache.
     void heads(const LayerOf& layer, const KindOfLayer& kind) {
-        const int64_t q_heads = layer.q_size / layer.key_dim, kv_heads = layer.k_size / layer.key_dim;
+        const int64_t q_dim = layer.key_dim * (layer.gates ? 2 : 1);  // from a query's head to the next
+        const int64_t q_heads = layer.q_size / q_dim, kv_heads = layer.k_size / layer.key_dim;
         const bool each_q = layer.query_norm.n == layer.key_dim, each_k = layer.key_norm.n == layer.key_dim;
         const bool whole_rows = (layer.query_norm.weight && !each_q) || (layer.key_norm.weight && !each_k);
         // Few tokens are shared out head by head: the heads of the query, then those of key and value.
@@ -229,7 +241,7 @@ class Forward {
             const float* cos_sin = angles ? angles->table + step_.positions[token] * angles->rotary_dim : nullptr;
             const int64_t half = angles ? angles->rotary_dim / 2 : 0;
             for (int64_t head = first; head < end; ++head) {
-                T* x = row + head * layer.key_dim;
+                T* x = row + (head < q_heads ? head * q_dim : layer.q_size + (head - q_heads) * layer.key_dim);
                 const NormOf& norm = head < q_heads ? layer.query_norm : layer.key_norm;
                 if (norm.weight && (head < q_heads ? each_q : each_k)) norm_row(norm, x, layer.key_dim, x);
                 if (cos_sin) {
@@ -266,12 +278,33 @@ class Forward {
         AttentionCall call;
         call.plan = plan;
         call.query = (const char*)(all ? joined() : queries(layer)), call.query_row = all ? layer.qkv.N : layer.q_size;
-        call.query_head = layer.key_dim;
+        call.query_head = layer.key_dim * (layer.gates ? 2 : 1);
         call.query_dtype = d_.of_.dtype, call.cache_dtype = layer.cache.dtype;
         call.keys = layer.cache.keys, call.values = layer.cache.values;
         call.sinks = layer.sinks;
         call.out = (char*)attended(), call.out_rows = rows_;
         attend_in_team(call, team_, rank_);
+    }
+
+    // What was attended to is multiplied by the sigmoid of its gate.
+    void gate(const LayerOf& layer, bool all) {
+        const int64_t dim = layer.key_dim, heads = layer.q_size / (2 * dim);
+        const T* from = (all ? joined() : queries(layer)) + dim;
+        const int64_t from_row = all ? layer.qkv.N : layer.q_size;
+        const Share share(rows_ * heads, rank_, team_.size);
+        for (int64_t i = share.begin; i < share.end; ++i) {
+            const T* g = from + i / heads * from_row + i % heads * 2 * dim;
+            T* to = attended() + i * dim;
+            for (int64_t j = 0; j < dim; j += LANES)
+                store_up_to(to + j, mul(load_up_to(to + j, dim - j), sigmoid(load_up_to(g + j, dim - j))), dim - j);
+        }
+    }
+
+    void mix(const LayerOf& layer) {
+        mix_in_team(
+            {layer.mixer, step_.sequences, d_.of_.dtype, rows_, joined(), layer.qkv.N, attended(), (float*)d_.mixed_.data},
+            team_, rank_
+        );
     }
 
     void mlp(const LayerOf& layer, const T* x) {
@@ -339,19 +372,21 @@ class Forward {
 // Memory for a step of so many rows.
 inline void Decoder::reserve(const StepOf& step) {
     const int threads = int(step.threads);
-    int64_t joined = 0, attended = 0, activated = 0, added = 0;
+    int64_t joined = 0, attended = 0, activated = 0, added = 0, mixed = 0;
     size_t workspace = workspace_bytes(of_.head.weight(), int(step.num_wanted), threads);
     for (const auto& layer : layers_) {
         joined = std::max({joined, layer.qkv.N, layer.gated ? layer.down.K : layer.gate_up.N});
         attended = std::max(attended, layer.output.K);
         if (!layer.gated) activated = std::max(activated, layer.down.K);
         if (layer.attention_norm.weight || layer.output_norm.weight || layer.multiplier != 1) added = of_.hidden;
+        if (layer.mixer.form != Form::attention) mixed = std::max(mixed, layer.mixer.numbers());
         for (const LinearOf* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            workspace = std::max(workspace, workspace_bytes(linear->weight(), int(step.rows), threads));
+            if (linear->N) workspace = std::max(workspace, workspace_bytes(linear->weight(), int(step.rows), threads));
     }
     const int64_t size = size_of(of_.dtype), bytes = step.rows * size;
     rows_.reserve(std::max({bytes * attended, bytes * of_.hidden, step.num_wanted * size * of_.hidden}));
     joined_.reserve(bytes * joined), activated_.reserve(bytes * activated), added_.reserve(bytes * added);
+    mixed_.reserve(step.rows * mixed * sizeof(float));
     workspace_.reserve(workspace);
     with_dtype(of_.dtype, [&](auto t) { own_.reserve(threads * Forward<decltype(t)>::own_bytes(of_.hidden)); });
 }
@@ -359,10 +394,13 @@ inline void Decoder::reserve(const StepOf& step) {
 inline void Decoder::run(const StepOf& step) {
     reserve(step);
     std::unique_ptr<Plan> wanted;
-    if (2 * step.num_wanted <= step.rows) {
-        const LayerOf& last = layers_.back();
+    const LayerOf& last = layers_.back();
+    if (2 * step.num_wanted <= step.rows && last.mixer.form == Form::attention) {
         wanted_.reserve(step.num_wanted * size_of(of_.dtype) * (of_.hidden + last.q_size));
-        const Plan& plan = *step.kinds[step.kind_of_layer[layers_.size() - 1]].plan;
+        const auto before = std::count_if(layers_.begin(), layers_.end() - 1, [](const LayerOf& layer) {
+            return layer.mixer.form == Form::attention;
+        });
+        const Plan& plan = *step.kinds[step.kind_of_layer[before]].plan;
         wanted = plan_rows(plan, step.num_wanted, step.wanted, step.positions, int(step.threads));
     }
     with_dtype(of_.dtype, [&](auto t) {

@@ -13,6 +13,7 @@ from .. import host_memory
 from ..contract import LayerCache
 from ..decoder_contract import (
     NF4,
+    AttentionMixer,
     DecodeSteps,
     GatedMLP,
     LayerTensors,
@@ -22,20 +23,20 @@ from ..decoder_contract import (
     QuantizedWeight,
 )
 from .choice import NO_TENSOR, choice_words
+from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
 from .weights import GATE, PanelWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
-PHASES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "down", "head", "choice")  # decoder.h
+PHASES = ("norm", "qkv", "heads", "attention", "mixer", "output", "gate_up", "down", "head", "choice")  # decoder.h
 
 # structs of decoder.h, in words of 64 bits
-_NORM = struct.Struct("=3q2d")
 _LINEAR = struct.Struct("=6q")
-_LAYER = struct.Struct("=10qd")
+_LAYER = struct.Struct("=11qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
-_STEP = struct.Struct("=10q")
-_REPEAT = struct.Struct("=16q3d31q")  # of repeat.h
+_STEP = struct.Struct("=15q")
+_REPEAT = struct.Struct("=16q3d32q")  # of repeat.h
 _NO_LINEAR = (0,) * 6
 _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
@@ -57,7 +58,7 @@ class NativeDecoder:
         """bits: 8, 4, `NF4` or `INT8_ROWS`, of weights that are to be quantized; None: they stay as they are.
         quantized: weights that are, by the ``id`` of the tensor that stands for them."""
         self._library = library
-        for name in ("new", "forget", "bind", "run", "repeat", "phases"):
+        for name in ("new", "forget", "bind", "bind_states", "run", "repeat", "phases"):
             getattr(library, f"mainspring_decoder_{name}").argtypes = [ctypes.c_void_p, ctypes.c_char_p]
         library.mainspring_decoder_repeat.restype = ctypes.c_int64
         library.mainspring_decoder_new.argtypes = [ctypes.c_char_p]
@@ -66,7 +67,7 @@ class NativeDecoder:
         self._handle = None
         self._run = library.mainspring_decoder_run
         self._held: list[Any] = [norm]  # what C++ has addresses of
-        self.weights: dict[int, PanelWeight | _InterleavedBias] = {}
+        self.weights: dict[int, PanelWeight | _InterleavedBias | _Copy] = {}
         self._bits, self._quantized = bits, quantized or {}
         self._dtype, self._vocab = norm.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
@@ -87,6 +88,11 @@ class NativeDecoder:
         self._caches = list(caches)
         self._library.mainspring_decoder_bind(self._handle, b"".join(words))
 
+    def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._states = list(states)
+        addresses = [tensor.data_ptr() for pair in states for tensor in pair]
+        self._library.mainspring_decoder_bind_states(self._handle, struct.pack(f"={len(addresses)}q", *addresses))
+
     def give_back(self) -> None:
         for weight in self.weights.values():
             host_memory.give_back(weight.memory)
@@ -105,16 +111,19 @@ class NativeDecoder:
         kind_of_layer: Sequence[int],
         angles: Sequence[torch.Tensor],
         wanted: torch.Tensor,
+        sequences: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         out = torch.empty(len(wanted), self._vocab, dtype=self._dtype)
         shared = [w for plan, blocks, rows in kinds for w in (plan.handle, blocks.data_ptr(), rows.data_ptr())]
         tables = [w for table in angles for w in (table.data_ptr(), table.shape[1])]
         arrays = [(ctypes.c_int64 * len(words))(*words) for words in (shared, kind_of_layer, tables)]
+        addresses, threads = [tensor.data_ptr() for tensor in sequences], torch.get_num_threads()
         self._run(
             self._handle,
             _STEP.pack(
                 len(hidden), hidden.data_ptr(), positions.data_ptr(), len(wanted), wanted.data_ptr(), out.data_ptr(),
-                torch.get_num_threads(), *map(ctypes.addressof, arrays),
+                threads, *map(ctypes.addressof, arrays),
+                len(sequences[1]) if sequences else 0, *(addresses or (0, 0, 0)), threads,
             ),
         )  # fmt: skip
         return out
@@ -146,6 +155,7 @@ class NativeDecoder:
                 len(steps.kinds), *map(ctypes.addressof, arrays),
                 table, *rows, first, second, steps.scale, logits, *NO_TENSOR, *choice.words, *NO_TENSOR,
                 len(steps.stops), steps.stops.ctypes.data, steps.interrupt.ctypes.data, chosen, stopped,
+                0 if steps.state_slots is None else steps.state_slots.data_ptr(),
             ),
         )  # fmt: skip
         return made
@@ -156,31 +166,36 @@ class NativeDecoder:
         return {name: ns * 1e-9 for name, ns in zip(PHASES, spent, strict=True)}
 
     def _layer(self, layer: LayerTensors) -> bytes:
-        assert isinstance(layer.mlp, GatedMLP)
-        norms = [
-            layer.input_norm, layer.query_norm, layer.key_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm
-        ]  # fmt: skip
-        gate_up, down, activation = layer.mlp
-        gated = gate_up.weight.shape[0] % (2 * GATE) == 0
-        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        self._held.append(sinks)
-        linears = self._linear(layer.qkv, self._bits), self._linear(layer.output, self._bits)
-        mlp = self._linear(gate_up, self._bits, gated), self._linear(down, self._bits)
+        mixer, gated, activation, mlp = layer.mixer, False, 0, bytes(2 * _LINEAR.size)
+        if layer.mlp is not None:
+            assert isinstance(layer.mlp, GatedMLP)
+            gate_up, down, name = layer.mlp
+            gated, activation = gate_up.weight.shape[0] % (2 * GATE) == 0, ACTIVATIONS[name]
+            mlp = self._linear(gate_up, self._bits, gated) + self._linear(down, self._bits)
+        if isinstance(mixer, AttentionMixer):
+            first, head_norms, recurrence = mixer.qkv, (mixer.query_norm, mixer.key_norm), NO_MIXER
+            attention = (
+                *mixer.sizes, mixer.key_dim, mixer.value_dim, mixer.gates, -1 if mixer.rotary is None else mixer.rotary,
+                mixer.interleaved, 0 if mixer.sinks is None else self._hold(mixer.sinks, in_fp32).data_ptr(),
+            )  # fmt: skip
+        else:
+            first, head_norms, attention = mixer.projection, (None, None), (0,) * 9
+            recurrence = mixer_words(mixer, self._hold, self._held)
+        norms = layer.input_norm, *head_norms, layer.mixer_norm, layer.mlp_norm, layer.output_norm
         return b"".join([
-            *map(self._norm, norms), *linears, *mlp,
-            _LAYER.pack(
-                *layer.sizes, layer.key_dim, layer.value_dim, -1 if layer.rotary is None else layer.rotary,
-                layer.interleaved, 0 if sinks is None else sinks.data_ptr(), ACTIVATIONS[activation], gated,
-                layer.multiplier,
-            ),
-            bytes(_CACHE.size),
+            *map(self._norm, norms), self._linear(first, self._bits), self._linear(layer.output, self._bits), mlp,
+            _LAYER.pack(*attention, activation, gated, layer.multiplier), bytes(_CACHE.size), recurrence,
         ])  # fmt: skip
+
+    def _hold(self, tensor: torch.Tensor, form: Form) -> torch.Tensor:
+        copy = self.weights[id(tensor)] = _Copy(tensor, form)
+        return copy.memory
 
     def _norm(self, norm: Norm | None) -> bytes:
         if norm is None:
-            return bytes(_NORM.size)
+            return NO_NORM
         self._held.append(norm)
-        return _NORM.pack(norm.weight.data_ptr(), DTYPES[norm.weight.dtype], len(norm.weight), norm.eps, norm.offset)
+        return norm_words(norm)
 
     def _linear(self, linear: Linear, bits: int | None, gated: bool = False) -> bytes:
         weight, bias = linear
@@ -210,6 +225,24 @@ def _packed(weight: PackedWeight) -> tuple[int, ...]:
 def cache_view(side: torch.Tensor) -> tuple[int, ...]:
     """CacheView of a layer's keys or values."""
     return side.data_ptr(), *side.stride()[:3]
+
+
+class _Copy:
+    """A parameter that stays as it is, and its copy in the form in which C++ reads it."""
+
+    def __init__(self, parameter: torch.Tensor, form: Form) -> None:
+        self._parameter, self._form = parameter, form
+        self.memory = form(parameter.detach())
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.unpack()[ids]
+
+    def unpack(self) -> torch.Tensor:
+        return self._parameter.detach().clone()
+
+    def replace(self, value: torch.Tensor) -> None:
+        self._parameter.detach().copy_(value)
+        self.memory.copy_(self._form(self._parameter.detach()))
 
 
 class _InterleavedBias:

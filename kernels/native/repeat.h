@@ -38,6 +38,7 @@ struct RepeatOf {
     const volatile int32_t* interrupt;  // no step follows if this is not 0
     int64_t* chosen;  // [most, rows]
     int64_t* stopped;  // 1: a row's request has ended
+    const int32_t* state_slots;  // [rows]: of recurrent states
 };
 
 // native.cpp compiles it, with what else it has of sample.h. Members of the team share the rows.
@@ -49,13 +50,15 @@ class Repeated {
     Repeated(Decoder& decoder, const RepeatOf& of) : d_(decoder), of_(of) {
         for (int64_t row = 0; row < of.rows; ++row) every_row_.push_back(row), one_each_.push_back(int32_t(row));
         one_each_.push_back(int32_t(of.rows));
+        begun_.reset(new bool[of.rows]());
         kinds_.resize(of.num_kinds), plans_.resize(of.num_kinds), places_.resize(of.num_kinds);
         const int64_t hidden = d_.of_.hidden, vocab = d_.of_.head.N;
         d_.hidden_.reserve(of.rows * hidden * sizeof(T));
         if (!of.logits) d_.logits_.reserve(of.rows * vocab * sizeof(T));
         logits_ = of.logits ? of.logits : d_.logits_.data;
         step_ = {of.rows, d_.hidden_.data, of.positions, of.rows, every_row_.data(), logits_,
-                 of.threads, kinds_.data(), of.kind_of_layer, of.angles};
+                 of.threads, kinds_.data(), of.kind_of_layer, of.angles,
+                 {of.rows, one_each_.data(), of.state_slots, begun_.get(), of.threads}};
         choice_ = of.choice;
         choice_.scores = choice_.logits = logits_, choice_.dtype = choice_.logits_dtype = d_.of_.dtype;
         choice_.rows = of.rows, choice_.vocab = choice_.stride = choice_.logits_stride = vocab;
@@ -160,6 +163,7 @@ class Repeated {
     void* logits_;
     std::vector<int64_t> every_row_;
     std::vector<int32_t> one_each_;
+    std::unique_ptr<bool[]> begun_;  // no state is to be zeros
     std::vector<KindOfLayer> kinds_;
     std::vector<std::unique_ptr<Plan>> plans_;
     std::vector<std::vector<int32_t>> places_;  // of each kind: blocks, then rows

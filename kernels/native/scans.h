@@ -22,13 +22,24 @@ struct Sequences {
     int64_t threads;
 };
 
+// For a member of a team: runs work(sequence, piece) for its share of the pieces. Of the first sequences, as long as they have
+// one row each, members take neighbours in memory, and of the others what nobody has taken.
+template <class Work>
+inline void share_pieces(const Sequences& of, int64_t pieces, Team& team, int rank, Work&& work) {
+    int64_t singles = 0;
+    while (singles < of.count && of.starts[singles + 1] - of.starts[singles] == 1) ++singles;
+    const Share share(singles * pieces, rank, team.size);
+    for (int64_t i = share.begin; i < share.end; ++i) work(i / pieces, i % pieces);
+    for (int64_t i = team.take(); i < (of.count - singles) * pieces; i = team.take()) work(singles + i / pieces, i % pieces);
+}
+
 // Runs work(sequence, piece) for each piece of each sequence. cost: of a row, in multiply-adds.
 template <class Work>
 inline void for_pieces(const Sequences& of, int64_t pieces, int64_t cost, Work&& work) {
     constexpr int64_t WORTH_WAKING = 1 << 17;  // takes as long as it may take the team to wake up
     const bool alone = cost * of.starts[of.count] < WORTH_WAKING;
-    run_team(alone ? 1 : int(std::min<int64_t>(of.threads, of.count * pieces)), [&](Team& team, int) {
-        for (int64_t i = team.take(); i < of.count * pieces; i = team.take()) work(i / pieces, i % pieces);
+    run_team(alone ? 1 : int(std::min<int64_t>(of.threads, of.count * pieces)), [&](Team& team, int rank) {
+        share_pieces(of, pieces, team, rank, work);
     });
 }
 
@@ -45,11 +56,12 @@ struct ConvCall {
     Sequences sequences;
     Dtype dtype;
     int64_t channels, width;
-    const void* x;        // [rows, channels]
+    const void* x;        // [rows, x_row]
+    int64_t x_row;
     const float* weight;  // [width, channels]: the last is of the token itself
     const float* bias;    // [channels]; null: none
     int64_t silu;
-    float* state;  // [slots, channels, width - 1]: the inputs before, the oldest first
+    float* state;  // [slots, width - 1, channels]: the inputs before, the oldest first
     void* y;       // [rows, channels]
 };
 
@@ -57,21 +69,24 @@ template <class T>
 void convolve(const ConvCall& c, int64_t sequence, int64_t first) {
     const int64_t width = c.width, n = std::min<int64_t>(LANES, c.channels - first), before = width - 1;
     const Sequences& of = c.sequences;
-    float* state = c.state + (of.slots[sequence] * c.channels + first) * before;
-    float* past = scratch(before * LANES);  // [before][LANES]
-    for (int64_t i = 0; i < before; ++i)
-        for (int64_t j = 0; j < LANES; ++j)
-            past[i * LANES + j] = j < n && !of.fresh[sequence] ? state[j * before + i] : 0;
+    float* state = c.state + of.slots[sequence] * before * c.channels + first;
+    const bool there = n == LANES && !of.fresh[sequence];  // the state is worked on where it is
+    float* past = there ? state : scratch(before * LANES);
+    const int64_t stride = there ? c.channels : LANES;
+    if (!there)
+        for (int64_t i = 0; i < before; ++i)
+            store(past + i * stride, of.fresh[sequence] ? zero() : load_up_to(state + i * c.channels, n));
     const F32 bias = c.bias ? load_up_to(c.bias + first, n) : zero();
     for (int64_t row = of.starts[sequence]; row < of.starts[sequence + 1]; ++row) {
-        const F32 x = load_up_to((const T*)c.x + row * c.channels + first, n);
+        const F32 x = load_up_to((const T*)c.x + row * c.x_row + first, n);
         F32 total = bias;
         for (int64_t i = 0; i < before; ++i) {
-            total = fma(load(past + i * LANES), load_up_to(c.weight + i * c.channels + first, n), total);
-            if (i) store(past + (i - 1) * LANES, load(past + i * LANES));
+            const F32 earlier = load(past + i * stride);
+            total = fma(earlier, load_up_to(c.weight + i * c.channels + first, n), total);
+            if (i) store(past + (i - 1) * stride, earlier);
         }
         total = fma(x, load_up_to(c.weight + before * c.channels + first, n), total);
-        if (before) store(past + (before - 1) * LANES, x);
+        if (before) store(past + (before - 1) * stride, x);
         T* y = (T*)c.y + row * c.channels + first;
         if (c.silu) {  // of the rounded sum
             store_up_to(y, total, n);
@@ -80,8 +95,8 @@ void convolve(const ConvCall& c, int64_t sequence, int64_t first) {
         }
         store_up_to(y, total, n);
     }
-    for (int64_t i = 0; i < before; ++i)
-        for (int64_t j = 0; j < n; ++j) state[j * before + i] = past[i * LANES + j];
+    if (!there)
+        for (int64_t i = 0; i < before; ++i) store_up_to(state + i * c.channels, load(past + i * stride), n);
 }
 
 inline void convolve(const ConvCall& c) {
@@ -98,8 +113,8 @@ inline void convolve(const ConvCall& c) {
 struct DeltaCall {
     Sequences sequences;
     int64_t key_heads, heads, K, V;
-    const float *q, *k;  // [rows, key_heads, K]
-    const float* v;      // [rows, heads, V]
+    const float *q, *k;  // [rows, key_heads, K], a row every qk_row numbers
+    const float* v;      // [rows, heads, V], a row every v_row
     const float* g;      // [rows, heads] or [rows, heads, K]: logarithms of the decay
     const float* beta;   // [rows, heads]
     float* state;        // [slots, heads, K, V]
@@ -107,9 +122,12 @@ struct DeltaCall {
     double scale;        // of q
     int64_t l2norm;      // of q and k
     int64_t each_key;    // g is [rows, heads, K]
+    int64_t qk_row, v_row;
 };
 
-constexpr int DELTA_VECTORS = 2;  // columns of a state that a thread holds, in vectors
+// Columns of a state that a thread works on at once, in vectors: few fit in the nearest cache for all rows of a sequence;
+// for a single row, many are read and written where they are, neighbours in memory one after another.
+constexpr int NARROW = 2, WIDE = LANES == 16 ? 8 : 4;
 
 // What a token multiplies its key or query by.
 inline float norm_factor(const float* x, int64_t n, bool l2norm) {
@@ -122,18 +140,23 @@ inline float norm_factor(const float* x, int64_t n, bool l2norm) {
     return 1 / std::sqrt(sum(squares) + 1e-6f);
 }
 
+template <int VECTORS>
 inline void delta_columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t first) {
-    constexpr int WIDTH = DELTA_VECTORS * LANES;
+    constexpr int WIDTH = VECTORS * LANES;
     const Sequences& of = c.sequences;
     const int64_t K = c.K, n = std::min<int64_t>(WIDTH, c.V - first), key_head = head / (c.heads / c.key_heads);
     float* state = c.state + (of.slots[sequence] * c.heads + head) * K * c.V + first;
-    float* held = scratch(K * WIDTH + 3 * K);  // the columns, then key, query and decay of a token
-    float *key = held + K * WIDTH, *query = key + K, *decay = query + K;
-    for (int64_t i = 0; i < K; ++i)
-        for (int j = 0; j < WIDTH; j += LANES)
-            store(held + i * WIDTH + j, of.fresh[sequence] || j >= n ? zero() : load_up_to(state + i * c.V + j, n - j));
+    const bool there = VECTORS == WIDE && !of.fresh[sequence];  // the state is worked on where it is
+    float* memory = scratch(K * WIDTH + 3 * K);  // the columns, then key, query and decay of a token
+    float *key = memory + K * WIDTH, *query = key + K, *decay = query + K;
+    float* held = there ? state : memory;
+    const int64_t stride = there ? c.V : WIDTH;
+    if (!there)
+        for (int64_t i = 0; i < K; ++i)
+            for (int j = 0; j < WIDTH; j += LANES)
+                store(held + i * WIDTH + j, of.fresh[sequence] || j >= n ? zero() : load_up_to(state + i * c.V + j, n - j));
     for (int64_t row = of.starts[sequence]; row < of.starts[sequence + 1]; ++row) {
-        const float *q = c.q + (row * c.key_heads + key_head) * K, *k = c.k + (row * c.key_heads + key_head) * K;
+        const float *q = c.q + row * c.qk_row + key_head * K, *k = c.k + row * c.qk_row + key_head * K;
         const F32 of_key = set(norm_factor(k, K, c.l2norm));
         const F32 of_query = set(norm_factor(q, K, c.l2norm)), scale = set(float(c.scale));
         const float* g = c.g + (row * c.heads + head) * (c.each_key ? K : 1);
@@ -145,24 +168,24 @@ inline void delta_columns(const DeltaCall& c, int64_t sequence, int64_t head, in
             store_up_to(decay + i, c.each_key ? exp(load_up_to(g + i, K - i)) : load(one), K - i);
         }
         // What the state has for the key, and then for the query, in two chains for each vector.
-        F32 known[DELTA_VECTORS], known_too[DELTA_VECTORS], y[DELTA_VECTORS], y_too[DELTA_VECTORS], change[DELTA_VECTORS];
-        for (int j = 0; j < DELTA_VECTORS; ++j) known[j] = known_too[j] = y[j] = y_too[j] = zero();
+        F32 known[VECTORS], known_too[VECTORS], y[VECTORS], y_too[VECTORS], change[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) known[j] = known_too[j] = y[j] = y_too[j] = zero();
         const auto knows = [&](int64_t i, F32* sums) {
-            for (int j = 0; j < DELTA_VECTORS; ++j)
-                sums[j] = fma(mul(load(held + i * WIDTH + j * LANES), set(decay[i])), set(key[i]), sums[j]);
+            for (int j = 0; j < VECTORS; ++j)
+                sums[j] = fma(mul(load(held + i * stride + j * LANES), set(decay[i])), set(key[i]), sums[j]);
         };
         int64_t i = 0;
         for (; i + 2 <= K; i += 2) knows(i, known), knows(i + 1, known_too);
         if (i < K) knows(i, known);
-        const float* v = c.v + (row * c.heads + head) * c.V + first;
+        const float* v = c.v + row * c.v_row + head * c.V + first;
         const F32 beta = set(c.beta[row * c.heads + head]);
-        for (int j = 0; j < DELTA_VECTORS; ++j) {
+        for (int j = 0; j < VECTORS; ++j) {
             const F32 value = j * LANES < n ? load_up_to(v + j * LANES, n - j * LANES) : zero();
             change[j] = mul(sub(value, add(known[j], known_too[j])), beta);
         }
         const auto learns = [&](int64_t i, F32* sums) {
-            for (int j = 0; j < DELTA_VECTORS; ++j) {
-                float* at = held + i * WIDTH + j * LANES;
+            for (int j = 0; j < VECTORS; ++j) {
+                float* at = held + i * stride + j * LANES;
                 const F32 now = fma(change[j], set(key[i]), mul(load(at), set(decay[i])));
                 store(at, now);
                 sums[j] = fma(now, set(query[i]), sums[j]);
@@ -171,18 +194,30 @@ inline void delta_columns(const DeltaCall& c, int64_t sequence, int64_t head, in
         for (i = 0; i + 2 <= K; i += 2) learns(i, y), learns(i + 1, y_too);
         if (i < K) learns(i, y);
         float* out = c.y + (row * c.heads + head) * c.V + first;
-        for (int j = 0; j < DELTA_VECTORS && j * LANES < n; ++j)
+        for (int j = 0; j < VECTORS && j * LANES < n; ++j)
             store_up_to(out + j * LANES, add(y[j], y_too[j]), n - j * LANES);
     }
-    for (int64_t i = 0; i < K; ++i)
-        for (int j = 0; j < n; j += LANES) store_up_to(state + i * c.V + j, load(held + i * WIDTH + j), n - j);
+    if (!there)
+        for (int64_t i = 0; i < K; ++i)
+            for (int j = 0; j < n; j += LANES) store_up_to(state + i * c.V + j, load(held + i * WIDTH + j), n - j);
+}
+
+inline int64_t delta_blocks(const DeltaCall& c) { return (c.V + NARROW * LANES - 1) / (NARROW * LANES); }
+
+// Of a sequence: some columns of a head.
+inline void delta_piece(const DeltaCall& c, int64_t sequence, int64_t piece, int64_t blocks) {
+    const int64_t head = piece / blocks, first = piece % blocks * NARROW * LANES;
+    const bool single = c.sequences.starts[sequence + 1] - c.sequences.starts[sequence] == 1;
+    if (!single || c.V % (WIDE * LANES))
+        delta_columns<NARROW>(c, sequence, head, first);
+    else if (first % (WIDE * LANES) == 0)
+        delta_columns<WIDE>(c, sequence, head, first);
 }
 
 inline void gated_delta(const DeltaCall& c) {
-    constexpr int WIDTH = DELTA_VECTORS * LANES;
-    const int64_t blocks = (c.V + WIDTH - 1) / WIDTH;
+    const int64_t blocks = delta_blocks(c);
     for_pieces(c.sequences, c.heads * blocks, 3 * c.heads * c.K * c.V, [&](int64_t sequence, int64_t piece) {
-        delta_columns(c, sequence, piece / blocks, piece % blocks * WIDTH);
+        delta_piece(c, sequence, piece, blocks);
     });
 }
 
@@ -193,23 +228,25 @@ inline void gated_delta(const DeltaCall& c) {
 struct MambaCall {
     Sequences sequences;
     int64_t heads, groups, P, N;
-    const float* x;       // [rows, heads, P]
+    const float* x;       // [rows, heads, P], a row every x_row numbers
     const float* dt;      // [rows, heads]
     const float* A;       // [heads] or [heads, N]
-    const float *B, *C;   // [rows, groups, N]
+    const float *B, *C;   // [rows, groups, N], a row every bc_row
     const float* D;       // [heads]; null: none
     float* state;         // [slots, heads, P, N]
     float* y;             // [rows, heads, P]
     int64_t each_number;  // A is [heads, N]
+    int64_t x_row, bc_row;
 };
 
 // Neighbouring channels of a head, one token.
 template <int CHANNELS>
 inline void mamba_channels(
-    const MambaCall& c, int64_t at, int64_t head, int64_t p, float* state, const float* decay, const float* B, const float* C
+    const MambaCall& c, int64_t at, int64_t head, int64_t p, const float* x, float* state, const float* decay,
+    const float* B, const float* C
 ) {
     F32 input[CHANNELS], total[CHANNELS];
-    for (int i = 0; i < CHANNELS; ++i) input[i] = set(c.x[at * c.P + p + i] * c.dt[at]), total[i] = zero();
+    for (int i = 0; i < CHANNELS; ++i) input[i] = set(x[p + i] * c.dt[at]), total[i] = zero();
     const auto numbers = [&](int64_t n, auto load_some, auto store_some) {
         const F32 kept = load(decay + n), b = load_some(B + n), much = load_some(C + n);
         for (int i = 0; i < CHANNELS; ++i) {
@@ -226,7 +263,7 @@ inline void mamba_channels(
         numbers(n, [=](const float* from) { return load_n(from, rest); }, [=](float* to, F32 x) { store_n(to, x, rest); });
     for (int i = 0; i < CHANNELS; ++i) {
         const float y = sum(total[i]);
-        c.y[at * c.P + p + i] = c.D ? std::fma(c.D[head], c.x[at * c.P + p + i], y) : y;
+        c.y[at * c.P + p + i] = c.D ? std::fma(c.D[head], x[p + i], y) : y;
     }
 }
 
@@ -238,13 +275,14 @@ inline void mamba_head(const MambaCall& c, int64_t sequence, int64_t head) {
     float* decay = scratch((N + LANES - 1) / LANES * LANES);
     for (int64_t row = of.starts[sequence]; row < of.starts[sequence + 1]; ++row) {
         const int64_t at = row * c.heads + head;
-        const float *B = c.B + (row * c.groups + group) * N, *C = c.C + (row * c.groups + group) * N;
+        const float *B = c.B + row * c.bc_row + group * N, *C = c.C + row * c.bc_row + group * N;
+        const float* x = c.x + row * c.x_row + head * c.P;
         const F32 dt = set(c.dt[at]);
         for (int64_t n = 0; n < N; n += LANES)
             store(decay + n, exp(mul(c.each_number ? load_up_to(c.A + head * N + n, N - n) : set(c.A[head]), dt)));
         int64_t p = 0;
-        for (; p + 4 <= c.P; p += 4) mamba_channels<4>(c, at, head, p, state, decay, B, C);
-        for (; p < c.P; ++p) mamba_channels<1>(c, at, head, p, state, decay, B, C);
+        for (; p + 4 <= c.P; p += 4) mamba_channels<4>(c, at, head, p, x, state, decay, B, C);
+        for (; p < c.P; ++p) mamba_channels<1>(c, at, head, p, x, state, decay, B, C);
     }
 }
 

@@ -33,16 +33,16 @@ class ReferenceScans(Scans):
         out, width = torch.zeros_like(x), weight.shape[1]
         w, b = weight.float(), None if bias is None else bias.float()
         for rows, at, new in _tokens(starts, slots, fresh):
-            window = torch.cat([_states(state, at, new), x[rows].float()[..., None]], -1)
-            total = window[..., 0] * w[:, 0]
+            window = torch.cat([_states(state, at, new), x[rows].float()[:, None]], 1)
+            total = window[:, 0] * w[:, 0]
             for tap in range(1, width):
-                total = total + window[..., tap] * w[:, tap]
+                total = total + window[:, tap] * w[:, tap]
             total = total if b is None else total + b
             if activation:
                 total = total.to(x.dtype).float()
                 total = total / (1 + torch.exp(-total))
             out[rows] = total.to(x.dtype)
-            state[at] = window[..., 1:]
+            state[at] = window[:, 1:]
         return out
 
     def gated_delta(self, q, k, v, g, beta, state, starts, slots, fresh, scale, l2norm):  # type: ignore[no-untyped-def]

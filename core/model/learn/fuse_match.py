@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -149,6 +150,19 @@ def deviations(got: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The largest difference of each row of two ``[rows, n]``, in standard deviations of `own`: ``[rows]``."""
     own = own.float()
     return (got.float() - own).abs().amax(-1) / own.std().clamp_min(1e-12)
+
+
+@contextmanager
+def widened(module: nn.Module) -> Iterator[None]:
+    """Hold every half-precision tensor of `module` in fp32 for a while."""
+    narrow = [(t, t.dtype) for t in (*module.parameters(), *module.buffers()) if t.dtype in LOGITS_TOLERANCE]
+    try:
+        for tensor, _ in narrow:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in narrow:
+            tensor.data = tensor.data.to(dtype)
 
 
 def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, str, str]]:

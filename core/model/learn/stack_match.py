@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -20,17 +21,30 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import LayerNames
+from ....kernels.decoder_contract import AttentionMixer, AttentionNames, DecoderLayer, LayerNames, RecurrentMixer
+from ....kernels.reference.reference_backend import ReferenceBackend
 from ..run.fused import FusedRMSNorm, ProjectionPart
+from ..run.positions import positions_given, receivers
+from ..run.recurrent import one_sequence, state_inputs, states_of
 from ..run.stack import LayerInputs, RotaryOptions, StackedDecoder, StackOptions, build_layer, cos_sin, run_layer
-from .fuse_match import LOGITS_TOLERANCE, TOLERANCE, NotRecognisedError, deviations, random_rows, row_differences
+from .fuse_match import (
+    LOGITS_TOLERANCE,
+    TOLERANCE,
+    NotRecognisedError,
+    deviations,
+    random_rows,
+    row_differences,
+    widened,
+)
 from .fuse_observe import SEED, TEXT_ROWS, own_values, run_rows, stand_in
+from .mixer_match import MixerParts, mixer_candidates
 
-# What a layer calls, in order (N a norm, A attention, M the MLP) → the roles of its norms
+# What a layer calls, in order (N a norm, A its mixer, M the MLP) → the roles of its norms
 FORMS = {
+    "NA": ("input_norm",),
     "NANM": ("input_norm", "mlp_norm"),
-    "NANNMN": ("input_norm", "attention_norm", "mlp_norm", "output_norm"),
-    "ANMN": ("attention_norm", "output_norm"),
+    "NANNMN": ("input_norm", "mixer_norm", "mlp_norm", "output_norm"),
+    "ANMN": ("mixer_norm", "output_norm"),
 }
 
 # An attention that calls one of these has limits which random rows need not reach.
@@ -43,6 +57,14 @@ class _Call(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012  # never changed
     output: Any = None
+
+
+class _Recurrence(NamedTuple):
+    """A call of a module that keeps a state."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class _Attention(NamedTuple):
@@ -59,7 +81,8 @@ class _Pass(TorchFunctionMode):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.calls: list[_Call] = []  # in the order of their ends
-        self.attentions: list[_Attention] = []
+        self.mixers: list[_Attention | _Recurrence] = []
+        self._stateful = set() if (states := states_of(model)) is None else set(states.modules) - set(states.looped)
         self.limited: set[str] = set()
         self._running: list[str] = []
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TEXT_ROWS
@@ -75,10 +98,12 @@ class _Pass(TorchFunctionMode):
         # of the others, tensors are not kept: they take memory
         keep = _name(path).isdigit() or isinstance(module, PreTrainedModel) or _is_pair(output)
         self.calls.append(_Call(path, module, args, kwargs, output) if keep else _Call(path, module))
+        if module in self._stateful:
+            self.mixers.append(_Recurrence(path, args, kwargs))
 
     def _attend(self, _: nn.Module, *states: torch.Tensor, **kwargs: Any) -> None:
         sizes, dims = [x.shape[1] * x.shape[3] for x in states[:3]], [x.shape[3] for x in states[:3]]
-        self.attentions.append(_Attention(self._running[-1], len(self.calls), sizes, dims, kwargs.get("s_aux")))
+        self.mixers.append(_Attention(self._running[-1], len(self.calls), sizes, dims, kwargs.get("s_aux")))
 
     def __torch_function__(self, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None) -> Any:
         if self._running and func.__name__ in _LIMITS:
@@ -119,15 +144,20 @@ class _Matching:
         if len(norms) != 1:
             raise NotRecognisedError(f"{type(self.decoder).__name__} has {len(norms)} norms besides its layers, not 1")
         names = []
-        for layer, attention in zip(self.layers, self.seen.attentions, strict=True):
+        for layer, mixer in zip(self.layers, self.seen.mixers, strict=True):
             try:
-                names.append(self._settle(layer, self._candidates(layer, attention)))
+                if isinstance(mixer, _Attention):
+                    names.append(self._settle(layer, self._attentions(layer, mixer)))
+                else:
+                    names.append(self._settle(layer, self._recurrences(layer, mixer)))
             except NotRecognisedError as reason:
                 raise NotRecognisedError(f"{layer.path}: {reason}") from None
+        attending = (mixer.path for mixer in self.seen.mixers if isinstance(mixer, _Attention))
+        layers = _parent(self.layers[0].path)
         stack = StackOptions(
             decoder=self.path,
-            layers=_name(_parent(self.layers[0].path)),
-            attention=_name(self.seen.attentions[0].path),
+            layers=_name(layers),
+            attention=next((path.removeprefix(f"{layers}.") for path in attending), None),
             norm=_name(norms[0].path),
             embed_scale=self._embed_scale(),
             rotaries=self.rotaries,
@@ -137,42 +167,71 @@ class _Matching:
         return stack
 
     def _layer_list(self) -> list[_Call]:
-        """The calls of the layers: all of one list in a decoder, each with one attention, in order."""
-        attending = [_parent(attention.path) for attention in self.seen.attentions]
+        """The calls of the layers: all of one list in a decoder, each with one mixer, in order."""
+        mixing = [_parent(mixer.path) for mixer in self.seen.mixers]
         for path, module in self.model.named_modules():
             decoder = self.model.get_submodule(_parent(path))
             if isinstance(module, nn.ModuleList) and isinstance(decoder, PreTrainedModel):
                 layers = [call for call in self.seen.calls if _parent(call.path) == path]
-                if [layer.path for layer in layers] == attending == [f"{path}.{i}" for i in range(len(module))]:
+                if [layer.path for layer in layers] == mixing == [f"{path}.{i}" for i in range(len(module))]:
                     return layers
-        raise NotRecognisedError("there is no list of layers in which each has one attention call of its own")
+        raise NotRecognisedError("there is no list of layers in which each has one attention or state of its own")
 
-    def _candidates(self, layer: _Call, attention: _Attention) -> list[LayerNames]:
-        """What the layer may be, given what it calls."""
-        seen = self._from_outside(layer, attention)
+    def _attentions(self, layer: _Call, attention: _Attention) -> list[LayerNames]:
+        """What a layer with attention may be, given what it calls."""
+        seen, output = self._attention(layer, attention)
         rotary = self._rotary(layer)
         kinds = [] if rotary is None else [(rotary, False), (rotary, True)]
-        factors = [v for v in vars(layer.module).values() if isinstance(v, float)]
+        names = self._around(layer, attention.path, output)
         return [
-            seen._replace(rotary=index, interleaved=interleaved, multiplier=factor)
-            for (index, interleaved), factor in product([*kinds, (None, False)], [1.0, *factors])
+            names._replace(mixer=seen._replace(rotary=index, interleaved=interleaved), multiplier=factor)
+            for (index, interleaved), factor in product([*kinds, (None, False)], _factors(layer.module))
         ]
 
-    def _from_outside(self, layer: _Call, attention: _Attention) -> LayerNames:
+    def _recurrences(self, layer: _Call, mixer: _Recurrence) -> Iterator[LayerNames]:
+        """What a layer with a recurrent mixer may be."""
+        module, states = self.model.get_submodule(mixer.path), states_of(self.model)
+        assert states is not None, "the mixer keeps one"
+        calls = self.seen.children(mixer.path)
+        linear = [isinstance(call.module, nn.Linear | ProjectionPart) for call in calls]
+        if linear[-2:] != [False, True] or linear[:-2] != [True] * max(len(linear) - 2, 1):
+            called = ", ".join(_name(call.path) for call in calls)
+            raise NotRecognisedError(f"its mixer calls {called}, not one product, a norm, output")
+        *products, norm, output = calls
+        if len(products) > 1 and not _is_one([call.module for call in products]):
+            raise NotRecognisedError("the first linear layers of its mixer are not one product")
+        names = self._around(layer, mixer.path, _name(output.path))
+        inner = MixerParts(_name(mixer.path), [(_name(c.path), c.module) for c in products], _name(norm.path))
+        with stand_in(self.model):
+            found = mixer_candidates(module, inner, partial(module, *mixer.args, **mixer.kwargs), states)
+        return (
+            names._replace(mixer=each, multiplier=factor) for each, factor in product(found, _factors(layer.module))
+        )
+
+    def _around(self, layer: _Call, mixer: str, output: str) -> LayerNames:
+        """The layer without what its mixer is; `output` is the name of the mixer's last product."""
         calls = self.seen.children(layer.path)
-        form = "".join("A" if c.path == attention.path else "N" if _is_norm(c) else "M" for c in calls)
+        form = "".join("A" if c.path == mixer else "N" if _is_norm(c) else "M" for c in calls)
         if form not in FORMS:
             raise NotRecognisedError(f"calls {', '.join(type(c.module).__name__ for c in calls)}, in this order")
-        roles: dict[str, Any] = dict.fromkeys(("input_norm", "attention_norm", "mlp_norm", "output_norm"))
+        roles: dict[str, Any] = dict.fromkeys(("input_norm", "mixer_norm", "mlp_norm", "output_norm"))
         roles.update(zip(FORMS[form], (_name(c.path) for c in calls if _is_norm(c)), strict=True))
+        mlp = _name(calls[form.index("M")].path) if "M" in form else None
+        nothing: Any = None
+        return DecoderLayer(**roles, mixer=nothing, output=f"{_name(mixer)}.{output}", mlp=mlp, multiplier=1.0)
 
+    def _attention(self, layer: _Call, attention: _Attention) -> tuple[AttentionNames, str]:
+        """What attention calls, and the name of its last product."""
         inner = _name(attention.path)
         before = self.seen.children(attention.path, slice(attention.at))
         after = self.seen.children(attention.path, slice(attention.at, None))
         norms = [f"{inner}.{_name(call.path)}" for call in before if _is_norm(call)]
         products = [call for call in before if not _is_norm(call)]
         usual = len(norms) in (0, 2) and [isinstance(c.module, nn.Linear | ProjectionPart) for c in after] == [True]
-        if not usual or not _gives([call.module for call in products], attention.sizes):
+        query, key, value = attention.sizes
+        modules_of = [call.module for call in products]
+        gates = attention.dims[0] == attention.dims[2] and _gives(modules_of, [2 * query, key, value])
+        if not usual or not (gates or _gives(modules_of, attention.sizes)):
             names = ", ".join(_name(call.path) for call in (*before, *after))
             raise NotRecognisedError(
                 f"its attention calls {names}, not q/k/v in one product, two norms or none, output"
@@ -184,10 +243,9 @@ class _Matching:
         if any(tensor is not attention.sinks for tensor in own.values()):
             raise NotRecognisedError(f"has {', '.join(own)} besides its modules")
         query_norm, key_norm = norms or (None, None)
-        return LayerNames(
-            **roles,
+        seen = AttentionMixer(
             qkv=f"{inner}.{'+'.join(_name(call.path) for call in products)}",
-            sizes=attention.sizes,
+            sizes=[2 * query, key, value] if gates else attention.sizes,
             key_dim=attention.dims[0],
             value_dim=attention.dims[2],
             query_norm=query_norm,
@@ -195,10 +253,9 @@ class _Matching:
             rotary=None,
             interleaved=False,
             sinks=None if attention.sinks is None else f"{inner}.{next(iter(own))}",
-            output=f"{inner}.{_name(after[0].path)}",
-            mlp=_name(calls[form.index("M")].path),
-            multiplier=1.0,
+            gates=gates,
         )
+        return seen, _name(after[0].path)
 
     def _rotary(self, layer: _Call) -> int | None:
         """Which of `rotaries` made the cosines and sines that this layer is given; None where it is given none."""
@@ -211,7 +268,9 @@ class _Matching:
         _, (_, positions), *rest = (
             inspect.signature(made.module.forward).bind(*made.args, **made.kwargs).arguments.items()
         )
-        if not torch.equal(positions, self.seen.positions) or not all(isinstance(value, str) for _, value in rest):
+        if not torch.equal(positions, self.seen.positions.expand_as(positions)) or not all(
+            isinstance(value, str) for _, value in rest
+        ):
             raise NotRecognisedError(f"{made.path} is given other positions than the model, or more than those")
         halves = torch.equal(*pair[0].chunk(2, dim=-1))
         form = "halves" if halves else "pairs" if torch.equal(pair[0][..., ::2], pair[0][..., 1::2]) else "single"
@@ -220,9 +279,9 @@ class _Matching:
             self.rotaries.append(options)
         return self.rotaries.index(options)
 
-    def _settle(self, layer: _Call, candidates: Sequence[LayerNames]) -> LayerNames:
+    def _settle(self, layer: _Call, candidates: Iterable[LayerNames]) -> LayerNames:
         """The first candidate that computes what the layer computes."""
-        hidden = layer.args[0]
+        hidden = layer.args[0].to(self.model.dtype)  # some models add up their layers' outputs in fp32
         x = random_rows(TEXT_ROWS, hidden.shape[-1], -2, 1, hidden)
         expected: list[torch.Tensor] = []
 
@@ -234,14 +293,14 @@ class _Matching:
         with _random_norms(layer.module):
             with stand_in(self.model, note):
                 out = layer.module(x, *layer.args[1:], **layer.kwargs)
-            expected.append((out[0] if isinstance(out, tuple) else out)[0])
+            expected.append((out[0] if isinstance(out, tuple) else out)[0].to(x.dtype))
             for names in candidates:
                 errors = self._errors(layer.module, names, x[0].clone(), expected)
                 wrong = [(part, error) for part, error in enumerate(errors) if not error <= limit]
                 if not wrong:
                     return names
                 nearest = max(nearest, wrong[0])
-        part, error = ("query", "key", "value", "output")[nearest[0]], nearest[1]
+        part, error = ("query", "key", "value", "output")[nearest[0] + 4 - len(expected)], nearest[1]
         raise NotRecognisedError(f"its {part} differs by {error:.1e} from the stack's, the limit is {limit:.1e}")
 
     def _errors(
@@ -256,12 +315,13 @@ class _Matching:
 
         layer = build_layer(module, names)
         angles = cos_sin(self.decoder, self.rotaries, self.seen.positions)
-        step = LayerInputs(self.backend, self.backend.linear, angles, attend)
+        step = LayerInputs(self.backend, self.backend.linear, angles, attend, states_of(self.model))
         got.append(torch.add(*run_layer(step, layer, x, None)))
         *states, output = map(row_differences, expected, got)
-        # a router may send a row that was rounded otherwise to another expert
-        switches = x.dtype != torch.float32 and isinstance(layer.mlp, nn.Module)
-        return [*(float(rows.amax()) for rows in states), float(output.median() if switches else output.amax())]
+        # of a row that was rounded otherwise, a router may choose another expert, and a short query becomes a long one
+        amplifies = isinstance(layer.mlp, nn.Module) or isinstance(layer.mixer, RecurrentMixer)
+        middle = amplifies and x.dtype != torch.float32
+        return [*(float(rows.amax()) for rows in states), float(output.median() if middle else output.amax())]
 
     def _embed_scale(self) -> float:
         """What embeddings are multiplied by before the first layer."""
@@ -275,21 +335,29 @@ class _Matching:
         raise NotRecognisedError(f"{type(self.decoder).__name__} changes its embeddings before the first layer")
 
     def _compare_logits(self, options: StackOptions) -> None:
-        """The whole model's logits with the stack and without."""
+        """The model's logits with the stack and without. Where they differ in half precision, rounding alone may be
+        the reason, and fp32 decides, as in `verify`."""
+        error = self._error_of_logits(StackedDecoder(self.model, options, self.backend))
+        limit = LOGITS_TOLERANCE[self.model.dtype]
+        if not error <= limit and self.model.dtype != torch.float32:
+            with widened(self.model):
+                error = self._error_of_logits(StackedDecoder(self.model, options, ReferenceBackend()))
+            limit = LOGITS_TOLERANCE[torch.float32]
+        if not error <= limit:
+            raise NotRecognisedError(f"the logits differ by {error:.1e} standard deviations, the limit is {limit:.1e}")
+
+    def _error_of_logits(self, stacked: StackedDecoder) -> float:
         embeddings: Any = self.model.get_input_embeddings()
         ids = torch.arange(TEXT_ROWS, device=self.model.device)[None] % embeddings.weight.shape[0]
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": self.seen.positions, "use_cache": False}
-        stacked = StackedDecoder(self.model, options, self.backend)
-        with stand_in(self.model):
+        with stand_in(self.model), positions_given(receivers(self.model), self.seen.positions) as given:
+            states = state_inputs(self.model, one_sequence(self.model, TEXT_ROWS), TEXT_ROWS)
+            inputs = {"input_ids": ids, **given, **states}
             own = self.model(**inputs)[0][0]
             stacked.install()
             try:
-                error = float(deviations(self.model(**inputs)[0][0], own).median())
+                return float(deviations(self.model(**inputs)[0][0], own).median())
             finally:
                 stacked.remove()
-        limit = LOGITS_TOLERANCE[self.model.dtype]
-        if not error <= limit:
-            raise NotRecognisedError(f"the logits differ by {error:.1e} standard deviations, the limit is {limit:.1e}")
 
 
 @contextmanager
@@ -310,8 +378,18 @@ def _gives(modules: Sequence[nn.Module], sizes: Sequence[int]) -> bool:
     """Whether these are one product whose rows are those of query, key and value."""
     if len(modules) == 1:
         return isinstance(modules[0], nn.Linear) and modules[0].out_features == sum(sizes)
-    parts = [(part.index, part.out_features) for part in modules if isinstance(part, ProjectionPart)]
-    return len(parts) == len(modules) and parts == list(enumerate(sizes))
+    return _is_one(modules) and [part.out_features for part in modules] == list[Any](sizes)
+
+
+def _is_one(modules: Sequence[nn.Module]) -> bool:
+    """Whether these are all parts of one product, in order."""
+    parts = [part for part in modules if isinstance(part, ProjectionPart)]
+    return len(parts) == len(modules) and [part.index for part in parts] == list(range(len(parts[0].sizes)))
+
+
+def _factors(layer: nn.Module) -> list[float]:
+    """What a layer may multiply its outputs by."""
+    return [1.0, *(value for value in vars(layer).values() if isinstance(value, float))]
 
 
 def _is_norm(call: _Call) -> bool:

@@ -9,8 +9,7 @@ other code for a single token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from ..run.attention import attention_set, library_attention
 from ..run.paged_model import PagedModel
 from ..run.positions import takes_positions
 from ..run.recurrent import cache_argument
-from .fuse_match import LOGITS_TOLERANCE, deviations
+from .fuse_match import LOGITS_TOLERANCE, deviations, widened
 from .recurrent_probe import OwnCache
 
 BLOCK_SIZE = 8
@@ -52,10 +51,10 @@ def verify(model: PagedModel, backend: Backend) -> str:
     sequences = random_sequences(model)
     dtype = model.dtype
     error, logits = _difference(model, sequences, backend, dtype)
-    model.verified = backend, logits
+    model.verified, model.rounding = (backend, logits), error
     if dtype != torch.float32 and not error <= LOGITS_TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32
-        with _widened(model.model):
+        with widened(model.model):
             error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
     limit = LOGITS_TOLERANCE[dtype]
     if not error <= limit:  # also when it is not a number
@@ -148,19 +147,6 @@ def _own_steps(model: PagedModel, ids: torch.Tensor, prompt: int) -> torch.Tenso
     parts = [range(prompt), *(range(i, i + 1) for i in range(prompt, len(ids)))]
     with attention_set(model.model, library_attention(model.model)):
         return torch.cat([_own_pass(model, ids, part, cache) for part in parts])
-
-
-@contextmanager
-def _widened(module: torch.nn.Module) -> Iterator[None]:
-    """Hold every half-precision tensor of `module` in fp32 for a while."""
-    narrow = [(t, t.dtype) for t in (*module.parameters(), *module.buffers()) if t.dtype in LOGITS_TOLERANCE]
-    try:
-        for tensor, _ in narrow:
-            tensor.data = tensor.data.float()
-        yield
-    finally:
-        for tensor, dtype in narrow:
-            tensor.data = tensor.data.to(dtype)
 
 
 def schedule(lengths: list[int]) -> list[list[Chunk]]:

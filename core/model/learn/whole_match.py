@@ -16,9 +16,11 @@ from torch import nn
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import Decoder, Embedding, GatedMLP, Linear
+from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
 from ..load.quantized import JoinedWeights
 from ..run.paged_model import PagedModel
+from ..run.positions import positions_given, receivers
+from ..run.recurrent import one_sequence, state_inputs
 from ..run.stack import StackedDecoder
 from ..run.whole_model import Head, WholeModel
 from .fuse_match import LOGITS_TOLERANCE, NotRecognisedError, deviations
@@ -58,14 +60,15 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         embedding = Embedding(output, () if embed_scale == 1.0 else (embed_scale,))
     elif is_plain:
         embedding = Embedding(stack.embedding.weight)
-    model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend), 1
+    model.whole, model.row_multiple = WholeModel(stack, embedding, head, decoder, backend, model.states), 1
     model.parameters.packed = decoder.weights
     logits = final_logits(model, backend)
     model.verified = backend, logits
     if before is None:  # as for an earlier start; the caller compares the logits
         return
     error = float(deviations(logits, before).median())
-    if bits is None and model.quantized is None and not error <= LOGITS_TOLERANCE[model.dtype]:
+    limit = max(LOGITS_TOLERANCE[model.dtype], 2 * model.rounding)
+    if bits is None and model.quantized is None and not error <= limit:
         raise UnsupportedModelError(
             f"the {backend.name} backend computes {type(model.model).__name__} wrongly as a whole (logits differ by "
             f"{error:.1e} standard deviations); this is a bug: attention_backend='reference' avoids it"
@@ -92,20 +95,22 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
     stack = model.stack
     if stack is None:
         raise NotRecognisedError("its layers are of no form that is known")
-    if not all(isinstance(layer.mlp, GatedMLP) for layer in stack.layers):
+    if not all(layer.mlp is None or isinstance(layer.mlp, GatedMLP) for layer in stack.layers):
         raise NotRecognisedError("an MLP is not a gated one")
-    if len(model.layers) != len(stack.layers):
-        raise NotRecognisedError(f"{len(stack.layers)} layers make {len(model.layers)} attention calls")
+    attending = sum(isinstance(layer.mixer, AttentionMixer) for layer in stack.layers)
+    if len(model.layers) != attending:
+        raise NotRecognisedError(f"{attending} layers with attention make {len(model.layers)} attention calls")
     if any(module._forward_pre_hooks or module._forward_hooks for module in model.model.modules()):
         raise NotRecognisedError("a module has hooks, which want to be called")
     output: Any = model.model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise NotRecognisedError("its output layer is no linear one")
     ids = torch.arange(TEXT_ROWS) % output.weight.shape[0]
-    with torch.inference_mode(), stand_in(model.model):
-        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": torch.arange(TEXT_ROWS)[None]}
-        hidden = stack.forward(**inputs).last_hidden_state[0]
-        logits = model.model(**inputs, use_cache=False).logits[0].float()
+    positions = torch.arange(TEXT_ROWS)[None]
+    with torch.inference_mode(), stand_in(model.model), positions_given(receivers(model.model), positions) as given:
+        states = state_inputs(model.model, one_sequence(model.model, TEXT_ROWS), TEXT_ROWS)
+        hidden = stack.forward(ids[None], position_ids=positions, **states).last_hidden_state[0]
+        logits = model.model(ids[None], **given, **states).logits[0].float()
         head = _head(model, Linear(output.weight, output.bias), hidden, logits)
         rows, embeddings = output.weight[ids], stack.embedding(ids)
     if stack.embedding.weight is not output.weight:

@@ -88,6 +88,11 @@ class ProjectionPart(nn.Module):
         self._start = sum(joined.sizes[:index])
 
     @property
+    def sizes(self) -> list[int]:
+        """Outputs of all that are joined."""
+        return self._joined[0].sizes
+
+    @property
     def weight(self) -> torch.Tensor:
         return self._joined[0].weight.detach().narrow(0, self._start, self.out_features)
 

@@ -190,6 +190,9 @@ class AdaptedDecoder:
     def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
         self._decoder.bind(caches, sources)
 
+    def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._decoder.bind_states(states)
+
     def give_back(self) -> None:
         self._decoder.give_back()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, SequenceOffsets
+from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, Scans, SequenceOffsets
 from ...worker.kv_layout import KVLayout, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
@@ -51,6 +51,7 @@ class PagedModel:
         self.quantized: PackedWeights | None = None  # weights that the checkpoint has as integers
         self.verdict: list[str] = []  # of `verify`, also as lines for --explain-model; empty: it was not called
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
+        self.rounding = 0.0  # the error that `verify` found in the model's dtype, in standard deviations
         self.stack = fused.stack  # if it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory
         self.whole: WholeModel | None = None  # if a backend runs the model in one call
@@ -82,6 +83,14 @@ class PagedModel:
         if self.whole is not None:
             self.whole.decoder.bind(caches, self.sources)
 
+    def allocate_states(self, slots: int, scans: Scans, zeros: Callable[..., torch.Tensor]) -> None:
+        """Make room for recurrent states, if the model has any: see `StepStates.allocate`."""
+        if self.states is not None:
+            self.states.scans = scans
+            self.states.allocate(slots, self.model.dtype, zeros)
+            if self.whole is not None:
+                self.whole.bind_states()
+
     def unbind(self) -> None:
         """Drop the cache; no step can run until `bind`."""
         self._calls.caches = []
@@ -103,12 +112,13 @@ class PagedModel:
         tokens and n are multiples of `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
         """
         self._calls.begin(attention, sequences)
+        if self.states is not None:
+            self.states.begin(sequences, positions.shape[-1])
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
             return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
         inputs: dict[str, Any] = {"use_cache": False}
         if self.states is not None:
-            self.states.begin(sequences, positions.shape[-1])
             inputs[self._cache_name] = self.states
         if inputs_embeds is None:
             inputs["input_ids"] = input_ids.unsqueeze(0)

@@ -43,7 +43,7 @@ def ragged_specs(module: nn.Module, specs: dict[StateKey, StateSpec]) -> dict[St
     """The states as the scans keep them: fp32, and of a convolution only the inputs before the next one."""
     (width,) = {part.weight.shape[-1] for part in module.modules() if isinstance(part, nn.Conv1d)}
     return {
-        key: StateSpec((spec.shape[0], width - 1) if key.kind == "conv" else spec.shape, torch.float32, False)
+        key: StateSpec((width - 1, spec.shape[0]) if key.kind == "conv" else spec.shape, torch.float32, False)
         for key, spec in specs.items()
     }
 

@@ -129,6 +129,15 @@ class StepStates(DynamicCache):
             self._where = of.cu_seqlens, of.slots + 1, of.starts == 0
         return self._where
 
+    @property
+    def running_layer(self) -> int:
+        """The layer whose mixer asked for a state last."""
+        return self._at.layer
+
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pools of a layer with one convolution and one scan."""
+        return self.pool[StateKey(layer, "conv")], self.pool[StateKey(layer, "recurrent")]
+
     def _offsets(self) -> SequenceOffsets:
         """Of the step's sequences, where the states are."""
         if self._here is None:
@@ -270,7 +279,7 @@ def _paste(whole: Any, part: Any, step: StepStates, lot: Lot) -> Any:
 
 def cache_argument(model: nn.Module) -> str:
     """The name under which this model takes its cache."""
-    names = inspect.signature(model.forward).parameters
+    names = inspect.signature(type(model).forward).parameters
     return "past_key_values" if "past_key_values" in names else "cache_params"
 
 

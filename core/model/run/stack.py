@@ -9,6 +9,7 @@ stays right.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,10 +18,24 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import DecoderLayer, GatedMLP, LayerNames, LayerTensors, Linear, Norm
+from ....kernels.decoder_contract import (
+    AttentionMixer,
+    AttentionNames,
+    AttentionTensors,
+    DecoderLayer,
+    GatedMLP,
+    LayerNames,
+    LayerTensors,
+    Linear,
+    Norm,
+    RecurrenceNames,
+    RecurrenceTensors,
+    RecurrentMixer,
+)
 from ..learn.fuse_observe import STAND_IN, own_values
 from .attention import IMPLEMENTATION
 from .fused import FusedMLP, FusedRMSNorm
+from .recurrent import StepStates
 
 IGNORED = {"use_cache": False, "output_router_logits": False, "return_dict": True}
 """Arguments of a decoder's forward, each with the value at which it does not change the hidden states."""
@@ -36,6 +51,7 @@ class LayerInputs(NamedTuple):
     linear: Callable[..., torch.Tensor]  # as `Backend.linear`
     angles: Sequence[torch.Tensor]  # of each rotary embedding: see `cos_sin`
     attend: Attend
+    states: StepStates | None  # of the step's sequences, where a mixer is recurrent
 
 
 def run_layers(step: LayerInputs, layers: Sequence[LayerTensors], norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
@@ -52,14 +68,10 @@ def run_layer(
     """One layer on ``hidden + added`` → two tensors whose sum is its output."""
     backend, linear, rows = step.backend, step.linear, len(hidden)
     x, hidden = _add_norm(backend, hidden, added, layer.input_norm)
-    query, key, value = linear(x, *layer.qkv).split(layer.sizes, dim=-1)
-    query = _heads(backend, query, layer.query_norm, layer.key_dim)
-    key = _heads(backend, key, layer.key_norm, layer.key_dim)
-    if layer.rotary is not None:
-        backend.rotate(query, key, step.angles[layer.rotary], layer.interleaved)
-    attended = step.attend(query, key, value.view(rows, -1, layer.value_dim), layer.sinks)
-    added = linear(attended.reshape(rows, -1), *layer.output)
-    added = _scaled(backend, added, layer.attention_norm, layer.multiplier)
+    mixed = _attended(step, layer.mixer, x) if isinstance(layer.mixer, AttentionMixer) else _mixed(step, layer.mixer, x)
+    added = _scaled(backend, linear(mixed, *layer.output), layer.mixer_norm, layer.multiplier)
+    if layer.mlp is None:
+        return hidden, added
 
     x, hidden = _add_norm(backend, hidden, added, layer.mlp_norm)
     if isinstance(layer.mlp, GatedMLP):
@@ -69,6 +81,27 @@ def run_layer(
         out = layer.mlp(x.unsqueeze(0))
         added = (out[0] if isinstance(out, tuple) else out).reshape(rows, -1)
     return hidden, _scaled(backend, added, layer.output_norm, layer.multiplier)
+
+
+def _attended(step: LayerInputs, mixer: AttentionTensors, x: torch.Tensor) -> torch.Tensor:
+    """Rows ``[rows, hidden]`` → what attention gives for them, ``[rows, query heads * value_dim]``."""
+    backend, gate = step.backend, None
+    query, key, value = step.linear(x, *mixer.qkv).split(mixer.sizes, dim=-1)
+    if mixer.gates:
+        query, gate = (part.flatten(1) for part in query.unflatten(1, (-1, 2, mixer.key_dim)).unbind(2))
+    query = _heads(backend, query, mixer.query_norm, mixer.key_dim)
+    key = _heads(backend, key, mixer.key_norm, mixer.key_dim)
+    if mixer.rotary is not None:
+        backend.rotate(query, key, step.angles[mixer.rotary], mixer.interleaved)
+    out = step.attend(query, key, value.view(len(x), -1, mixer.value_dim), mixer.sinks).reshape(len(x), -1)
+    return out if gate is None else (out.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
+
+
+def _mixed(step: LayerInputs, mixer: RecurrenceTensors, x: torch.Tensor) -> torch.Tensor:
+    """Rows ``[rows, hidden]`` → what a recurrent mixer gives for them, ``[rows, heads * value_dim]``."""
+    states = step.states
+    assert states is not None, "a step of recurrent mixers has sequences"
+    return states.scans.mix(mixer, step.linear(x, *mixer.projection), *states.of_layer(mixer.layer), *states.where())
 
 
 def _add_norm(
@@ -110,7 +143,7 @@ class StackOptions(NamedTuple):
 
     decoder: str  # path of the module that holds embeddings, layers and final norm; names are relative to it
     layers: str
-    attention: str  # of a layer
+    attention: str | None  # of the first layer with attention, relative to `layers`
     norm: str
     embed_scale: float
     rotaries: Sequence[RotaryOptions]
@@ -121,8 +154,20 @@ class StackOptions(NamedTuple):
         """Back from what JSON makes of it."""
         *_, rotaries, names = values
         return cls(*values)._replace(
-            rotaries=[RotaryOptions(*each) for each in rotaries], names=[DecoderLayer(*each) for each in names]
+            rotaries=[RotaryOptions(*each) for each in rotaries], names=[_layer_names(*each) for each in names]
         )
+
+
+def _layer_names(input_norm: Any, mixer: Sequence[Any], *others: Any) -> LayerNames:
+    kind: Any = AttentionMixer if len(mixer) == len(AttentionMixer._fields) else RecurrentMixer
+    return DecoderLayer(input_norm, kind(*mixer), *others)
+
+
+@dataclass
+class _Output(MoeModelOutputWithPast):
+    """What models read of their decoder's output."""
+
+    cache_params: None = None
 
 
 class StackedDecoder:
@@ -139,7 +184,8 @@ class StackedDecoder:
         self.rotaries = options.rotaries
         self._backend = backend
         self._own_forward = decoder.forward
-        self._attention: Any = layers[0].get_submodule(options.attention)
+        self._attention: Any = None if options.attention is None else layers.get_submodule(options.attention)
+        self._is_recurrent = any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)
 
     def install(self) -> None:
         """From now on the decoder's forward is this one."""
@@ -160,31 +206,39 @@ class StackedDecoder:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What transformers calls, ids and positions ``[1, tokens]``. With an attention that is not of this package it
-        is the model's own, so that the two can be compared.
+        """What transformers calls, ids and positions ``[1, tokens]``. With an attention or states that are not of this
+        package it is the model's own, so that the two can be compared.
 
         Raises:
             TypeError: the model passes an argument that could change the result, and that the stack does not know.
         """
         implementation = self.decoder.config._attn_implementation
-        if implementation not in (IMPLEMENTATION, STAND_IN):
-            inputs = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
-            return self._own_forward(**inputs, **kwargs)
+        states = next((value for value in kwargs.values() if isinstance(value, StepStates)), None)
+        attends_here = self._attention is None or implementation in (IMPLEMENTATION, STAND_IN)
+        if not attends_here or (self._is_recurrent and states is None):
+            inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **kwargs}
+            return self._own_forward(**inputs, **({} if position_ids is None else {"position_ids": position_ids}))
         if unknown := [name for name, value in kwargs.items() if not _changes_nothing(name, value)]:
             raise TypeError(f"{type(self.decoder).__name__} runs as a stack of layers, which takes no {unknown[0]}")
-        assert position_ids is not None
         # what is given from outside may be needed there, and the kernels overwrite
         hidden = self.scaled(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds.clone())
-        attend = self._attention.mainspring_calls.run if implementation == IMPLEMENTATION else own_values
-        angles = cos_sin(self.decoder, self.rotaries, position_ids)
-        step = LayerInputs(self._backend, self._backend.linear, angles, attend)
-        return MoeModelOutputWithPast(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
+        attend = own_values
+        if self._attention is not None and implementation == IMPLEMENTATION:
+            attend = self._attention.mainspring_calls.run
+        angles = []
+        if self.rotaries:
+            assert position_ids is not None, "the model gives positions to its decoder"
+            angles = cos_sin(self.decoder, self.rotaries, position_ids)
+        step = LayerInputs(self._backend, self._backend.linear, angles, attend, states)
+        return _Output(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
     """Whether the stack may ignore this argument of a decoder's forward."""
     if name == "attention_mask" and isinstance(value, Mapping):  # one mask for each kind of layer
         return all(mask is None for mask in value.values())
+    if isinstance(value, StepStates):
+        return True
     return value is None or (name in IGNORED and value is IGNORED[name])
 
 
@@ -214,17 +268,52 @@ def build_layer(layer: nn.Module, names: LayerNames) -> LayerTensors:
     for field, path in held.items():
         if field.endswith("_norm") and path is not None:
             held[field] = _norm(layer, path)
-    held["qkv"], held["output"] = _linear(layer, names.qkv), _linear(layer, names.output)
-    held["sinks"] = None if names.sinks is None else layer.get_parameter(names.sinks)
-    mlp = held["mlp"] = layer.get_submodule(names.mlp)
+    held["mixer"] = (
+        _attention(layer, names.mixer) if isinstance(names.mixer, AttentionMixer) else _recurrence(layer, names.mixer)
+    )
+    held["output"] = _linear(layer, names.output)
+    mlp = held["mlp"] = None if names.mlp is None else layer.get_submodule(names.mlp)
     if isinstance(mlp, FusedMLP):
         held["mlp"] = GatedMLP(_linear(mlp, "gate_up"), _linear(mlp, "down"), mlp.activation)
     return DecoderLayer(**held)
 
 
+def _attention(layer: nn.Module, names: AttentionNames) -> AttentionTensors:
+    return AttentionMixer(
+        **{
+            **names._asdict(),
+            "qkv": _linear(layer, names.qkv),
+            "query_norm": None if names.query_norm is None else _norm(layer, names.query_norm),
+            "key_norm": None if names.key_norm is None else _norm(layer, names.key_norm),
+            "sinks": None if names.sinks is None else layer.get_parameter(names.sinks),
+        }
+    )
+
+
+def _recurrence(layer: nn.Module, names: RecurrenceNames) -> RecurrenceTensors:
+    return RecurrentMixer(
+        **{
+            **names._asdict(),
+            "projection": _linear(layer, names.projection),
+            "conv": _linear(layer, names.conv),
+            "decay": layer.get_parameter(names.decay),
+            "decay_bias": layer.get_parameter(names.decay_bias),
+            "skip": None if names.skip is None else layer.get_parameter(names.skip),
+            "norm": gated_norm(layer.get_submodule(names.norm)),
+        }
+    )
+
+
 def _norm(parent: nn.Module, path: str) -> Norm:
     norm = cast("FusedRMSNorm", parent.get_submodule(path))
     return Norm(norm.weight, norm.eps, norm.offset)
+
+
+def gated_norm(module: nn.Module) -> Norm:
+    """The norm of a recurrent mixer, which is the model's own module: one vector and one small number."""
+    (weight,) = module.parameters()
+    (eps,) = {value for value in vars(module).values() if isinstance(value, float)}
+    return Norm(weight, eps, 0.0)
 
 
 def _linear(parent: nn.Module, path: str) -> Linear:

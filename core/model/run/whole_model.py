@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ....kernels.contract import Backend, Choice
-from ....kernels.decoder_contract import Decoder, DecodeSteps, Embedding, Linear
+from ....kernels.decoder_contract import Decoder, DecodeSteps, Embedding, Linear, RecurrentMixer
 from .attention import StepAttention
+from .recurrent import StepStates
 from .stack import Attend, LayerInputs, StackedDecoder, cos_sin, position_ids, run_layers
 
 FIRST_POSITIONS = 2048  # positions in a table of angles at first; the table doubles when a step has a later one
@@ -40,6 +41,7 @@ class WholeModel:
     head: Head
     decoder: Decoder
     backend: Backend
+    states: StepStates | None  # of recurrent mixers
     _angles: list[torch.Tensor] = field(default_factory=list)  # of each rotary embedding, at the first positions
 
     def forward(
@@ -64,6 +66,7 @@ class WholeModel:
             [index[id(step)] for step in attention],
             self._angles_to(int(positions.max())),
             wanted,
+            () if self.states is None else self.states.where(),
         )
         return self.head.finish(logits)
 
@@ -81,6 +84,7 @@ class WholeModel:
         choice: Choice,
         stops: np.ndarray,
         interrupt: np.ndarray,
+        state_slots: torch.Tensor | None,
         most: int,
     ) -> DecodeSteps:
         """Steps for `Decoder.repeat` and `Decoder.logits`, at most `most`."""
@@ -90,15 +94,32 @@ class WholeModel:
             embedding = Embedding(embedding.weight, (*embedding.scales, self.stack.embed_scale))
         angles = self._angles_to(int(positions.max()) + most)
         return DecodeSteps(
-            ids, positions, kinds, kind_of_layer, angles, embedding, self.head.scale, choice, stops, interrupt
+            ids,
+            positions,
+            kinds,
+            kind_of_layer,
+            angles,
+            embedding,
+            self.head.scale,
+            choice,
+            stops,
+            interrupt,
+            state_slots,
         )
+
+    def bind_states(self) -> None:
+        """The states have memory of their own from now on."""
+        states = self.states
+        if states is not None:
+            mixers = [layer.mixer for layer in self.stack.layers if isinstance(layer.mixer, RecurrentMixer)]
+            self.decoder.bind_states([states.of_layer(mixer.layer) for mixer in mixers])
 
     def _layer_by_layer(
         self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor
     ) -> torch.Tensor:
         stack = self.stack
         angles = cos_sin(stack.decoder, stack.rotaries, position_ids(positions))
-        step = LayerInputs(self.backend, self.decoder.linear, angles, attend)
+        step = LayerInputs(self.backend, self.decoder.linear, angles, attend, self.states)
         hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings))
         return self.head.finish(self.decoder.linear(hidden[wanted], *self.head.linear))
 
