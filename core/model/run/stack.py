@@ -159,6 +159,7 @@ class StackOptions(NamedTuple):
 
 
 def _layer_names(input_norm: Any, mixer: Sequence[Any], *others: Any) -> LayerNames:
+    """A layer whose mixer is a list of fields. The two kinds of mixers have different numbers of fields."""
     kind: Any = AttentionMixer if len(mixer) == len(AttentionMixer._fields) else RecurrentMixer
     return DecoderLayer(input_norm, kind(*mixer), *others)
 
@@ -299,7 +300,7 @@ def _recurrence(layer: nn.Module, names: RecurrenceNames) -> RecurrenceTensors:
             "decay": layer.get_parameter(names.decay),
             "decay_bias": layer.get_parameter(names.decay_bias),
             "skip": None if names.skip is None else layer.get_parameter(names.skip),
-            "norm": gated_norm(layer.get_submodule(names.norm)),
+            "norm": _gated_norm(layer.get_submodule(names.norm)),
         }
     )
 
@@ -309,7 +310,7 @@ def _norm(parent: nn.Module, path: str) -> Norm:
     return Norm(norm.weight, norm.eps, norm.offset)
 
 
-def gated_norm(module: nn.Module) -> Norm:
+def _gated_norm(module: nn.Module) -> Norm:
     """The norm of a recurrent mixer, which is the model's own module: one vector and one small number."""
     (weight,) = module.parameters()
     (eps,) = {value for value in vars(module).values() if isinstance(value, float)}
