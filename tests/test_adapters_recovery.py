@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from daemons import Daemon, short_folder, until
+from kills import kill_core
 from mainspring import (
     AsyncEngineArgs,
     AsyncLLMEngine,
@@ -93,7 +94,7 @@ def test_after_a_core_died_adapters_are_there_again(folder: Path, expected: dict
             assert output.outputs[0].error is None
             if kills and len(found.get("none", ())) >= 60 * (3 - kills):
                 kills -= 1
-                os.kill(supervisor.core_pid, signal.SIGKILL)
+                kill_core(supervisor)
         assert supervisor.launch.restarts == 2
         assert found == {name: expected[name] for name in found}
         assert 30 in engine.list_loras()

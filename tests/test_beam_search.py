@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import tiny
+from kills import kill_core
 from mainspring import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.engine.request.outputs import CompletionOutput
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
@@ -421,7 +420,7 @@ def test_a_core_killed_in_the_middle_of_a_search_does_not_show(llm: LLM, alone: 
         engine.add_request(name, *job)
     engine.step()
     engine.step()
-    os.kill(supervisor.core_pid, signal.SIGKILL)
+    kill_core(supervisor)
     found: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         assert time.monotonic() < deadline

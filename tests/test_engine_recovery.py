@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from kills import kill_core
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from mainspring.ipc.errors import RequestFailedError
 
@@ -72,7 +72,7 @@ def test_after_kills_every_stream_is_as_if_nothing_had_happened(
             seen[output.request_id] = now
         if kill_at and len(seen.get("greedy", [("", [], None)])[0][1]) >= kill_at[0]:
             kill_at.pop(0)
-            os.kill(supervisor.core_pid, signal.SIGKILL)
+            kill_core(supervisor)
     assert supervisor.launch.restarts == 2
     [(_, unseeded, reason)] = seen.pop("unseeded")
     assert (len(unseeded), reason) == (250, "length")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 
 import tiny
 from daemons import PATIENCE_S, Daemon, short_folder
+from kills import kill_core
 from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from mainspring.core.plan.step import NewSequence
 from mainspring.core.worker.processors import ProcessedSequence, Processors, load_classes
@@ -361,7 +361,7 @@ def test_after_a_kill_the_processors_go_on_where_they_were(model: str, folder: P
                 found[output.request_id] = output
                 if not killed and len(output.outputs[0].token_ids) > 20:
                     killed = True
-                    os.kill(supervisor.core_pid, signal.SIGKILL)
+                    kill_core(supervisor)
         assert supervisor.launch.restarts == 1
         assert list(found["chain"].outputs[0].token_ids) == chained(200)
         assert [list(one.token_ids) for one in found["two"].outputs] == [chained(100)] * 2

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ import torch
 import harness
 import tiny
 from harness import result_of
+from kills import kill_core
 from mainspring import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.core.features import prompt_scores
 from mainspring.core.plan.feature import Feature
@@ -692,7 +691,7 @@ def test_after_kills_rules_and_log_probabilities_go_on_as_if_nothing_had_happene
             if kill_at and seen["penalties"] and len(seen["penalties"][-1].outputs[0].token_ids) >= kill_at[0]:
                 if kill_at.pop(0) == 15:
                     engine.add_request("scored", *scored_job())
-                os.kill(supervisor.core_pid, signal.SIGKILL)
+                kill_core(supervisor)
         assert supervisor.launch.restarts == 2
     assert {name: joined(outputs) for name, outputs in seen.items()} == undisturbed
     assert math.isfinite(undisturbed["penalties"][0][0][2])

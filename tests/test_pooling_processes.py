@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 import pooled
 from daemons import Daemon, short_folder
+from kills import kill_core
 from mainspring import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from mainspring.ipc.errors import InvalidRequestError
 from plain import make_engine
@@ -59,7 +58,7 @@ def test_requests_end_once_with_the_same_vectors_though_the_core_dies(path: Path
                 assert output.request_id not in found, "it ends once"
                 found[output.request_id] = output.outputs.data  # type: ignore[attr-defined]
             if not killed and 0 < len(found) < len(PROMPTS):
-                os.kill(supervisor.core_pid, signal.SIGKILL)
+                kill_core(supervisor)
                 killed = True
         assert killed
         assert supervisor.launch.restarts == 1

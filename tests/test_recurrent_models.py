@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from transformers import AutoModel
 
 import references
 import tiny
+from kills import kill_core
 from mainspring import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from mainspring.ipc.messages import Stats
 from test_exact import SETTINGS, requests
@@ -92,9 +90,7 @@ def test_requests_die_with_the_core_and_go_on(architecture: str, tmp_path: Path)
             found |= {output.request_id: output for output in engine.step()}
             first = found.get("0")
             if not supervisor.launch.restarts and first is not None and len(first.outputs[0].token_ids) > 5:
-                os.kill(supervisor.core_pid, signal.SIGKILL)
-                while not supervisor.launch.restarts:
-                    time.sleep(0.01)
+                kill_core(supervisor)
     assert supervisor.launch.restarts
     assert [list(found[str(i)].outputs[0].token_ids) for i in range(len(reqs))] == references.greedy(path, reqs)
 

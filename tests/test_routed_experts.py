@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ import harness
 import test_any_schedule
 import tiny
 from harness import expected_output, result_of
+from kills import kill_core
 from late_device import LateDevice
 from mainspring import EngineArgs, LLMEngine, LoRARequest, PromptAdapterRequest, RequestOutputKind, SamplingParams
 from mainspring.core.features import routed_experts
@@ -383,7 +382,7 @@ def test_after_kills_they_are_as_if_nothing_had_happened(path: Path) -> None:
                 seen[output.request_id] = output.outputs[0]
             if kill_at and "0" in seen and len(seen["0"].token_ids) >= kill_at[0]:
                 kill_at.pop(0)
-                os.kill(supervisor.core_pid, signal.SIGKILL)
+                kill_core(supervisor)
         assert supervisor.launch.restarts == 2
     for name, one in plain.items():
         assert (seen[name] == one, np.array_equal(seen[name].routed_experts, one.routed_experts)) == (True, True)

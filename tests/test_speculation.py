@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 import tiny
 from daemons import Daemon, short_folder
 from harness import Engine
+from kills import kill_core
 from late_device import LateDevice
 from mainspring import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from mainspring.core.features.speculation import MOST_GUESS_ROWS, REST, look_up
@@ -203,10 +202,7 @@ def test_requests_die_with_the_core_and_go_on(model: Path, expected: dict[str, t
             found.update({output.request_id: output for output in engine.step()})
             first = found.get("greedy")
             if not supervisor.launch.restarts and first is not None and len(first.outputs[0].token_ids) > 5:
-                os.kill(supervisor.core_pid, signal.SIGKILL)
-                while not supervisor.launch.restarts:
-                    time.sleep(0.01)
-                    assert time.monotonic() < deadline
+                kill_core(supervisor)
     assert {name: outcome(one)[:4] for name, one in found.items()} == {name: expected[name][:4] for name in names}
 
 

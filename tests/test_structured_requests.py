@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import jsonschema
 import pytest
 
 from harness import make_core, message, run_core
+from kills import kill_core
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from mainspring.core.loop import EngineCore
 from mainspring.core.worker.generation_worker import _grammar_compiler
@@ -234,7 +233,7 @@ def test_a_document_goes_on_in_the_right_state_under_the_next_core() -> None:
                 found[output.request_id] = output.outputs[0].text
             if kills and len(found.get("long", "")) >= 50:
                 kills = 0
-                os.kill(supervisor.core_pid, signal.SIGKILL)
+                kill_core(supervisor)
         assert supervisor.launch.restarts == 1
     assert found == undisturbed
 
