@@ -17,6 +17,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ PHASES = {  # the phases in kernels/native/decoder.h
     "qkv": "product: query, key, value",
     "heads": "norms of heads, RoPE, append to the cache",
     "attention": "attention",
+    "mixer": "recurrent mixer",
     "output": "product: output, added to the residual, norm",
     "gate_up": "product: gate and up, activation",
     "down": "product: down, added to the residual, norm",
@@ -155,12 +157,12 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
 
         def make(most: int) -> Any:
             began = time.perf_counter()
-            made = begun(most)
+            tokens, stopped = begun.make(most)
             clock.spent["forward"] += time.perf_counter() - began
-            steps_run.extend(replace(plan, starts=plan.starts + step) for step in range(len(made[0])))
-            return made
+            steps_run.extend(replace(plan, starts=plan.starts + step) for step in range(len(tokens)))
+            return tokens, stopped
 
-        return make
+        return SimpleNamespace(make=make)  # greedy requests have no rules
 
     runner.execute = remember  # type: ignore[method-assign]
     runner.repeat = remember_each  # type: ignore[method-assign]
@@ -180,7 +182,7 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
     spent, parts = clock.spent, {}
     if decoder:
         phases = {phase: after - before[phase] for phase, after in decoder.seconds().items()}
-        parts = {PHASES[phase]: s for phase, s in phases.items()}
+        parts = {PHASES[phase]: s for phase, s in phases.items() if s}
         parts["before and after the native call: inputs, embedding, plan"] = spent["forward"] - sum(phases.values())
     else:
         parts["model: forward"] = spent["forward"]
