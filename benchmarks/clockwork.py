@@ -1,8 +1,8 @@
-"""Clockwork at a real size: the checks of tests/test_clockwork.py on llama-110m, with 1 thread and with 2.
+"""Clockwork at a real size: the checks of tests/test_clockwork.py on a model of make_models.py, with 1 and 2 threads.
 
 Each way of serving 32 greedy and sampled requests must give the tokens of each request alone with 1 thread.
 
-    python benchmarks/clockwork.py [--quantization int8]
+    python benchmarks/clockwork.py [--model qwen3.5-110m] [--quantization int8]
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from typing import Any
 
 from bars import Bar, add_arguments, conclude
+from make_models import save
 from report import MODELS, ROOT
 
-MODEL = MODELS / "llama-110m"
 THREADS = (1, 2)
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1, "enable_prefix_caching": False},
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def serve(settings: dict[str, Any]) -> dict[str, list[list[int]]]:
+def serve(model: str, settings: dict[str, Any]) -> dict[str, list[list[int]]]:
     """The tokens of each request in each way of serving, in one process whose number of threads is set by its
     environment."""
     sys.path.append(str(ROOT / "tests"))
@@ -36,7 +36,7 @@ def serve(settings: dict[str, Any]) -> dict[str, list[list[int]]]:
 
     outputs = {}
     for way, own in WAYS.items():
-        engine = make_engine(str(MODEL), **settings, **own)
+        engine = make_engine(str(MODELS / model), **settings, **own)
         asked = requests(engine)
         if way == "after a cache hit":
             run(engine, asked)
@@ -50,9 +50,9 @@ def serve(settings: dict[str, Any]) -> dict[str, list[list[int]]]:
     return outputs
 
 
-def in_a_process(threads: int, settings: dict[str, Any]) -> dict[str, list[list[int]]]:
+def in_a_process(threads: int, model: str, settings: dict[str, Any]) -> dict[str, list[list[int]]]:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "--serve", json.dumps(settings)]
+    command = [sys.executable, __file__, "--model", model, "--serve", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -63,14 +63,16 @@ def in_a_process(threads: int, settings: dict[str, Any]) -> dict[str, list[list[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument("--model", default="llama-110m")
     parser.add_argument("--quantization", help="of the weights, as the engine's option")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        print(json.dumps(serve(args.serve)))
+        print(json.dumps(serve(args.model, args.serve)))
         return 0
     settings = {"quantization": args.quantization} if args.quantization else {}
-    found = {threads: in_a_process(threads, settings) for threads in THREADS}
+    save(args.model)
+    found = {threads: in_a_process(threads, args.model, settings) for threads in THREADS}
     alone = found[1]["alone"]
     same = {
         f"{way}, {threads} thread{'s' * (threads > 1)}": sum(a == b for a, b in zip(alone, outputs, strict=True))
@@ -80,7 +82,8 @@ def main() -> int:
     least = min(same.values())
     worst = "" if least == len(alone) else f" ({', '.join(name for name, n in same.items() if n == least)})"
     ways = f"{', '.join(WAYS)}; {' and '.join(map(str, THREADS))} threads"
-    name = f"clockwork{f' with {args.quantization} weights' if args.quantization else ''}: identical {ways}"
+    of = "" if args.model == parser.get_default("model") else f" of {args.model}"
+    name = f"clockwork{of}{f' with {args.quantization} weights' if args.quantization else ''}: identical {ways}"
     bars = [Bar(f"{name} (all)", f"{least} of {len(alone)} requests{worst}", least == len(alone))]
     return conclude(bars, {"same": same}, args, "performance.md")
 
