@@ -34,7 +34,7 @@ from daemon import Daemon, wait_for
 from mainspring import LLMEngine, SamplingParams
 from mainspring.ipc.journal import Journal
 from report import ROOT
-from saboteur import POISON, Saboteur
+from saboteur import MODEL, POISON, Saboteur
 from streams import Load, Record, Reference, compare, long_specs, make_specs
 
 SHARES = {"SIGSEGV": 0.12, "exception": 0.10, "allocation": 0.08, "SIGSTOP": 0.10}  # the other kills are SIGKILLs
@@ -82,6 +82,9 @@ class Chaos:
         common += [part for name, value in self.model.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         return Daemon(*common, *flags, threads=self.threads, env=env)
 
+    def saboteur(self, name: str, poison: signal.Signals | None = None) -> Saboteur:
+        return Saboteur(self.folder / name, poison, Path(self.model.get("model", MODEL)))
+
     def load(self, daemon: Daemon, streams: int = 16) -> Load:
         return Load(daemon.address, self.specs, streams=streams, seed=self.seed, extra=self.longs)
 
@@ -104,7 +107,7 @@ def kill_cores(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
     chaos.rng.shuffle(kinds)
     by_signal = [number for number, kind in enumerate(kinds) if kind.startswith("SIG")]
     in_prefill = set(chaos.rng.sample(by_signal, math.ceil(PREFILL_SHARE * len(by_signal))))
-    saboteur = Saboteur(chaos.folder / "kills")
+    saboteur = chaos.saboteur("kills")
     flags = [*saboteur.flags, "--watchdog-timeout", str(WATCHDOG_SECONDS)]
     kills: list[Kill] = []
     with chaos.daemon(*flags, env=saboteur.env) as daemon, chaos.load(daemon) as load:
@@ -206,7 +209,7 @@ def _recovery(kind: str, kills: list[Kill]) -> Bar:
 def poisoned_request(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
     bars: list[Bar] = []
     for poison, most in ((signal.SIGSEGV, 3), (signal.SIGKILL, 4)):
-        saboteur = Saboteur(chaos.folder / poison.name, poison)
+        saboteur = chaos.saboteur(poison.name, poison)
         with (
             chaos.daemon(*saboteur.flags, env=saboteur.env) as daemon,
             chaos.load(daemon, 8) as load,

@@ -85,7 +85,7 @@ def main() -> int:
     of = "" if args.model == parser.get_default("model") else f" of {args.model}"
     name = f"clockwork{of}{f' with {args.quantization} weights' if args.quantization else ''}: identical {ways}"
     bars = [Bar(f"{name} (all)", f"{least} of {len(alone)} requests{worst}", least == len(alone))]
-    return conclude(bars, {"same": same}, args, "performance.md")
+    return conclude(bars, {"section": f"clockwork {args.model}", "same": same}, args, "performance.md")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The embedded model as a checkpoint whose own code can fail inside a step, loaded by the daemon of chaos.py.
+"""A model as a checkpoint whose own code can fail inside a step, loaded by the daemon of chaos.py.
 
 The package has no hook for failures. A checkpoint may contain code (`trust_remote_code`); this one's code fails once if
 a file exists, or always for a certain prompt.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from mainspring.core.worker.runner import ModelRunner
-from transformers import LlamaForCausalLM
+from transformers import {base}
 
 ORDER = Path({order!r})
 POISON = {poison}
@@ -46,7 +46,7 @@ def obey(runner, slots, starts, counts, token_ids, rows):
     return forward(runner, slots, starts, counts, token_ids, rows)
 
 
-class SaboteurForCausalLM(LlamaForCausalLM):
+class SaboteurForCausalLM({base}):
     def __init__(self, config):
         super().__init__(config)
         ModelRunner.forward = obey
@@ -58,20 +58,22 @@ class Saboteur:
 
     Args:
         poison: the signal that kills a process that computes a prompt with `POISON` in it.
+        model: the checkpoint to copy, of a class of transformers; by default the embedded model.
     """
 
-    def __init__(self, folder: Path, poison: signal.Signals | None = None) -> None:
+    def __init__(self, folder: Path, poison: signal.Signals | None = None, model: Path = MODEL) -> None:
         self.checkpoint = folder / "saboteur"
         self._order = folder / "order"
-        shutil.copytree(MODEL, self.checkpoint)
+        shutil.copytree(model, self.checkpoint)
         path = self.checkpoint / "config.json"
         config = json.loads(path.read_text())
+        [base] = config["architectures"]
         config |= {
             "architectures": ["SaboteurForCausalLM"],
             "auto_map": {"AutoModelForCausalLM": "saboteur.SaboteurForCausalLM"},
         }
         path.write_text(json.dumps(config))
-        code = _CODE.format(order=str(self._order), poison=POISON, signal=int(poison or 0))
+        code = _CODE.format(base=base, order=str(self._order), poison=POISON, signal=int(poison or 0))
         (self.checkpoint / "saboteur.py").write_text(textwrap.dedent(code))
         self.flags = ["--model", str(self.checkpoint), "--trust-remote-code"]
         self.env = {"HF_MODULES_CACHE": str(folder / "modules")}  # the folder to which transformers copies the code
