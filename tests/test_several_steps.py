@@ -75,6 +75,14 @@ def test_a_plan_is_as_long_as_the_time_that_a_step_takes_allows() -> None:
         engine.retire()
 
 
+def test_a_plan_lists_few_stop_tokens() -> None:
+    for count, several in ((several_steps.MOST_STOPS, True), (several_steps.MOST_STOPS + 1, False)):
+        engine = Engine(most_steps=8)
+        engine.add([1, 2, 3], 30, stop=range(1000, 1000 + count))  # none of them comes
+        engine.run()
+        assert bool(engine.num_several) == several
+
+
 def test_without_a_receiver_only_patient_requests_get_several_tokens_at_once() -> None:
     engine = Engine(most_steps=8)
     engine.scheduler.state.hands_out = False
