@@ -486,7 +486,7 @@ class EngineCore:
             if step is None:
                 break
             if self._journal:
-                # Whichever of several steps kills the core: on trial a request has to get past the last.
+                # Any of the steps may kill the core, so a request on trial has to get past the last one.
                 positions = step.output_index + step.plan.num_steps - 1
                 self._journal.launched(step.plan.id, step.keys, positions, step.solo)
             self._in_flight.append((step, self.worker.launch(step.plan)))
