@@ -136,7 +136,7 @@ class EngineCore:
         self._draining = False
         overlap = scheduler.async_scheduling
         self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
-        self.scheduler.state.most_steps = facts.most_steps if self._depth == 1 else 1
+        self._most_steps = facts.most_steps if self._depth == 1 else 1  # of one plan
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
         self._hand_out: Callable[[dict[int, Outputs]], None] = lambda outputs: None
         self._num_preparing = 0  # grammars being compiled and adapters being read
@@ -477,6 +477,8 @@ class EngineCore:
     def _step(self) -> dict[int, Outputs]:
         if self._num_preparing:
             self._take_prepared()
+        # what is ready is looked for between plans only
+        self.scheduler.state.most_steps = 1 if self._num_preparing else self._most_steps
         span, began = self.worker.span, time.monotonic()
         while len(self._in_flight) < self._depth and not (self._in_flight and self._in_flight[-1][1].lacks_memory):
             with span("schedule"):
@@ -484,7 +486,7 @@ class EngineCore:
             if step is None:
                 break
             if self._journal:
-                # Whichever of several steps kills the core: on trial a request has to get past the last.
+                # Any of the steps may kill the core, so a request on trial has to get past the last one.
                 positions = step.output_index + step.plan.num_steps - 1
                 self._journal.launched(step.plan.id, step.keys, positions, step.solo)
             self._in_flight.append((step, self.worker.launch(step.plan)))

@@ -44,7 +44,7 @@ class Inbox:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Event] = SimpleQueue()
         self._put_bytes = self._taken_bytes = 0  # counters, each written by one thread only
-        self.waits = np.zeros(1, np.int32)  # not 0: there are events
+        self.waits = np.zeros(1, np.int32)  # not 0: there are events, or messages wait for a turn
 
     @property
     def has_room(self) -> bool:

@@ -186,7 +186,7 @@ class CoreServer:
 
     @property
     def messages_wait(self) -> np.ndarray:
-        """int32 [1]: not 0 while the inbox has messages, for one who looks at it without the interpreter's lock."""
+        """int32 [1]: not 0 while messages wait, for a reader without the interpreter's lock."""
         return self._inbox.waits
 
     def receive(self, wait: bool) -> list[Event]:
@@ -237,6 +237,8 @@ class CoreServer:
                     self._take(origin, frames, _body_size(frames))
             more = self._receive_some()
             self._take_waiting()
+            if self._turns.next_turn is not None:
+                self._inbox.waits[0] = 1  # for the turn that begins with the next step
             self._send_all()
             self._look_after_slow_ones()
             if self._farewell is not None and self._outbox.empty():

@@ -231,6 +231,23 @@ def test_all_requests_arrive_in_order_and_small_ones_of_others_pass_large_ones(
     assert taken.index((1, 0)) < taken.index((0, 7))
 
 
+def test_a_body_that_waits_for_a_turn_ends_plans_of_several_steps(
+    owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "TURN_S", 1000.0)
+    owner.busy, server = True, owner.server
+    raw.send(AddRequest(0, "", [70_000] * (4 * TURN_BYTES // 5), Sampling(1)))
+    assert eventually(lambda: server._inbox._queue.qsize() == 1)
+    raw.send(AddRequest(1, "", [70_000] * LARGE_BYTES, Sampling(1)))
+    assert eventually(lambda: server._turns._waiting)
+    taken = server.receive(wait=False)
+    assert eventually(lambda: server.messages_wait[0]), "a plan would go on, and with it the turn"
+    while len(taken) < 2:
+        taken += server.receive(wait=False)
+    assert [event.message.handle for event in taken] == [0, 1]
+    assert eventually(lambda: server.receive(wait=False) == [] and not server.messages_wait[0])
+
+
 # ---------------------------------------------------------------------- frames
 
 

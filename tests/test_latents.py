@@ -14,7 +14,9 @@ import peft_folders
 import references
 import tiny
 from mainspring import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
+from mainspring.core.model.learn import verify
 from mainspring.core.model.load.loader import page
+from mainspring.core.model.run.latents import LatentAttention
 from mainspring.kernels.contract import AttentionSpec
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from test_exact import SETTINGS, requests
@@ -96,6 +98,27 @@ def test_new_weights_count(tmp_path: Path) -> None:
         assert greedy(llm) == references.greedy(path, REQUESTS)
         llm.llm_engine.update_weights(model_of(other).state_dict().items())
         assert greedy(llm) == references.greedy(other, REQUESTS)
+
+
+def test_a_model_in_half_precision_may_be_verified_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verify.LOGITS_TOLERANCE, torch.bfloat16, 1e-9)
+    model = page(model_of(tiny.make("minicpm3", tmp_path)).to(torch.bfloat16))
+    assert all(spec.latent for spec in model.layers)
+    assert "in float32" in model.verdict[0]
+
+
+def test_parts_of_an_expansion_keep_their_memory_and_sleep(tmp_path: Path) -> None:
+    path = tiny.make("deepseek_v3", tmp_path)
+    with LLMEngine.from_engine_args(EngineArgs(str(path), **SETTINGS), enable_multiprocessing=False) as engine:
+        model = engine.engine_core.core.worker.model
+        (latents, *_) = [x for x in model.parameters.packed.values() if isinstance(x, LatentAttention)]
+        parts = list(latents.linear.buffers())
+        before = [part.data_ptr() for part in parts]  # which CUDA graphs read
+        assert len(before) == 2
+        latents.replace(2 * latents.unpack())
+        assert [part.data_ptr() for part in parts] == before
+        engine.sleep(2)
+        assert not any(part.numel() for part in parts)
 
 
 @pytest.mark.slow

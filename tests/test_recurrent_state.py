@@ -96,6 +96,25 @@ def test_several_steps_in_one_plan_keep_the_states_that_single_steps_keep(group:
     assert all(hit > 12 for hit in hits[0]) == (not group.prompts_only), "answers are kept, or prompts alone"
 
 
+def test_a_request_that_is_resumed_takes_no_state_of_a_prompt_for_its_output() -> None:
+    hits = []
+    for group in (recurrent(), recurrent(prompts_only=True)):
+        engine = hybrid(group)
+        first = engine.add(tokens(6), 40)
+        engine.run()
+        answer = engine.outputs[first]
+        engine.scheduler.reset_prefix_cache()
+        engine.add([*tokens(6), *answer[:25]], 1)  # snapshots at 16 and 28
+        engine.run()
+        engine.add(tokens(6), 40, output=answer[:35])
+        step = engine.launch()
+        assert step is not None
+        hits += step.plan.starts.tolist()
+        engine.retire(), engine.run()
+        engine.check_outputs()
+    assert hits == [28, 0]
+
+
 def test_where_a_cached_prefix_branches_a_snapshot_is_taken() -> None:
     engine = hybrid(recurrent(snapshot_every=1000))
     shared = tokens(12)

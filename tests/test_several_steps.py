@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,14 @@ def test_a_plan_is_as_long_as_the_time_that_a_step_takes_allows() -> None:
         assert step is not None
         assert step.plan.num_steps == steps
         engine.retire()
+
+
+def test_a_plan_lists_few_stop_tokens() -> None:
+    for count, several in ((several_steps.MOST_STOPS, True), (several_steps.MOST_STOPS + 1, False)):
+        engine = Engine(most_steps=8)
+        engine.add([1, 2, 3], 30, stop=range(1000, 1000 + count))  # none of them comes
+        engine.run()
+        assert bool(engine.num_several) == several
 
 
 def test_without_a_receiver_only_patient_requests_get_several_tokens_at_once() -> None:
@@ -235,6 +244,26 @@ def test_no_step_follows_while_a_message_waits(folders: dict[str, Path], monkeyp
     inbox.take(False)
     tokens_of(core, monkeypatch, 1e9)
     assert max(made for _, made in plans) > 5
+
+
+@native
+def test_plans_have_one_step_while_a_grammar_is_compiled(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several_steps, "MOST_SECONDS", 1e9)
+    core, compiled, ready = core_of(folders["llama"]), Future[None](), list[Future[None]]()
+    plans = watch(core, monkeypatch)
+    core.connect(0)
+    core.add_request(0, AddRequest(0, "", [5, 6, 7], Sampling(40), patient=True))
+    core._later(compiled, ready.append)
+    for _ in range(8):
+        core.step()
+    assert plans == [(1, 1)] * 8, "a request whose grammar is ready would wait for the end of a plan"
+    compiled.set_result(None)
+    while core.has_work:
+        core.step()
+    assert ready == [compiled]
+    assert max(plans) > (5, 5)
 
 
 @native

@@ -421,6 +421,11 @@ def shift_embeddings(model: Any) -> None:
     model.model.embed_tokens.forward = lambda ids: forward(ids) + 1
 
 
+def limit_steps(model: Any) -> None:
+    for layer in model.backbone.layers:
+        layer.mixer.time_step_limit = (1e-5, 100.0)
+
+
 def hook(model: Any) -> None:
     model.model.layers[0].register_forward_pre_hook(lambda *_: None)
 
@@ -445,6 +450,7 @@ def wrap_head(model: Any) -> None:
         ("llama", shift_logits, "its logits are not the output layer's product, scaled or capped"),
         ("tied", shift_embeddings, "its embedding is no plain lookup in the output layer's weight"),
         ("llama", wrap_head, "its output layer is no linear one"),
+        ("mamba2", limit_steps, "its layers are of no form that is known"),
         ("llama", hook, "a module has hooks, which want to be called"),
     ],
 )

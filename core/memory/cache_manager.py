@@ -61,6 +61,8 @@ class CacheManager(BlockTables):
         if not self._prefix_caching:
             return 0
         most = request.most_cached // self.block_size
+        if self.recurrent is not None and self.recurrent.prompts_only:  # others may have its output as their prompt
+            most = min(most, request.prompt_len // self.block_size)
         request.extend_digests(request.tokens, most * self.block_size, self.block_size)
         if self.rows is not None:
             most = self.rows.usable(request.digests, request.num_routed, most)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from .columns import MANY_STOPS
 from .room import extend
 from .state import SchedulerState
 from .step import Step, StepPlan, StepResult
 from .take_in import end_complete, end_rows, of_kept, publish, retire
 
 MOST_SECONDS = 0.2  # that a plan may take by the step before; what the core does beside steps waits as long
+MOST_STOPS = 4096  # stop tokens that a plan lists at most, a millisecond's work; a request may have as many as tokens
 
 
 def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
@@ -30,6 +32,9 @@ def steps_of(state: SchedulerState, slots: np.ndarray) -> int:
         return 1
     computed, known = rows.num_computed[slots], rows.num_tokens[slots]
     if (computed + 1 < known).any() or state.step_seconds == 0:
+        return 1
+    many = slots[rows.stop[slots] == MANY_STOPS].tolist()
+    if sum(len(running.requests[slot].stop_tokens) for slot in many) > MOST_STOPS:
         return 1
     count = min(state.most_steps, int((rows.max_len[slots] - known).min()), int(MOST_SECONDS / state.step_seconds))
     count = min(count, state.kv.steps_before_snapshot(computed))

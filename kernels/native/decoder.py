@@ -42,7 +42,7 @@ _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
 
 class NativeDecoder:
-    """See `decoder.Decoder`. Takes the memory of the weights over: the tensors given are empty afterwards."""
+    """See `decoder_contract.Decoder`. Takes the memory of the weights over: the tensors given are empty afterwards."""
 
     runs_steps = True
 

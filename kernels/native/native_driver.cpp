@@ -11,6 +11,7 @@ void* mainspring_decoder_new(const int64_t*);
 void mainspring_decoder_forget(void*, const void*);
 void mainspring_decoder_bind(void*, const int64_t*);
 void mainspring_decoder_run(void*, const int64_t*);
+int64_t mainspring_decoder_repeat(void*, const int64_t*);
 int64_t mainspring_weight_bytes(const int64_t*);
 void mainspring_weight_pack(const int64_t*);
 void mainspring_weight_quantize(const int64_t*);
@@ -275,8 +276,71 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
         mainspring_decoder_run(decoder, (const int64_t*)&step);
         for (const auto& shared : kinds) mainspring_attention_forget(shared.plan);
     }
+
+    // Three steps of two sequences, and one more up to its logits.
+    constexpr int64_t ROWS = 2, COLUMNS = (23 + BLOCK) / BLOCK;
+    int64_t tokens[ROWS] = {3, 5}, positions[ROWS] = {5, 20}, places[ROWS] = {6, 21}, chosen[3 * ROWS], stopped = 0;
+    const int64_t seeds[ROWS] = {7, 8}, kind_of_layer[] = {0, 1, 0};
+    const bool sampled[ROWS] = {false, true};
+    const int32_t stops[] = {1, -1}, interrupt = 0;
+    std::vector<int32_t> qo = {0, 1, 2}, kv = {0, 1, 2}, first = {1, 2}, last = {1, 1}, table;
+    for (int i = 0; i < ROWS * COLUMNS; ++i) table.push_back(1 + i);
+    std::vector<RepeatedKind> kinds;
+    for (int64_t window : {0, 20}) {
+        const int64_t plan[] = {
+            HEADS, KV_HEADS, KEY, VALUE, window, words(0.3), words(0.0), ROWS, address(qo), address(kv), address(first),
+            address(last), BLOCK, threads, 0, 0,
+        };
+        kinds.push_back({(Plan*)mainspring_attention_plan(plan), table.data(), COLUMNS});
+    }
+    const Array table_of_angles(Dtype::fp32, 24 * ROTARY), out(dtype, ROWS * VOCAB);
+    const AnglesOf angles[] = {{(const float*)table_of_angles.bytes.get(), ROTARY}};
+    RepeatOf steps = {ROWS, threads, 3, tokens, positions, 2, kinds.data(), kind_of_layer, angles};
+    steps.embedding = {nullptr, model.of.head, {2, 1}}, steps.scale = 0.5;
+    steps.choice.sampled = sampled, steps.choice.seeds = seeds, steps.choice.places = places;
+    steps.num_stops = 1, steps.stops = stops, steps.interrupt = &interrupt, steps.chosen = chosen, steps.stopped = &stopped;
+    const int64_t made = mainspring_decoder_repeat(decoder, (const int64_t*)&steps);
+    steps.most = 1, steps.logits = out.bytes.get();
+    if (made != 3 || stopped || mainspring_decoder_repeat(decoder, (const int64_t*)&steps) != 1 || positions[1] != 24)
+        std::puts("repeat"), std::exit(1);
+    for (int64_t token : chosen)
+        if (token < 0 || token >= VOCAB) std::puts("repeat: no token"), std::exit(1);
+    out.must_be_finite("repeat");
+    results.emplace_back((char*)chosen, (char*)(chosen + 3 * ROWS));
+    results.emplace_back(out.bytes.get(), out.bytes.get() + out.n * size_of(dtype));
+    for (const auto& kind : kinds) mainspring_attention_forget((void*)kind.plan);
     mainspring_decoder_forget(decoder, nullptr);
     return results;
+}
+
+// Convolution, scan and norm of a mixer, over sequences of so many rows; the second begins here.
+void recurrence(Form form, Dtype dtype, int64_t K, int64_t V, bool whole_norm, const std::vector<int>& lengths, int threads) {
+    const int64_t groups = 2, heads = 4, width = 4, count = int64_t(lengths.size());
+    std::vector<int32_t> starts = {0}, slots;
+    const std::unique_ptr<bool[]> fresh(new bool[count]);
+    for (int i = 0; i < count; ++i) starts.push_back(starts.back() + lengths[i]), slots.push_back(int(count) - i), fresh[i] = i == 1;
+    MixerOf m = {};
+    m.form = form, m.groups = groups, m.heads = heads, m.K = K, m.V = V, m.width = width;
+    const int64_t columns = m.columns(), norm = whole_norm ? m.inner() : V, rows = starts.back() + 2;  // two of padding
+    const std::vector<int64_t> runs = {5, columns - 5, 0, 5};
+    const Array taps(Dtype::fp32, width * m.channels()), bias(Dtype::fp32, m.channels()), of_heads(Dtype::fp32, heads);
+    const Array weight(dtype, norm), conv_state(Dtype::fp32, (count + 1) * (width - 1) * m.channels());
+    const Array state(Dtype::fp32, (count + 1) * heads * K * V), product(dtype, rows * columns);
+    const Array out(dtype, rows * m.inner()), workspace(Dtype::fp32, rows * m.numbers());
+    const std::vector<float> decays(heads, -0.5f);
+    const auto floats = [](const Array& array) { return (float*)array.bytes.get(); };
+    m.num_runs = 2, m.runs = runs.data(), m.taps = floats(taps), m.bias = floats(bias), m.silu = 1, m.A = decays.data();
+    m.dt_bias = m.D = floats(of_heads), m.norm = {weight.bytes.get(), dtype, norm, 1e-6, 0};
+    m.norm_size = whole_norm ? m.inner() / groups : V, m.gate_first = m.sigmoid = whole_norm, m.scale = 0.5, m.l2norm = 1;
+    m.conv_state = floats(conv_state), m.state = floats(state);
+    const MixCall call = {
+        m, {count, starts.data(), slots.data(), fresh.get(), threads}, dtype, rows, product.bytes.get(), columns,
+        out.bytes.get(), floats(workspace),
+    };
+    run_team(threads, [&](Team& team, int rank) { mix_in_team(call, team, rank); });
+    const uint64_t before = digest;
+    out.must_be_finite("mixer"), state.must_be_finite("state");
+    digest = before;  // exp and log1p are the system's
 }
 
 }  // namespace
@@ -303,6 +367,12 @@ int main() {
                 for (Dtype cache : {dtype, Dtype::fp8})
                     if (decode(dtype, kind, cache, threads) != decode(dtype, kind, cache, 1))
                         std::puts("decoder: other bits with more threads"), std::exit(1);
+        for (Dtype dtype : {Dtype::fp32, Dtype::bf16})
+            for (Form form : {Form::gated_delta, Form::mamba2})
+                for (int64_t K : {3, 16, 20})
+                    for (int64_t V : {5, 16, 128})
+                        for (const std::vector<int>& lengths : {std::vector<int>{1, 1, 9}, {1, 1}, {7}})
+                            recurrence(form, dtype, K, V, V > 5, lengths, threads);
         Team team(1);
         team.barrier();
         std::atomic<int> met{0};

@@ -1,4 +1,4 @@
-// What Python calls for recurrent scans; see scans.py, which packs the words.
+// What Python calls for recurrent scans; see native_scans.py, which packs the words.
 #include "mixer.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

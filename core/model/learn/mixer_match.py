@@ -100,6 +100,8 @@ def mixer_candidates(
         hooks.callback(setattr, states, "scans", scans)
         states.scans = noting
         call()
+    if states.tells_prompts:
+        raise NotRecognisedError("its mixer has limits in prompts, which the rows tried here need not reach")
     if len(noting.convolved) != 1 or len(noting.seen) != 1 or len(gates) != 1:
         raise NotRecognisedError("its mixer is not one convolution, one scan and one gated norm")
     (channels, silu), seen = noting.convolved[0], noting.seen[0]

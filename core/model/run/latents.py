@@ -31,20 +31,28 @@ class LatentAttention:
     """Takes the place of an expansion's forward. While `serving()`, nothing is expanded: `attend` then computes the
     attention over the latents that the expansion was given last.
 
-    Also an `Elsewhere`: it keeps the parts of the expansion's weight, whose tensor it leaves empty."""
+    Also an `Elsewhere`: it keeps the parts of the expansion's weight, whose tensor it leaves empty. They are buffers of
+    the layer, so that they sleep and change their dtype with the model, and keep their memory, which CUDA graphs read.
+    """
 
     def __init__(self, expansion: Expansion, serving: Callable[[], bool]) -> None:
         self.linear, self._heads, self._own = expansion
         self._serving = serving
         self._latents: torch.Tensor | None = None  # [tokens, rank]
-        self.replace(self.linear.weight.detach())
+        self._of_keys, self._of_values = self._parts(self.linear.weight.detach())
+        self.linear.register_buffer("mainspring_keys", self._of_keys, persistent=False)
+        self.linear.register_buffer("mainspring_values", self._of_values, persistent=False)
         self.linear.weight.data = self.linear.weight.new_empty(0)
         self.linear.forward = self._keep  # type: ignore[method-assign]
 
-    def replace(self, weight: torch.Tensor) -> None:
+    def _parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of keys ``[heads, own, rank]``, and of values ``[heads, value_dim, rank]``."""
         parts = weight.view(self._heads, -1, weight.shape[1])
-        self._of_keys = parts[:, : self._own].contiguous()  # [heads, own, rank]
-        self._of_values = parts[:, self._own :].contiguous()  # [heads, value_dim, rank]
+        return parts[:, : self._own].clone(), parts[:, self._own :].clone()
+
+    def replace(self, weight: torch.Tensor) -> None:
+        for kept, part in zip((self._of_keys, self._of_values), self._parts(weight), strict=True):
+            kept.copy_(part)
 
     def unpack(self) -> torch.Tensor:
         return torch.cat((self._of_keys, self._of_values), 1).flatten(0, 1)
