@@ -100,7 +100,11 @@ def drive(model: PagedModel, prompts: list[list[int]], max_tokens: int) -> list[
         )
         for spec in model.layers
     ]
-    model.bind([caches[source] for source in model.sources])
+    index_keys = [
+        torch.zeros(len(blocks) + 1, BLOCK_SIZE, 1, spec.index_dim, dtype=model.dtype) if spec.index_dim else None
+        for spec in model.layers
+    ]
+    model.bind([caches[source] for source in model.sources], index_keys)
     waiting, running = list(requests), []
     while waiting or running:
         if waiting:
@@ -142,7 +146,7 @@ def _step(model: PagedModel, backend: ReferenceBackend, running: list[_Request])
     rows = [position % BLOCK_SIZE for position in positions]
     plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
     where = _padded(blocks), _padded(rows)
-    attention = [StepAttention(plans[spec], *where, backend) for spec in model.layers]
+    attention = [StepAttention(plans[spec], *where, backend, batch) for spec in model.layers]
     starts = [request.computed - count for request, count in zip(chosen, counts, strict=True)]
     sequences = SequenceOffsets.of(counts, [r.slot for r in chosen], starts, [r.prompt_len for r in chosen])
     logits = model.forward(_padded(ids), _padded(positions)[None], attention, sequences, _padded(last_rows))
@@ -174,6 +178,8 @@ _SMALL: list[tuple[str, Any]] = [
     (r"qk_rope_head_dim", HEAD_DIM),
     (r"(rotary_dim|hidden_size_per_layer_input)", 8),
     (r"(qk_head_dim|index_head_dim)", 2 * HEAD_DIM),
+    (r"index_topk", 8),
+    (r"index_n_heads", 8),
     (r"(kv_lora_rank|q_lora_rank|o_lora_rank)", 32),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)", 8),
     (r"(num_experts_per_tok|moe_k|moe_topk|num_experts_per_token|top_k_experts|moe_top_k|moe_router_topk)", 2),
