@@ -167,7 +167,7 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCAB, WINDOW = 4, 2, 16, 64, 4, 320,
 _SMALL: list[tuple[str, Any]] = [
     (r"(vocab_size.*|.*_vocab)", VOCAB),
     (
-        r"(hidden_size|hidden_size_global|d_model|n_embd|embedding_size|word_embed_proj_dim|input_dim|embed_dim|output_channels)",
+        r"(hidden_size|hidden_size_global|d_model|n_embd|embedding_size|word_embed_proj_dim|input_dim|embed_dim|output_channels|adapter_(in_dim|out_dim|input_size))",
         HIDDEN,
     ),
     (r"(.*intermediate_size.*|.*ffn_dim|n_inner|d_ff|ffn_hidden_size|mlp_dim|.*_ffn_size)", 96),
@@ -220,6 +220,13 @@ _MAMBA_2 = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 32,
 }
+_BLOCK_INDEX = {
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)}
 
 # Values that no rule over field names can find.
@@ -269,6 +276,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "minimax": {"block_size": 16},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * (LAYERS // 2)},
+    "qwen4_exp_text": _DELTA | _BLOCK_INDEX,
+    "qwen4_exp": _DELTA | _BLOCK_INDEX,
 }
 
 
@@ -291,7 +301,9 @@ def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConf
     for name in default.sub_configs:
         if isinstance(getattr(default, name, None), PreTrainedConfig):
             with contextlib.suppress(Exception):  # a part that can't be built on its own is not changed
-                fields[name] = shrink(type(getattr(default, name)), **{k: v for k, v in given.items() if k in fields})
+                part = getattr(default, name)
+                wanted = {k: v for k, v in given.items() if k in fields or k in part.to_dict()}
+                fields[name] = shrink(type(part), **wanted)
     return config_class(**{**fields, "is_decoder": True, "use_cache": True, **given})
 
 
