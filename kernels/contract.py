@@ -329,8 +329,8 @@ class Backend(Protocol):
 
     def caches_latents(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
         """Whether a model of `dtype` with such attention over latents caches these; else it caches the keys and values
-        that it makes of them."""
-        return self.refuses(spec, dtype, dtype) is None
+        that it makes of them. Where an index selects the keys, the reference kernels have a single head to gather."""
+        return spec.selects or self.refuses(spec, dtype, dtype) is None
 
     def takes(self, batch: PagedBatch) -> bool:
         """Whether `plan` and `run` serve this step. The reference kernels run a step that is not taken, over the cache

@@ -42,7 +42,7 @@ def learn_latents(model: PreTrainedModel, calls: Sequence[AttentionCall], backen
         expansion = watch.found.get(call.module)
         if expansion is not None and times.count(call.module) == 1:
             spec = _of_latents(call.spec, expansion)
-            if spec.selects or backend.caches_latents(spec, model.dtype):  # one key head is quickly gathered
+            if backend.caches_latents(spec, model.dtype):
                 call = call._replace(expansion=expansion, spec=spec)
         found.append(call)
     return found

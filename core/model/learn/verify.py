@@ -118,7 +118,8 @@ def agree(logits: torch.Tensor, earlier: torch.Tensor, dtype: torch.dtype) -> bo
 def final_logits(model: PagedModel, backend: Backend) -> torch.Tensor:
     """The logits ``[rows, vocab]`` that a model in its final form gives for the sequences of `verify`."""
     sequences = random_sequences(model)
-    return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))
+    with _few_selected(model):
+        return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))
 
 
 def random_sequences(model: PagedModel) -> list[torch.Tensor]:

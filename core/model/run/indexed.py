@@ -83,6 +83,7 @@ class Indexers:
     """The indexers of a model."""
 
     def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
         self.calls: AttentionCalls | None = None  # once the model is served
         self.serving: Callable[[], bool] = lambda: False
         self.width = 0  # of the index keys that the last call of an indexer made; 0: attention has taken them
@@ -107,6 +108,7 @@ class Indexers:
 
     def serve(self, module: nn.Module, cache_argument: str, width: int) -> None:
         """From now on this indexer computes the sequences of a step, while the model is served."""
+        self.modules.append(module)
         forward = module.forward
         signature = inspect.signature(forward)
 
