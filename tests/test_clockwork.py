@@ -1,7 +1,7 @@
 """Clockwork: the same request gives the same tokens alone, in a batch, chunked, after a cache hit and after preemption.
 
 Greedy and sampled requests, on the embedded model and on random bf16 checkpoints: a Llama, one with recurrent state and
-one with attention over latents. The engines run in-process, because
+one with attention over latents, and one that sees keys selected by an index. The engines run in-process, because
 that makes many engines cheap.
 """
 
@@ -22,7 +22,7 @@ NUM_REQUESTS = 32
 MAX_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3"]))
+@pytest.fixture(scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3", "deepseek_v32"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str | None:
     if request.param == "embedded":
         return None

@@ -31,7 +31,8 @@ class LatentAttention:
     """Takes the place of an expansion's forward. While `serving()`, nothing is expanded: `attend` then computes the
     attention over the latents that the expansion was given last.
 
-    Also an `Elsewhere`: it keeps the parts of the expansion's weight, whose tensor it leaves empty."""
+    Also an `Elsewhere`: it keeps the parts of the expansion's weight, whose tensor it leaves empty. They are cast where
+    a check runs the model in fp32."""
 
     def __init__(self, expansion: Expansion, serving: Callable[[], bool]) -> None:
         self.linear, self._heads, self._own = expansion
@@ -51,7 +52,7 @@ class LatentAttention:
 
     def _keep(self, input: torch.Tensor) -> torch.Tensor:
         if not self._serving():
-            return F.linear(input, self.unpack())
+            return F.linear(input, self.unpack().to(input.dtype))
         self._latents = input.reshape(-1, self.linear.in_features)
         return input.new_zeros(()).expand(*input.shape[:-1], self.linear.out_features)  # no one reads it
 
@@ -62,7 +63,7 @@ class LatentAttention:
         if latents is None:
             raise RuntimeError(f"{type(self.linear).__name__} was not called before the attention that it is for")
         self._latents = None
-        absorbed = torch.bmm(query[..., :own].transpose(0, 1), self._of_keys).transpose(0, 1)
+        absorbed = torch.bmm(query[..., :own].transpose(0, 1), self._of_keys.to(query.dtype)).transpose(0, 1)
         keys = torch.cat((latents, key[:, 0, own:]), -1).unsqueeze(1)
         out = run(torch.cat((absorbed, query[..., own:]), -1), keys, keys[..., : latents.shape[1]])
-        return torch.bmm(out.transpose(0, 1), self._of_values.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(out.transpose(0, 1), self._of_values.to(out.dtype).transpose(1, 2)).transpose(0, 1)
