@@ -9,8 +9,8 @@ other code for a single token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
 from ..run.attention import attention_set, library_attention
+from ..run.indexed import Trial
 from ..run.paged_model import PagedModel
 from ..run.positions import takes_positions
 from ..run.recurrent import cache_argument
@@ -52,12 +53,11 @@ def verify(model: PagedModel, backend: Backend) -> str:
     """
     sequences = random_sequences(model)
     dtype = model.dtype
-    with _few_selected(model):
-        error, logits = _difference(model, sequences, backend, dtype)
+    error, logits = _difference(model, sequences, backend, dtype)
     model.verified, model.rounding = (backend, logits), error
     if dtype != torch.float32 and not error <= LOGITS_TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32
-        with widened(model.model), _few_selected(model):
+        with widened(model.model):
             error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
     limit = LOGITS_TOLERANCE[dtype]
     if not error <= limit:  # also when it is not a number
@@ -70,32 +70,25 @@ def verify(model: PagedModel, backend: Backend) -> str:
     return f"verified: logits of the paged path within {error:.1e} standard deviations of the model's own, in {kind}"
 
 
-@contextmanager
-def _few_selected(model: PagedModel) -> Iterator[None]:
-    """In this context, indexers select so few keys that the short sequences show which. Raises `UnsupportedModelError`
-    where this has no effect on a pass of the model."""
-    if model.indexers is None:
-        yield
-        return
-    with model.indexers.at_most(MOST_SELECTED):
-        yield
-        if not model.indexers.limited_calls:
-            raise UnsupportedModelError(f"{type(model.model).__name__} selects keys by another function than topk")
-
-
 def _difference(
     model: PagedModel, sequences: list[torch.Tensor], backend: Backend, dtype: torch.dtype
 ) -> tuple[float, torch.Tensor]:
     """The largest difference of any row in fp32, of the middle row of any chunk in half precision; and the paged path's
     logits of all rows."""
     steps = schedule([len(sequence) for sequence in sequences])
-    paged = paged_logits(model, sequences, steps, backend, dtype)
-    found = [(paged, _own_logits(model, sequences))]
+    misses: list[torch.Tensor] = []
+    with nullcontext() if model.indexers is None else model.indexers.tried(MOST_SELECTED) as trial:
+        paged = paged_logits(model, sequences, steps, backend, dtype)
+        found = [(paged, _own_logits(model, sequences, trial))]
+    if model.indexers is not None and trial is not None:
+        misses = trial.misses
+        if len(misses) != len(model.indexers.modules) * len(sequences):
+            raise UnsupportedModelError(f"{type(model.model).__name__} selects keys by another function than topk")
     if model.states is not None:
         halves = [len(sequence) // 2 for sequence in sequences]
         generated = paged_logits(model, sequences, steps, backend, dtype, halves)
         found.append((generated, [_own_steps(model, *pair) for pair in zip(sequences, halves, strict=True)]))
-    worst = []
+    worst = [miss.amax() if dtype == torch.float32 else miss.median() for miss in misses]
     for ours, own in found:
         rows = [deviations(*pair) for pair in zip(ours, own, strict=True)]
         chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in steps for chunk in step]
@@ -118,7 +111,7 @@ def agree(logits: torch.Tensor, earlier: torch.Tensor, dtype: torch.dtype) -> bo
 def final_logits(model: PagedModel, backend: Backend) -> torch.Tensor:
     """The logits ``[rows, vocab]`` that a model in its final form gives for the sequences of `verify`."""
     sequences = random_sequences(model)
-    with _few_selected(model):
+    with nullcontext() if model.indexers is None else model.indexers.tried(MOST_SELECTED):
         return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))
 
 
@@ -140,10 +133,18 @@ def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch
 
 
 @torch.inference_mode()
-def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention."""
+def _own_logits(
+    model: PagedModel, sequences: list[torch.Tensor], trial: Trial | None = None
+) -> list[torch.Tensor]:
+    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention. trial: has
+    selected keys of the sequences."""
+    logits = []
     with attention_set(model.model, library_attention(model.model)):
-        return [_own_pass(model, ids, range(len(ids)), {}) for ids in sequences]
+        for number, ids in enumerate(sequences):
+            if trial is not None:
+                trial.sequence = number
+            logits.append(_own_pass(model, ids, range(len(ids)), {}))
+    return logits
 
 
 def _own_pass(model: PagedModel, ids: torch.Tensor, part: range, cache: dict[str, Any]) -> torch.Tensor:

@@ -35,6 +35,7 @@ NONE = torch.iinfo(torch.int32).max  # stands for no key; larger than the index 
 class Part(NamedTuple):
     """Rows of one sequence that an indexer computes in one call."""
 
+    request: int
     first: int  # row of the step
     count: int
     rows: torch.Tensor  # int64 [n]: of the step; those behind `count` repeat the last one
@@ -60,7 +61,7 @@ def parts_of(batch: PagedBatch, device: torch.device) -> list[Part]:
             keys = torch.arange(-(-(int(own[-1]) + 1) // multiple) * multiple)
             blocks = table[(keys[::size] // size).clamp(max=len(table) - 1)]
             on_device = (x.to(device) for x in (rows, own, blocks, keys <= own))
-            parts.append(Part(start, count, *on_device))
+            parts.append(Part(request, start, count, *on_device))
     return parts
 
 
@@ -79,6 +80,32 @@ class _IndexKeys:
         return self._keys[self._part.blocks].view(1, -1, key_states.shape[-1]).to(key_states.dtype)
 
 
+class Trial:
+    """A comparison of the served model with the model alone, in which so few keys are selected that it matters which.
+
+    Rounding may change which of two keys with nearly equal scores is selected, and then all that follows. So the model
+    alone is given what the served one selected, and its scores tell how far that is from the best."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.selected: dict[tuple[int, int], list[torch.Tensor]] = {}  # by indexer and slot: ``[rows, n]`` of each part
+        self.sequence: int | None = None  # the slot whose selection the model alone is given
+        self.misses: list[torch.Tensor] = []  # of each such call of `topk`
+
+    def repeat(self, number: int, scores: torch.Tensor) -> Any:
+        """What the served model selected, in place of the largest scores ``[1, rows, keys]``. Notes how much less the
+        least of it scores than the least of the largest, in parts of the range of the row's scores."""
+        assert self.sequence is not None
+        given = torch.cat(self.selected[number, self.sequence])[None].long()
+        own = torch.arange(scores.shape[1], device=given.device)[:, None]
+        indices = torch.where(given == NONE, own, given)  # a row of few keys has selected its own, too
+        values, ordered = scores.gather(-1, indices), scores.sort(descending=True).values
+        lowest = scores.masked_fill(scores < torch.finfo(scores.dtype).min / 2, torch.inf).amin(-1)
+        miss = (ordered[..., given.shape[-1] - 1] - values.amin(-1)) / (ordered[..., 0] - lowest).clamp(min=1e-30)
+        self.misses.append(miss[0, given.shape[-1] :])  # earlier rows select all keys
+        return torch.return_types.topk((values, indices))
+
+
 class Indexers:
     """The indexers of a model."""
 
@@ -87,19 +114,18 @@ class Indexers:
         self.calls: AttentionCalls | None = None  # once the model is served
         self.serving: Callable[[], bool] = lambda: False
         self.width = 0  # of the index keys that the last call of an indexer made; 0: attention has taken them
-        self.limit: int | None = None  # the most keys that are chosen, less than the model says
-        self.limited_calls = 0  # of `topk` under a limit
+        self.trial: Trial | None = None  # while the model is verified
         self._batch: PagedBatch | None = None
         self._parts: list[Part] = []
 
     @contextmanager
-    def at_most(self, limit: int) -> Iterator[None]:
+    def tried(self, limit: int) -> Iterator[Trial]:
         """In this context no row selects more than `limit` keys."""
-        self.limit, self.limited_calls = limit, 0
+        self.trial = Trial(limit)
         try:
-            yield
+            yield self.trial
         finally:
-            self.limit = None
+            self.trial = None
 
     def take_width(self) -> int:
         """`width`, which attention takes."""
@@ -108,21 +134,24 @@ class Indexers:
 
     def serve(self, module: nn.Module, cache_argument: str, width: int) -> None:
         """From now on this indexer computes the sequences of a step, while the model is served."""
+        number, forward = len(self.modules), module.forward
         self.modules.append(module)
-        forward = module.forward
         signature = inspect.signature(forward)
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _TopK(self):
-                if self.serving():
-                    return self._select(forward, signature.bind(*args, **kwargs), cache_argument)
-                self.width = width
+            if self.serving():
+                with _TopK(self.trial):
+                    return self._select(number, forward, signature.bind(*args, **kwargs), cache_argument)
+            self.width = width
+            with _TopK(self.trial, number):
                 return forward(*args, **kwargs)
 
         module.forward = run
 
-    def _select(self, forward: Callable[..., Any], given: inspect.BoundArguments, cache: str) -> torch.Tensor:
+    def _select(
+        self, number: int, forward: Callable[..., Any], given: inspect.BoundArguments, cache: str
+    ) -> torch.Tensor:
         """The indices that an indexer selects for each row of a step, ascending, int32 ``[1, rows, n]``."""
         assert self.calls is not None
         step, keys = self.calls.coming()
@@ -135,6 +164,9 @@ class Indexers:
             cut[cache] = _IndexKeys(part, step, keys)
             indices = forward(*inspect.BoundArguments(given.signature, cut).args)
             found.append(torch.where(indices[0] > part.own, NONE, indices[0])[: part.count].sort().values)
+            if self.trial is not None:
+                slot = int(self.calls.sequences.slots[part.request])
+                self.trial.selected.setdefault((number, slot), []).append(found[-1])
         out = keys.new_full((1, num_rows, max(each.shape[1] for each in found)), NONE, dtype=torch.int32)
         for part, indices in zip(self._parts, found, strict=True):
             out[0, part.first : part.first + part.count, : indices.shape[1]] = indices
@@ -159,11 +191,12 @@ def _cut(value: Any, part: Part, num_rows: int) -> Any:
 
 class _TopK(TorchFunctionMode):
     """Inside this context `topk` takes the first of equal numbers, so that what it takes does not depend on how many
-    masked ones there are, and no more than the limit of the indexers."""
+    masked ones there are. In a trial it takes fewer, and those that indexer `number` selected before, if that is
+    given."""
 
-    def __init__(self, indexers: Indexers) -> None:
+    def __init__(self, trial: Trial | None, number: int | None = None) -> None:
         super().__init__()
-        self._indexers = indexers
+        self._trial, self._number = trial, number
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):
@@ -171,8 +204,9 @@ class _TopK(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _first(self, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        if self._indexers.limit is not None:
-            k = min(k, self._indexers.limit)
-            self._indexers.limited_calls += 1
+        if self._trial is not None:
+            k = min(k, self._trial.limit)
+            if self._number is not None and self._trial.sequence is not None:
+                return self._trial.repeat(self._number, input)
         values, indices = input.sort(dim=dim, descending=largest, stable=True)
         return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
