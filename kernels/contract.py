@@ -379,7 +379,7 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """`run` with a plan of a spec that selects. ``selected`` ``[rows, n]`` has for each row the indices of the keys
         that it sees, ascending. Those behind the row's own index stand for none; a row has at least one other."""
-        raise NotImplementedError(f"{self.name} refuses attention to selected keys")
+        raise ValueError(f"{self.name} has no kernel for selected keys")
 
     def forget_graphs(self) -> None:
         """No graph that was captured so far will be replayed; the next ones may read other addresses."""

@@ -22,7 +22,9 @@ NUM_REQUESTS = 32
 MAX_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3", "deepseek_v32"]))
+@pytest.fixture(
+    scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3", "deepseek_v32"])
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str | None:
     if request.param == "embedded":
         return None

@@ -61,7 +61,7 @@ class KVLayout(NamedTuple):
         return out
 
     def index_keys(self, pool: torch.Tensor) -> list[torch.Tensor | None]:
-        """Views into `pool`: the index keys of each layer, ``[blocks, block_size, 1, index_dim]``; None: it has none."""
+        """Views into `pool`: each layer's index keys, ``[blocks, block_size, 1, index_dim]``; None: it has none."""
         return [
             pool.as_strided(
                 (pool.shape[0], self.block_size, 1, spec.index_dim),

@@ -133,9 +133,7 @@ def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch
 
 
 @torch.inference_mode()
-def _own_logits(
-    model: PagedModel, sequences: list[torch.Tensor], trial: Trial | None = None
-) -> list[torch.Tensor]:
+def _own_logits(model: PagedModel, sequences: list[torch.Tensor], trial: Trial | None = None) -> list[torch.Tensor]:
     """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention. trial: has
     selected keys of the sequences."""
     logits = []

@@ -19,9 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....kernels.contract import Backend, LayerCache, PagedBatch, SequenceOffsets
+from .indexed import indexers_of
 from .latents import Expansion, LatentAttention
 from .own_attention import Attend, OwnAttention, take_over
-from .indexed import indexers_of
 from .recurrent import states_of
 
 IMPLEMENTATION = "mainspring"
@@ -77,7 +77,7 @@ class AttentionCalls:
         sinks: torch.Tensor | None,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``[tokens, heads, dim]`` views → ``[tokens, q_heads, value_dim]``. selected: ``[tokens, n]``, see
+        """Attention of ``[tokens, heads, dim]`` views → ``[tokens, q_heads, value_dim]``. selected: see
         `Backend.run_selected`."""
         index = self._next
         self._next = index + 1
@@ -100,8 +100,8 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls. query ``[1, q_heads, tokens, key_dim]``, key and value likewise →
-    ``[1, tokens, q_heads, value_dim]``. indices: of selected keys, ``[1, tokens, n]``. Scale, window and soft cap come from the plan, which has them from the dry
-    run of loading."""
+    ``[1, tokens, q_heads, value_dim]``. indices: of selected keys, ``[1, tokens, n]``. Scale, window and soft cap come
+    from the plan, which has them from the dry run of loading."""
     calls: AttentionCalls = module.mainspring_calls  # type: ignore[assignment]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     latents: LatentAttention | None = getattr(module, "mainspring_latents", None)

@@ -6,7 +6,8 @@ a sequence for each query, and gives the indices of those with the largest score
 transformers' indexers get all index keys of one sequence from their cache (`update_indexer`) and a causal mask. Here an
 indexer's own code is called for one sequence of the step after the other, with a cache that writes the new index keys
 to the paged cache and gives back those of the sequence. The numbers of rows and of keys in such a call are multiples of
-`ROW_MULTIPLE` and `KEY_MULTIPLE`, so that a row's scores have the same bits however the text was cut.
+`ROW_MULTIPLE` and `KEY_MULTIPLE`, so that a row's scores have the same bits however the text was cut. The shapes of the
+calls follow the sequences, so no CUDA graph can hold such a step.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Part(NamedTuple):
 
     request: int
     first: int  # row of the step
-    count: int
-    rows: torch.Tensor  # int64 [n]: of the step; those behind `count` repeat the last one
+    num_rows: int
+    rows: torch.Tensor  # int64 [n]: of the step; those behind `num_rows` repeat the last one
     own: torch.Tensor  # int64 [n, 1]: index of each row in its sequence
     blocks: torch.Tensor  # int64 [columns]: the blocks of the keys
     mask: torch.Tensor  # bool [n, keys]: the keys that each row may see
@@ -73,8 +74,8 @@ class _IndexKeys:
 
     def update_indexer(self, key_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Append index keys ``[1, n, index_dim]``; → those of the sequence, ``[1, keys, index_dim]``."""
-        rows = slice(self._part.first, self._part.first + self._part.count)
-        new, step = key_states[0, : self._part.count, None], self._step
+        rows = slice(self._part.first, self._part.first + self._part.num_rows)
+        new, step = key_states[0, : self._part.num_rows, None], self._step
         cache = LayerCache(self._keys, self._keys[..., :0])
         step.backend.append(cache, new, new[..., :0], step.blocks[rows], step.rows[rows])
         return self._keys[self._part.blocks].view(1, -1, key_states.shape[-1]).to(key_states.dtype)
@@ -163,13 +164,13 @@ class Indexers:
             cut = {name: _cut(value, part, num_rows) for name, value in given.arguments.items()}
             cut[cache] = _IndexKeys(part, step, keys)
             indices = forward(*inspect.BoundArguments(given.signature, cut).args)
-            found.append(torch.where(indices[0] > part.own, NONE, indices[0])[: part.count].sort().values)
+            found.append(torch.where(indices[0] > part.own, NONE, indices[0])[: part.num_rows].sort().values)
             if self.trial is not None:
                 slot = int(self.calls.sequences.slots[part.request])
                 self.trial.selected.setdefault((number, slot), []).append(found[-1])
         out = keys.new_full((1, num_rows, max(each.shape[1] for each in found)), NONE, dtype=torch.int32)
         for part, indices in zip(self._parts, found, strict=True):
-            out[0, part.first : part.first + part.count, : indices.shape[1]] = indices
+            out[0, part.first : part.first + part.num_rows, : indices.shape[1]] = indices
         return out
 
 
