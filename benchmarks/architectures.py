@@ -236,7 +236,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
     # the defaults contain no layer of the model's characteristic kind
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2),
+        "index_n_heads": HEADS,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
@@ -467,7 +470,10 @@ models that a paged cache can't serve, and then compares its logits with the mod
 
 - **Recurrent state** (linear attention, state spaces, short convolutions) is served where transformers keeps it in its
   cache.
-- **Refused** are layers with another memory (sparse attention with an index, state in a module's attributes), attention
+- **Sparse attention by an indexer** (DeepSeek V3.2, GLM-5 and their relatives) is served where the indexer keeps a key
+  for each token and gives the indices of the keys that it selects. Only the reference kernels know it, so it is slow.
+  Adapters can't change an indexer. `kv_cache_dtype="fp8"` rounds its keys, too.
+- **Refused** are layers with another memory (indexers over blocks of keys, state in a module's attributes), attention
   whose scores depend on more than query, key and their distance, encoder-decoder models, and most quantized
   checkpoints. The error gives the reason.
 - **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of

@@ -61,7 +61,7 @@ class AttentionSpec(NamedTuple):
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     bias: SlopeBias | TableBias | None = None  # is added to the scaled and capped scores
     latent: bool = False  # a value is the first value_dim numbers of its key, and the cache has both in one place
-    selects: bool = False  # a query sees only those of its keys that an index chose (`Backend.run_selected`)
+    selects: bool = False  # a query sees only those of its keys that an indexer selected (`Backend.run_selected`)
     index_dim: int = 0  # numbers of a token's index key, which the cache holds beside its key; 0: it has none
 
 
@@ -329,7 +329,7 @@ class Backend(Protocol):
 
     def caches_latents(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
         """Whether a model of `dtype` with such attention over latents caches these; else it caches the keys and values
-        that it makes of them. Where an index selects the keys, the reference kernels have a single head to gather."""
+        that it makes of them. Where an indexer selects the keys, the reference kernels have a single head to gather."""
         return spec.selects or self.refuses(spec, dtype, dtype) is None
 
     def takes(self, batch: PagedBatch) -> bool:

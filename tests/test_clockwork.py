@@ -1,8 +1,8 @@
 """Clockwork: the same request gives the same tokens alone, in a batch, chunked, after a cache hit and after preemption.
 
-Greedy and sampled requests, on the embedded model and on random bf16 checkpoints: a Llama, one with recurrent state and
-one with attention over latents, and one that sees keys selected by an index. The engines run in-process, because
-that makes many engines cheap.
+Greedy and sampled requests, on the embedded model and on random bf16 checkpoints: a Llama, one with recurrent state,
+one with attention over latents, and one whose attention sees selected keys. The engines run in-process, because that
+makes many engines cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models whose attention sees keys that an index selects: exact in any batch, and which keys they see."""
+"""Models whose attention sees keys that an indexer selects: exact in any batch, and which keys they see."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_verification_sees_which_keys_are_selected(
     def load() -> PagedModel:
         return page(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
 
-    assert any("keys selected by an index" in line for line in load().explain())
+    assert any("keys selected by an indexer (of" in line for line in load().explain())
     get = indexed._IndexKeys.update_indexer
     monkeypatch.setattr(indexed._IndexKeys, "update_indexer", lambda *args, **kwargs: get(*args, **kwargs).flip(-1))
     with pytest.raises(UnsupportedModelError, match="other logits"):

@@ -101,7 +101,7 @@ _INDEX: dict[str, Any] = {
     "index_head_dim": 32,
 }
 
-# The same for models whose attention sees 8 keys that an index selects.
+# The same for models whose attention sees 8 keys that an indexer selects.
 INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("deepseek_v32", _INDEX),
     "glm_moe_dsa": ("glm_moe_dsa", {**_INDEX, "indexer_types": ["full", "shared"] * 2}),

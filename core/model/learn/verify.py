@@ -32,7 +32,7 @@ from .recurrent_probe import OwnCache
 BLOCK_SIZE = 8
 LENGTHS = (13, 10)  # tokens of the two sequences; more where a small window must be crossed
 SMALL_WINDOW = 24
-MOST_SELECTED = 4  # keys that a row may select by an index: fewer than the tokens of a sequence
+MOST_SELECTED = 4  # keys that a row may select by an indexer: fewer than the tokens of a sequence
 
 
 class Chunk(NamedTuple):

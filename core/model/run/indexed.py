@@ -1,4 +1,4 @@
-"""Sparse attention by an index (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp").
+"""Sparse attention by an indexer (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp").
 
 An *indexer* is a small module beside an attention module. It makes an index key of each token, scores the index keys of
 a sequence for each query, and gives the indices of those with the largest scores; the attention sees only these.

@@ -58,7 +58,7 @@ class PagedModel:
         self.whole: WholeModel | None = None  # if a backend runs the model in one call
         self.experts: ExpertRecorder | None = None  # if it is to be recorded which experts compute a row
         self.states = states_of(model)  # of layers with recurrent state, if there are any
-        self.indexers = indexers_of(model)  # if attention sees only keys that an index selects
+        self.indexers = indexers_of(model)  # if attention sees only keys that an indexer selects
         self.position_axes = 1
         self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
@@ -180,7 +180,7 @@ def _describe(spec: AttentionSpec) -> str:
     if spec.latent:
         text += ", over latents"
     if spec.selects:
-        text += ", keys selected by an index" + (f" of {spec.index_dim}" if spec.index_dim else " of an earlier call")
+        text += f", keys selected by an indexer ({f'of {spec.index_dim}' if spec.index_dim else 'of an earlier call'})"
     if spec.window is not None:
         text += f", window {spec.window}"
     if spec.softcap is not None:
