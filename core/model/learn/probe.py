@@ -89,6 +89,8 @@ class _Recorder:
         self.calls: list[AttentionCall] = []
         self._longest = longest
         self._indexers = indexers_of(model)
+        if self._indexers is not None:
+            self._indexers.take_width()  # an earlier pass may have left one
         self._cache = DynamicCache(config=model.config).layers  # what the library itself would keep for each layer
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # kept alive: equal addresses mean the same tensor
         self._masks: list[tuple[torch.Tensor, MaskFunction]] = []
