@@ -100,7 +100,11 @@ def drive(model: PagedModel, prompts: list[list[int]], max_tokens: int) -> list[
         )
         for spec in model.layers
     ]
-    model.bind([caches[source] for source in model.sources])
+    index_keys = [
+        torch.zeros(len(blocks) + 1, BLOCK_SIZE, 1, spec.index_dim, dtype=model.dtype) if spec.index_dim else None
+        for spec in model.layers
+    ]
+    model.bind([caches[source] for source in model.sources], index_keys)
     waiting, running = list(requests), []
     while waiting or running:
         if waiting:
@@ -142,7 +146,7 @@ def _step(model: PagedModel, backend: ReferenceBackend, running: list[_Request])
     rows = [position % BLOCK_SIZE for position in positions]
     plans = {spec: backend.plan(spec, batch, model.device) for spec in set(model.layers)}
     where = _padded(blocks), _padded(rows)
-    attention = [StepAttention(plans[spec], *where, backend) for spec in model.layers]
+    attention = [StepAttention(plans[spec], *where, backend, batch) for spec in model.layers]
     starts = [request.computed - count for request, count in zip(chosen, counts, strict=True)]
     sequences = SequenceOffsets.of(counts, [r.slot for r in chosen], starts, [r.prompt_len for r in chosen])
     logits = model.forward(_padded(ids), _padded(positions)[None], attention, sequences, _padded(last_rows))
@@ -163,7 +167,7 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCAB, WINDOW = 4, 2, 16, 64, 4, 320,
 _SMALL: list[tuple[str, Any]] = [
     (r"(vocab_size.*|.*_vocab)", VOCAB),
     (
-        r"(hidden_size|hidden_size_global|d_model|n_embd|embedding_size|word_embed_proj_dim|input_dim|embed_dim|output_channels)",
+        r"(hidden_size|hidden_size_global|d_model|n_embd|embedding_size|word_embed_proj_dim|input_dim|embed_dim|output_channels|adapter_(in_dim|out_dim|input_size))",
         HIDDEN,
     ),
     (r"(.*intermediate_size.*|.*ffn_dim|n_inner|d_ff|ffn_hidden_size|mlp_dim|.*_ffn_size)", 96),
@@ -174,6 +178,8 @@ _SMALL: list[tuple[str, Any]] = [
     (r"qk_rope_head_dim", HEAD_DIM),
     (r"(rotary_dim|hidden_size_per_layer_input)", 8),
     (r"(qk_head_dim|index_head_dim)", 2 * HEAD_DIM),
+    (r"index_topk", 8),
+    (r"index_n_heads", 8),
     (r"(kv_lora_rank|q_lora_rank|o_lora_rank)", 32),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)", 8),
     (r"(num_experts_per_tok|moe_k|moe_topk|num_experts_per_token|top_k_experts|moe_top_k|moe_router_topk)", 2),
@@ -214,6 +220,13 @@ _MAMBA_2 = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 32,
 }
+_BLOCK_INDEX = {
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)}
 
 # Values that no rule over field names can find.
@@ -223,7 +236,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
     # the defaults contain no layer of the model's characteristic kind
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2),
+        "index_n_heads": HEADS,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
@@ -263,6 +279,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "minimax": {"block_size": 16},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * (LAYERS // 2)},
+    "qwen4_exp_text": _DELTA | _BLOCK_INDEX,
+    "qwen4_exp": _DELTA | _BLOCK_INDEX,
 }
 
 
@@ -285,7 +304,9 @@ def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConf
     for name in default.sub_configs:
         if isinstance(getattr(default, name, None), PreTrainedConfig):
             with contextlib.suppress(Exception):  # a part that can't be built on its own is not changed
-                fields[name] = shrink(type(getattr(default, name)), **{k: v for k, v in given.items() if k in fields})
+                part = getattr(default, name)
+                wanted = {k: v for k, v in given.items() if k in fields or k in part.to_dict()}
+                fields[name] = shrink(type(part), **wanted)
     return config_class(**{**fields, "is_decoder": True, "use_cache": True, **given})
 
 
@@ -449,7 +470,10 @@ models that a paged cache can't serve, and then compares its logits with the mod
 
 - **Recurrent state** (linear attention, state spaces, short convolutions) is served where transformers keeps it in its
   cache.
-- **Refused** are layers with another memory (sparse attention with an index, state in a module's attributes), attention
+- **Sparse attention by an indexer** (DeepSeek V3.2, GLM-5 and their relatives) is served where the indexer keeps a key
+  for each token and gives the indices of the keys that it selects. Only the reference kernels know it, so it is slow.
+  Adapters can't change an indexer. `kv_cache_dtype="fp8"` rounds its keys, too.
+- **Refused** are layers with another memory (indexers over blocks of keys, state in a module's attributes), attention
   whose scores depend on more than query, key and their distance, encoder-decoder models, and most quantized
   checkpoints. The error gives the reason.
 - **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of

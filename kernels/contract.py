@@ -61,6 +61,8 @@ class AttentionSpec(NamedTuple):
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     bias: SlopeBias | TableBias | None = None  # is added to the scaled and capped scores
     latent: bool = False  # a value is the first value_dim numbers of its key, and the cache has both in one place
+    selects: bool = False  # a query sees only those of its keys that an indexer selected (`Backend.run_selected`)
+    index_dim: int = 0  # numbers of a token's index key, which the cache holds beside its key; 0: it has none
 
 
 class LayerCache(NamedTuple):
@@ -327,8 +329,8 @@ class Backend(Protocol):
 
     def caches_latents(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
         """Whether a model of `dtype` with such attention over latents caches these; else it caches the keys and values
-        that it makes of them."""
-        return self.refuses(spec, dtype, dtype) is None
+        that it makes of them. Where an indexer selects the keys, the reference kernels have a single head to gather."""
+        return spec.selects or self.refuses(spec, dtype, dtype) is None
 
     def takes(self, batch: PagedBatch) -> bool:
         """Whether `plan` and `run` serve this step. The reference kernels run a step that is not taken, over the cache
@@ -366,6 +368,18 @@ class Backend(Protocol):
         ``rows`` may exceed ``qo_indptr[-1]``: the rows from there on are padding, and their results are zeros.
         ``sinks`` ``[q_heads]`` are logits that take part in the softmax and have no value.
         """
+
+    def run_selected(
+        self,
+        plan: Any,
+        query: torch.Tensor,
+        cache: LayerCache,
+        selected: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`run` with a plan of a spec that selects. ``selected`` ``[rows, n]`` has for each row the indices of the keys
+        that it sees, ascending. Those behind the row's own index stand for none; a row has at least one other."""
+        raise ValueError(f"{self.name} has no kernel for selected keys")
 
     def forget_graphs(self) -> None:
         """No graph that was captured so far will be replayed; the next ones may read other addresses."""

@@ -1,8 +1,8 @@
 """Clockwork: the same request gives the same tokens alone, in a batch, chunked, after a cache hit and after preemption.
 
-Greedy and sampled requests, on the embedded model and on random bf16 checkpoints: a Llama, one with recurrent state and
-one with attention over latents. The engines run in-process, because
-that makes many engines cheap.
+Greedy and sampled requests, on the embedded model and on random bf16 checkpoints: a Llama, one with recurrent state,
+one with attention over latents, and one whose attention sees selected keys. The engines run in-process, because that
+makes many engines cheap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ NUM_REQUESTS = 32
 MAX_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3"]))
+@pytest.fixture(
+    scope="module", params=fast_only(["llama"], ["embedded", "llama", "qwen3_next", "deepseek_v3", "deepseek_v32"])
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str | None:
     if request.param == "embedded":
         return None

@@ -132,3 +132,16 @@ def test_in_bf16_graphs_and_overlap_change_nothing_and_the_kernels_are_flashinfe
 def test_an_fp8_cache_runs(tmp_path: Path, machines: list[Machine]) -> None:
     path = tiny.make("llama", tmp_path, dtype=torch.bfloat16)
     assert [len(tokens) for tokens in outputs(path, kv_cache_dtype="fp8")] == [n for _, n in requests(384, seed=4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", tiny.INDEXED)
+def test_selected_keys_are_read_from_its_cache_without_graphs(
+    architecture: str, tmp_path: Path, machines: list[Machine]
+) -> None:
+    path = tiny.make(architecture, tmp_path)
+    reqs = requests(tiny.VOCAB_SIZE)
+    got, engine = run(path, reqs, num_gpu_blocks_override=DEFAULT_BLOCKS, **SETTINGS)
+    assert got == references.greedy(path, reqs)
+    assert engine.engine_core.core._depth == 2
+    assert machines[-1].num_replays == 0

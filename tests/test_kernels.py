@@ -79,6 +79,7 @@ class Setup(NamedTuple):
     heads_first: bool = False  # a block holds [kv_heads, block_size, dim] and is viewed transposed
     sinks: torch.Tensor | None = None
     reach: Sequence[torch.Tensor] | None = None  # for each request: the last index that each row sees
+    selected: Sequence[torch.Tensor] | None = None  # for each request: whether a row selects a key, bool [rows, keys]
 
 
 Step = Sequence[tuple[int, int]]  # (request, rows), in the order of the rows
@@ -178,7 +179,12 @@ def attend(
         query = query.to(setup.dtype)
         if step:
             query[:total] = rows_of("query")
-        out = backend.run(backend.plan(spec, batch, CPU), query, cache, setup.sinks)
+        plan = backend.plan(spec, batch, CPU)
+        if setup.selected is None:
+            out = backend.run(plan, query, cache, setup.sinks)
+        else:
+            selected = indices_of([setup.selected[r][done[r] : done[r] + rows] for r, rows in step], len(query))
+            out = backend.run_selected(plan, query, cache, selected, setup.sinks)
         assert out.shape == (len(query), spec.num_q_heads, spec.value_dim)
         assert out.dtype == setup.dtype
         assert torch.equal(out[total:], torch.zeros_like(out[total:])), "padding rows must come back as zeros"
@@ -188,7 +194,18 @@ def attend(
     return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
 
 
-def oracle(setup: Setup, request: Tokens, reach: torch.Tensor | None = None) -> torch.Tensor:
+def indices_of(selected: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Of keys that rows select: ascending, and behind them the largest number, int32 ``[num_rows, n]``."""
+    rows = [row.nonzero().flatten() for part in selected for row in part]
+    out = torch.full((num_rows, max(map(len, rows), default=0)), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    for row, indices in enumerate(rows):
+        out[row, : len(indices)] = indices.int()
+    return out
+
+
+def oracle(
+    setup: Setup, request: Tokens, reach: torch.Tensor | None = None, selected: torch.Tensor | None = None
+) -> torch.Tensor:
     """Dense attention in fp64, one formula on each line."""
     spec, n = setup.spec, len(request)
     group = spec.num_q_heads // spec.num_kv_heads
@@ -205,6 +222,8 @@ def oracle(setup: Setup, request: Tokens, reach: torch.Tensor | None = None) -> 
     hidden = distance < 0 if reach is None else torch.arange(n) > reach[:, None]
     if spec.window is not None:
         hidden |= distance >= spec.window
+    if selected is not None:
+        hidden |= ~selected
     scores = scores.masked_fill(hidden, -math.inf)
     if setup.sinks is not None:
         sink = setup.sinks.double()[:, None, None].expand(-1, n, 1)
@@ -219,8 +238,10 @@ def whole(lengths: Sequence[int]) -> list[Step]:
 def check(backend: Backend, setup: Setup, lengths: Sequence[int], steps: Sequence[Step], seed: int = 0) -> None:
     requests = sequences(setup, lengths, seed)
     reaches = setup.reach or [None] * len(requests)
-    for request, reach, got in zip(requests, reaches, attend(backend, setup, requests, steps, seed), strict=True):
-        want = oracle(setup, request, reach)[: len(got)]
+    selections = setup.selected or [None] * len(requests)
+    outputs = attend(backend, setup, requests, steps, seed)
+    for request, reach, selected, got in zip(requests, reaches, selections, outputs, strict=True):
+        want = oracle(setup, request, reach, selected)[: len(got)]
         torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[setup.dtype], atol=TOLERANCE[setup.dtype])
 
 

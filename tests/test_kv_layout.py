@@ -31,10 +31,10 @@ def assert_every_element_has_one_owner(layout: KVLayout) -> None:
     """Write a unique number to each key and value of every layer and block, and read all of them back."""
     blocks = 3
     pool = torch.zeros(blocks, layout.block_elements)
-    caches = layout.caches(pool)
+    caches, index_keys = layout.caches(pool), layout.index_keys(pool)
     for group in layout.groups:  # groups use different blocks; only the layers of one share a block
         pool.zero_()
-        views = [view for layer in group.layers for view in caches[layer]]
+        views = [view for layer in group.layers for view in (*caches[layer], index_keys[layer]) if view is not None]
         for number, view in enumerate(views, 1):
             view.fill_(number)
         assert all((view == number).all() for number, view in enumerate(views, 1)), "two views overlap"
@@ -79,6 +79,17 @@ def test_layers_of_different_sizes_share_a_pool_whose_blocks_are_as_large_as_the
 def test_latents_are_a_full_kind_of_fewer_bytes_per_token() -> None:
     layout = plan([spec(), spec(kv_heads=1, key_dim=6, value_dim=2)])
     assert {(g.kind, g.token_bytes) for g in layout.groups} == {("full", 2 * 8 * 4), ("full", 8 * 4)}
+    assert_every_element_has_one_owner(layout)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_index_keys_lie_beside_the_keys_of_their_layer(heads_first: bool) -> None:
+    calls = [spec()._replace(index_dim=3), spec()._replace(index_dim=3), spec(16), spec(16)]
+    layout = plan_layout(calls, [0, 1, 2, 3], BLOCK, torch.float32, heads_first=heads_first)
+    assert [group.layers for group in layout.groups] == [(0, 1), (2, 3)]
+    assert layout.groups[0].token_bytes == 2 * (2 * 8 + 3) * 4
+    index_keys = layout.index_keys(torch.zeros(1, layout.block_elements))
+    assert [None if keys is None else keys.shape[3] for keys in index_keys] == [3, 3, None, None]
     assert_every_element_has_one_owner(layout)
 
 

@@ -180,12 +180,25 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+BLOCK_INDEX = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("deepseek_v32", {}, "indexed_attention layers"),
+        ("deepseek_v4", {}, "heavily_compressed_attention layers"),
+        ("qwen4_exp_text", BLOCK_INDEX, "selects keys, but does not give the indices"),
         ("rwkv", {"attention_hidden_size": 32}, "recurrent state"),
         ("falcon", {"alibi": True, "max_position_embeddings": 512}, "more than the distance"),
         ("cpmant", {"dim_head": 16}, "weights go through masked_fill|scores are set to 0"),

@@ -226,7 +226,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[PagedModel]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # as a whole, layer by layer
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "deepseek_v32"])  # as a whole, layer by layer, few keys
 def test_a_later_start_compares_the_logits_of_the_first(
     architecture: str, tmp_path: Path, verified: list[PagedModel]
 ) -> None:

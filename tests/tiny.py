@@ -92,6 +92,21 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_INDEX: dict[str, Any] = {
+    **LATENT["deepseek_v3"][1],
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+}
+
+# The same for models whose attention sees 8 keys that an indexer selects.
+INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("deepseek_v32", _INDEX),
+    "glm_moe_dsa": ("glm_moe_dsa", {**_INDEX, "indexer_types": ["full", "shared"] * 2}),
+}
+
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -168,12 +183,13 @@ def make(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`, `LATENT`, `RECURRENT` or `OWN_ATTENTION`) to
+    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`, `LATENT`, `INDEXED`, `RECURRENT` or
+    `OWN_ATTENTION`) to
     `folder`; → the folder.
 
     `overrides` replace config fields. `tokenizer` adds a byte-level BPE one, whose ids the model's vocabulary covers.
     """
-    model_type, fields = (ARCHITECTURES | LATENT | RECURRENT | OWN_ATTENTION)[architecture]
+    model_type, fields = (ARCHITECTURES | LATENT | INDEXED | RECURRENT | OWN_ATTENTION)[architecture]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **fields, **overrides})
     disable_progress_bar()
     with torch.random.fork_rng():

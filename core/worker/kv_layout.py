@@ -28,7 +28,8 @@ class KVLayout(NamedTuple):
     groups: tuple[LayerGroup, ...]
     specs: tuple[AttentionSpec, ...]  # one per layer: an attention call with keys and values of its own
     dims: tuple[tuple[int, int], ...]  # for each layer, padded: of a key head and of a value head; of latents (key, 0)
-    offsets: tuple[tuple[int, int], ...]  # of each layer's keys and values from the block's start, in elements
+    # of each layer's keys, values and index keys from the block's start, in elements
+    offsets: tuple[tuple[int, int, int], ...]
     layer_of_call: tuple[int, ...]  # the layer that each attention call of a forward uses; calls may share a layer
     heads_first: bool = False  # True: [head][keys, values][token] within a block; False: [keys, values][token][head]
 
@@ -53,11 +54,24 @@ class KVLayout(NamedTuple):
                     (self.block_elements, *((dim, rows * sum(dims)) if self.heads_first else (heads * dim, dim)), 1),
                     pool.storage_offset() + at,
                 )
-                for dim, at in zip(dims, offsets, strict=True)
+                for dim, at in zip(dims, offsets[:2], strict=True)
                 if dim
             ]
             out.append(LayerCache(pair[0], pair[0][..., : spec.value_dim]) if spec.latent else LayerCache(*pair))
         return out
+
+    def index_keys(self, pool: torch.Tensor) -> list[torch.Tensor | None]:
+        """Views into `pool`: each layer's index keys, ``[blocks, block_size, 1, index_dim]``; None: it has none."""
+        return [
+            pool.as_strided(
+                (pool.shape[0], self.block_size, 1, spec.index_dim),
+                (self.block_elements, spec.index_dim, spec.index_dim, 1),
+                pool.storage_offset() + offsets[2],
+            )
+            if spec.index_dim
+            else None
+            for spec, offsets in zip(self.specs, self.offsets, strict=True)
+        ]
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -85,15 +99,15 @@ def plan_layout(
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
     dims = [(key, 0 if s.latent else value) for s in specs for key, value in [cache_dims(s)]]
-    kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
+    kinds: dict[tuple[int, int, int, int, int | None], list[int]] = {}
     for layer, s in enumerate(specs):
         # A block stays allocated for the widest window of all calls that read it.
         windows = [call.window for call, source in zip(calls, sources, strict=True) if source == own[layer]]
         window = None if None in windows else max(w for w in windows if w is not None)
-        kinds.setdefault((s.num_kv_heads, *dims[layer], window), []).append(layer)
+        kinds.setdefault((s.num_kv_heads, *dims[layer], s.index_dim, window), []).append(layer)
 
-    def elements(kind: tuple[int, int, int, int | None]) -> int:
-        return block_size * kind[0] * (kind[1] + kind[2])
+    def elements(kind: tuple[int, int, int, int, int | None]) -> int:
+        return block_size * (kind[0] * (kind[1] + kind[2]) + kind[3])
 
     def cost(layers_per_block: int) -> float:
         """Cache elements per token of context in all groups, plus 2% per group for the work on its block table."""
@@ -107,17 +121,18 @@ def plan_layout(
     candidates = {d for n in counts for d in range(1, n + 1) if n % d == 0}
     layers_per_block = min(sorted(candidates, reverse=True), key=cost)
 
-    groups, offsets, largest = [], [(0, 0)] * len(specs), 0
+    groups, offsets, largest = [], [(0, 0, 0)] * len(specs), 0
     for kind, layers in kinds.items():
         for i in range(0, len(layers), layers_per_block):
             part = layers[i : i + layers_per_block]
             token_bytes = len(part) * elements(kind) // block_size * dtype.itemsize
-            name: Literal["full", "windowed"] = "full" if kind[3] is None else "windowed"
-            groups.append(LayerGroup(name, tuple(part), token_bytes, kind[3]))
+            name: Literal["full", "windowed"] = "full" if kind[4] is None else "windowed"
+            groups.append(LayerGroup(name, tuple(part), token_bytes, kind[4]))
             at = 0
             for layer in part:
-                offsets[layer] = (at, at + block_size * kind[1] * (1 if heads_first else kind[0]))
-                at += elements(kind)
+                values, end = at + block_size * kind[1] * (1 if heads_first else kind[0]), at + elements(kind)
+                offsets[layer] = at, values, end - block_size * kind[3]
+                at = end
             largest = max(largest, at)
     # A block's length is a multiple of every head dimension, so that backends can view the pool as rows of one head.
     unit = math.lcm(*(dim for pair in dims for dim in pair if dim))

@@ -103,7 +103,11 @@ class ModelRunner:
         self._fallbacks: dict[int, Backend] = {}  # by `id` of the backend
         caches = layout.caches(self.pool)
         calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
-        model.bind([_seen_by(b, spec, caches[layer]) for layer, spec, b in calls])
+        index_keys = layout.index_keys(self.pool) if model.indexers is not None else []
+        model.bind(
+            [_seen_by(b, spec, caches[layer]) for layer, spec, b in calls],
+            [index_keys[layer] for layer in layout.layer_of_call] if index_keys else [],
+        )
         model.allocate_states(num_states or 1 + max_num_seqs, backend.scans, device.zeros)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._registry = registry or Registry()
@@ -296,7 +300,7 @@ class ModelRunner:
             if not backend.takes(batches[group]):
                 backend = self._fallback_for(backend)
             plan = backend.plan(spec, batches[group], self.model.device, self._turn, graph)
-            shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend)
+            shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend, batches[group])
             for call in calls:
                 attention[call] = shared
         return attention  # type: ignore[return-value]  # every call has a plan

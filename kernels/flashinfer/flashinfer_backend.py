@@ -86,6 +86,8 @@ class FlashInferBackend(Backend):
         """What FlashInfer has no kernel for. Remembers the dtypes, for `plan`."""
         group, rest = divmod(spec.num_q_heads, spec.num_kv_heads)
         dim = prebuilt.head_dim(spec.key_dim)
+        if spec.selects:
+            return "keys that an indexer selects: no kernel here gathers them"
         if dtype not in HALF:
             return f"queries of {dtype}: FlashInfer's kernels read float16 and bfloat16; set dtype to one of them"
         if dtype == torch.bfloat16 and self._gpu.capability < (8, 0):

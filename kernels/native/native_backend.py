@@ -70,6 +70,8 @@ class NativeBackend(Backend):
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """Dtypes that no native kernel knows."""
+        if spec.selects:
+            return "keys that an indexer selects: no kernel here gathers them"
         if dtype not in DTYPES or kv_dtype not in DTYPES:
             return f"queries of {dtype} and a cache of {kv_dtype}, where native kernels know 32, 16 and 8 bits"
         return None

@@ -15,6 +15,7 @@ and clockwork. Three habits make it so:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -23,6 +24,7 @@ from .attention_plan import KV_TILE, AttentionPlan, Chunk, plan_attention
 from .gumbel import keyed_choice
 from .reference_scans import ReferenceScans
 from .sampling import mask_top_k_top_p_min_p
+from .selected_plan import SelectedPlan, chunks, plan_selected
 
 MASKED = -1e30
 """The score of a key that a row must not see. Finite, so that a tile in which a row sees nothing yields finite sums,
@@ -59,20 +61,27 @@ class ReferenceBackend(Backend):
 
     def plan(
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
-    ) -> AttentionPlan:
+    ) -> AttentionPlan | SelectedPlan:
         """Cut the step into tiles. Raises ValueError where the block size does not fit the tiles."""
-        return plan_attention(spec, batch, device)
+        return plan_selected(spec, batch, device) if spec.selects else plan_attention(spec, batch, device)
 
     def run(
         self, plan: AttentionPlan, query: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention of every row of the step → ``[rows, q_heads, value_dim]``; padding rows are zero. Elements that
         another backend adds to a head in the cache (`Backend.cache_dims`) are left out."""
-        cache = LayerCache(cache.keys[..., : plan.spec.key_dim], cache.values[..., : plan.spec.value_dim])
-        out = query.new_zeros(len(query), plan.spec.num_q_heads, plan.spec.value_dim)
-        for chunk in plan.chunks:
-            out[chunk.query_rows, chunk.heads] = _attend(plan.spec, chunk, query, cache, sinks).to(out.dtype)
-        return out
+        return _attention(plan.spec, plan.chunks, query, cache, sinks)
+
+    def run_selected(
+        self,
+        plan: SelectedPlan,
+        query: torch.Tensor,
+        cache: LayerCache,
+        selected: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`run` over selected keys, gathered for each row."""
+        return _attention(plan.spec, chunks(plan, selected), query, cache, sinks)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """RMSNorm (Zhang & Sennrich 2019) over the last dimension, in fp32."""
@@ -126,6 +135,20 @@ class ReferenceBackend(Backend):
             raise ValueError(f"activation is {activation!r}; the reference backend knows {', '.join(ACTIVATIONS)}")
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def _attention(
+    spec: AttentionSpec,
+    parts: Iterable[Chunk],
+    query: torch.Tensor,
+    cache: LayerCache,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    cache = LayerCache(cache.keys[..., : spec.key_dim], cache.values[..., : spec.value_dim])
+    out = query.new_zeros(len(query), spec.num_q_heads, spec.value_dim)
+    for chunk in parts:
+        out[chunk.query_rows, chunk.heads] = _attend(spec, chunk, query, cache, sinks).to(out.dtype)
+    return out
 
 
 def _attend(

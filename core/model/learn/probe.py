@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import AttentionSpec
 from ..run.attention import attention_set
+from ..run.indexed import indexers_of
 from ..run.latents import Expansion
 from ..run.positions import positions_given, receivers
 from ..run.recurrent import one_sequence, state_inputs, stateful_parts
@@ -87,6 +88,9 @@ class _Recorder:
     def __init__(self, model: PreTrainedModel, longest: int) -> None:
         self.calls: list[AttentionCall] = []
         self._longest = longest
+        self._indexers = indexers_of(model)
+        if self._indexers is not None:
+            self._indexers.take_width()  # an earlier pass may have left one
         self._cache = DynamicCache(config=model.config).layers  # what the library itself would keep for each layer
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # kept alive: equal addresses mean the same tensor
         self._masks: list[tuple[torch.Tensor, MaskFunction]] = []
@@ -108,6 +112,7 @@ class _Recorder:
         softcap: float | None = None,
         is_causal: bool | None = None,
         s_aux: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         name = type(module).__name__
@@ -125,6 +130,7 @@ class _Recorder:
         else:
             window = kwargs.get("sliding_window")
         self._check_cache(module, window)
+        index_dim = self._index_dim(name, indices, window)
         spec = AttentionSpec(
             num_q_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -133,10 +139,22 @@ class _Recorder:
             scale=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
             window=window,
             softcap=softcap,
+            selects=indices is not None,
+            index_dim=index_dim,
         )
         self.calls.append(AttentionCall(module, spec, self._source(key, value)))
         self._seen.append((key, value))
         return query.new_zeros(1, TOKENS, query.shape[1], value.shape[3]), None
+
+    def _index_dim(self, name: str, indices: torch.Tensor | None, window: int | None) -> int:
+        """The width of the index keys that were made for a call; 0: none were."""
+        width = 0 if self._indexers is None else self._indexers.take_width()
+        if indices is None:
+            if width:
+                raise UnsupportedModelError(f"{name} does not tell its attention which keys its indexer selects")
+        elif self._indexers is None or window is not None:
+            raise UnsupportedModelError(f"{name} passes 'indices' to its attention, and no indexer gave them")
+        return width
 
     def _check_cache(self, module: nn.Module, window: int | None) -> None:
         """Refuse a layer whose cache forgets keys that its mask shows: its output depends on how the text was cut."""

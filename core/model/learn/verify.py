@@ -10,6 +10,7 @@ other code for a single token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
 from ..run.attention import attention_set, library_attention
+from ..run.indexed import Trial
 from ..run.paged_model import PagedModel
 from ..run.positions import takes_positions
 from ..run.recurrent import cache_argument
@@ -30,6 +32,7 @@ from .recurrent_probe import OwnCache
 BLOCK_SIZE = 8
 LENGTHS = (13, 10)  # tokens of the two sequences; more where a small window must be crossed
 SMALL_WINDOW = 24
+MOST_SELECTED = 4  # keys that a row may select by an indexer: fewer than the tokens of a sequence
 
 
 class Chunk(NamedTuple):
@@ -73,13 +76,19 @@ def _difference(
     """The largest difference of any row in fp32, of the middle row of any chunk in half precision; and the paged path's
     logits of all rows."""
     steps = schedule([len(sequence) for sequence in sequences])
-    paged = paged_logits(model, sequences, steps, backend, dtype)
-    found = [(paged, _own_logits(model, sequences))]
+    misses: list[torch.Tensor] = []
+    with nullcontext() if model.indexers is None else model.indexers.tried(MOST_SELECTED) as trial:
+        paged = paged_logits(model, sequences, steps, backend, dtype)
+        found = [(paged, _own_logits(model, sequences, trial))]
+    if model.indexers is not None and trial is not None:
+        misses = trial.misses
+        if len(misses) != len(model.indexers.modules) * len(sequences):
+            raise UnsupportedModelError(f"{type(model.model).__name__} selects keys by another function than topk")
     if model.states is not None:
         halves = [len(sequence) // 2 for sequence in sequences]
         generated = paged_logits(model, sequences, steps, backend, dtype, halves)
         found.append((generated, [_own_steps(model, *pair) for pair in zip(sequences, halves, strict=True)]))
-    worst = []
+    worst = [miss.amax() if dtype == torch.float32 else miss.median() for miss in misses]
     for ours, own in found:
         rows = [deviations(*pair) for pair in zip(ours, own, strict=True)]
         chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in steps for chunk in step]
@@ -102,7 +111,8 @@ def agree(logits: torch.Tensor, earlier: torch.Tensor, dtype: torch.dtype) -> bo
 def final_logits(model: PagedModel, backend: Backend) -> torch.Tensor:
     """The logits ``[rows, vocab]`` that a model in its final form gives for the sequences of `verify`."""
     sequences = random_sequences(model)
-    return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))
+    with nullcontext() if model.indexers is None else model.indexers.tried(MOST_SELECTED):
+        return torch.cat(paged_logits(model, sequences, schedule([len(s) for s in sequences]), backend))
 
 
 def random_sequences(model: PagedModel) -> list[torch.Tensor]:
@@ -123,10 +133,16 @@ def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch
 
 
 @torch.inference_mode()
-def _own_logits(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention."""
+def _own_logits(model: PagedModel, sequences: list[torch.Tensor], trial: Trial | None = None) -> list[torch.Tensor]:
+    """What the model alone makes of each sequence, ``[length, vocab]``, with the library's own attention. trial: has
+    selected keys of the sequences."""
+    logits = []
     with attention_set(model.model, library_attention(model.model)):
-        return [_own_pass(model, ids, range(len(ids)), {}) for ids in sequences]
+        for number, ids in enumerate(sequences):
+            if trial is not None:
+                trial.sequence = number
+            logits.append(_own_pass(model, ids, range(len(ids)), {}))
+    return logits
 
 
 def _own_pass(model: PagedModel, ids: torch.Tensor, part: range, cache: dict[str, Any]) -> torch.Tensor:

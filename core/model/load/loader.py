@@ -27,6 +27,7 @@ from ....kernels.contract import AttentionSpec, Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.device import device_for
 from ..learn.fuse import Decision, fuse_model
+from ..learn.index_probe import learn_indexers
 from ..learn.latent_probe import learn_latents
 from ..learn.own_probe import learn_attention
 from ..learn.recurrent_probe import learn_states
@@ -108,6 +109,7 @@ def page(
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
         limit = max_model_len or longest_sequence(model.config.get_text_config())
         notes = freeze_rope(model, limit) if limit else []
+        learn_indexers(model)
         states = learn_states(model)
         if states is not None:
             states.scans = backend.scans

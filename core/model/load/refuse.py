@@ -13,10 +13,12 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttention
 from ....ipc.errors import MainspringError, UnsupportedModelError
 from ..run.recurrent import states_of
 
-# Layers whose only memory, if any, is keys and values, and those whose state transformers keeps in its cache. On a few
-# tokens others (sparse attention with an index of its own) may compute the same, so verification can't be relied on to
-# find them.
-_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
+# Layers whose only memory, if any, is keys, values and index keys, and those whose state transformers keeps in its
+# cache. On a few tokens others (sparse attention of other kinds) may compute the same, so verification can't be relied
+# on to find them.
+_PLAIN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "mlp"}
+)
 _STATEFUL_LAYERS = frozenset(
     name for name, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
 )

@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ....kernels.contract import Backend, LayerCache, SequenceOffsets
+from ....kernels.contract import Backend, LayerCache, PagedBatch, SequenceOffsets
+from .indexed import indexers_of
 from .latents import Expansion, LatentAttention
 from .own_attention import Attend, OwnAttention, take_over
 from .recurrent import states_of
 
 IMPLEMENTATION = "mainspring"
 OWN_IMPLEMENTATION = "mainspring_own"  # of models that compute their attention themselves (own_attention.py)
+INDEXED_IMPLEMENTATION = "mainspring_indexed"  # of models whose code expects a mask, to give it to an indexer
 
 
 class StepAttention(NamedTuple):
@@ -34,6 +36,7 @@ class StepAttention(NamedTuple):
     blocks: torch.Tensor  # [tokens] int32: the block for each token's keys and values; block 0 for padding rows
     rows: torch.Tensor  # [tokens] int32: the row in that block
     backend: Backend  # made the plan
+    batch: PagedBatch  # which it was made from
 
 
 class AttentionCalls:
@@ -47,6 +50,7 @@ class AttentionCalls:
     def __init__(self, sources: Sequence[int]) -> None:
         self.sources = list(sources)  # the call whose keys and values call i reads: i in most models
         self.caches: list[LayerCache] = []
+        self.index_keys: Sequence[torch.Tensor | None] = ()  # of each call
         self.sequences = SequenceOffsets.of((), ())
         self._step: Sequence[StepAttention] = ()
         self._next = 0
@@ -61,15 +65,27 @@ class AttentionCalls:
         if self._next != len(self.sources):
             raise RuntimeError(f"{self._next} attention calls in a forward pass that had {len(self.sources)} at load")
 
+    def coming(self) -> tuple[StepAttention, torch.Tensor | None]:
+        """The step entry and the index keys of the next call."""
+        return self._step[self._next], self.index_keys[self._next]
+
     def run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``[tokens, heads, dim]`` views → ``[tokens, q_heads, value_dim]``."""
+        """Attention of ``[tokens, heads, dim]`` views → ``[tokens, q_heads, value_dim]``. selected: see
+        `Backend.run_selected`."""
         index = self._next
         self._next = index + 1
         cache, step = self.caches[index], self._step[index]
         if self.sources[index] == index:
             step.backend.append(cache, key, value, step.blocks, step.rows)
+        if selected is not None:
+            return step.backend.run_selected(step.plan, query, cache, selected, sinks)
         return step.backend.run(step.plan, query, cache, sinks)
 
 
@@ -80,18 +96,20 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls. query ``[1, q_heads, tokens, key_dim]``, key and value likewise →
-    ``[1, tokens, q_heads, value_dim]``. Scale, window and soft cap come from the plan, which has them from the dry
-    run of loading."""
+    ``[1, tokens, q_heads, value_dim]``. indices: of selected keys, ``[1, tokens, n]``. Scale, window and soft cap come
+    from the plan, which has them from the dry run of loading."""
     calls: AttentionCalls = module.mainspring_calls  # type: ignore[assignment]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     latents: LatentAttention | None = getattr(module, "mainspring_latents", None)
+    selected = None if indices is None else indices[0]
     if latents is None:
-        out = calls.run(query, key, value, s_aux)
+        out = calls.run(query, key, value, s_aux, selected)
     else:
-        out = latents.attend(query, key, partial(calls.run, sinks=s_aux))
+        out = latents.attend(query, key, partial(calls.run, sinks=s_aux, selected=selected))
     return out.unsqueeze(0), None
 
 
@@ -105,6 +123,8 @@ def _no_mask(*, q_length: int, kv_length: int, device: torch.device | str = "cpu
 
 
 ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_IMPLEMENTATION, _no_mask)
+ALL_ATTENTION_FUNCTIONS.register(INDEXED_IMPLEMENTATION, paged_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(INDEXED_IMPLEMENTATION, _no_mask)
 
 
 def has_own_attention(model: PreTrainedModel) -> bool:
@@ -147,6 +167,8 @@ def attention_set(
         with _own_attention_set(model, implementation, attend, build_mask or _no_mask):
             yield
         return
+    if attend is not None and build_mask is None and indexers_of(model) is not None:
+        build_mask = _no_mask
     before = [(part, part.config._attn_implementation) for part in _parts(model)]
     both = (ALL_ATTENTION_FUNCTIONS, attend), (ALL_MASK_ATTENTION_FUNCTIONS, build_mask)
     given = [(registry, function) for registry, function in both if function is not None]
@@ -205,7 +227,12 @@ def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[
     """From now on `model` computes its attention by `calls`. own: the modules that compute it themselves, and how often
     each head of keys and values is repeated there."""
     if not own:
-        _set_implementation(model, IMPLEMENTATION)
+        indexers = indexers_of(model)
+        _set_implementation(model, IMPLEMENTATION if indexers is None else INDEXED_IMPLEMENTATION)
+        if indexers is not None:
+            config = next(part.config for part in _parts(model) if part._can_set_attn_implementation())
+            indexers.calls = calls
+            indexers.serving = lambda: config._attn_implementation == INDEXED_IMPLEMENTATION
         return
     for module, repeats in own.items():
         attend = partial(_attend, calls, repeats)
@@ -216,7 +243,8 @@ def serve_attention(model: PreTrainedModel, calls: AttentionCalls, own: Mapping[
 def serve_latents(module: nn.Module, expansion: Expansion) -> LatentAttention:
     """From now on the attention of `module` runs over latents, while its attention is `paged_attention`."""
     config: Any = module.config
-    latents = LatentAttention(expansion, lambda: config._attn_implementation == IMPLEMENTATION)
+    names = IMPLEMENTATION, INDEXED_IMPLEMENTATION
+    latents = LatentAttention(expansion, lambda: config._attn_implementation in names)
     module.mainspring_latents = latents  # type: ignore[assignment]
     return latents
 

@@ -130,7 +130,8 @@ class AdaptedBackend:
         run_rows(model.model, slice(TEXT_ROWS))
         self._note = None
         looped = [] if model.states is None else model.states.looped  # these see some rows of a step at a time
-        apart = {id(parameter) for module in looped for parameter in module.parameters()}
+        indexers = [] if model.indexers is None else model.indexers.modules  # and these
+        apart = {id(parameter) for module in [*looped, *indexers] for parameter in module.parameters()}
         able = {key for key, rows in seen.items() if rows == {TEXT_ROWS}} - apart
         head = model.model.get_output_embeddings()
         if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:

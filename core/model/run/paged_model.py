@@ -18,6 +18,7 @@ from ..learn.probe import AttentionCall
 from ..load.quantized import PackedWeights
 from .attention import AttentionCalls, StepAttention, serve_attention, serve_latents
 from .expert_recorder import ExpertRecorder
+from .indexed import indexers_of
 from .positions import longest_sequence, positions_given, receivers
 from .recurrent import cache_argument, states_of
 from .stack import position_ids
@@ -57,6 +58,7 @@ class PagedModel:
         self.whole: WholeModel | None = None  # if a backend runs the model in one call
         self.experts: ExpertRecorder | None = None  # if it is to be recorded which experts compute a row
         self.states = states_of(model)  # of layers with recurrent state, if there are any
+        self.indexers = indexers_of(model)  # if attention sees only keys that an indexer selects
         self.position_axes = 1
         self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
@@ -77,9 +79,9 @@ class PagedModel:
         """The layout of a cache of this `dtype` that `backend` reads."""
         return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dims, backend.heads_first)
 
-    def bind(self, caches: Sequence[LayerCache]) -> None:
-        """Set the cache of each attention call."""
-        self._calls.caches = list(caches)
+    def bind(self, caches: Sequence[LayerCache], index_keys: Sequence[torch.Tensor | None] = ()) -> None:
+        """Set the cache of each attention call, and its index keys."""
+        self._calls.caches, self._calls.index_keys = list(caches), list(index_keys)
         if self.whole is not None:
             self.whole.decoder.bind(caches, self.sources)
 
@@ -93,7 +95,7 @@ class PagedModel:
 
     def unbind(self) -> None:
         """Drop the cache; no step can run until `bind`."""
-        self._calls.caches = []
+        self._calls.caches, self._calls.index_keys = [], []
 
     @torch.inference_mode()
     def forward(
@@ -177,6 +179,8 @@ def _describe(spec: AttentionSpec) -> str:
         text += f", values of {spec.value_dim}"
     if spec.latent:
         text += ", over latents"
+    if spec.selects:
+        text += f", keys selected by an indexer ({f'of {spec.index_dim}' if spec.index_dim else 'of an earlier call'})"
     if spec.window is not None:
         text += f", window {spec.window}"
     if spec.softcap is not None:
