@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 30_600
+LIMIT = 31_250
 ROOT = Path(__file__).resolve().parent.parent
 
 
