@@ -44,7 +44,7 @@ from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, LayerCache, PagedBatch, SequenceOffsets
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
-ENOUGH = 100
+ENOUGH = 160
 CPU_LIMIT_S = 60
 MEMORY_LIMIT_BYTES = 16 << 30
 TIMEOUT_S = 300
