@@ -136,7 +136,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     num_gpu_blocks_override: Annotated[int | None, "Number of blocks, instead of one that fits in memory."] = None
     enable_prefix_caching: Annotated[bool, "Keep finished blocks and reuse them for equal prefixes."] = True
     kv_offloading_size: Annotated[
-        float | None, "GiB of host memory for cached blocks that were evicted from the pool; none: 0."
+        float | None, "GiB of host memory for cached blocks and snapshots that were evicted; none: 0."
     ] = None
     swap_space: Annotated[float | None, "The older name of `kv_offloading_size`."] = None
     cpu_offload_gb: Annotated[

@@ -112,6 +112,7 @@ class StandInModel:
         self._host_positions = np.full((len(windows), host_blocks, block_size), -9)
         self._copied = -1  # id of the last step whose block copies were done
         self._states: dict[int, tuple[int, int]] = {0: (0, 0)}  # by state slot: tokens computed, and their hash
+        self._host_states: dict[int, tuple[int, int]] = {}  # the same, by host slot
         self._row_states: dict[int, list[int]] = {}  # by slot: the state after each token of its row in this step
         self._last = np.zeros(slots, np.int64)
         self._sequences: dict[int, NewSequence] = {}
@@ -136,6 +137,11 @@ class StandInModel:
             assert block not in named, "a block is loaded while a step that names it is in flight"
             self._tokens[:, block] = self._host_tokens[:, slot]
             self._positions[:, block] = self._host_positions[:, slot]
+        for state, slot in step.states.host.saves:
+            self._host_states[slot] = self._states[state]
+        for state, slot in step.states.host.loads:
+            assert state > 0, "the initial state is written"
+            self._states[state] = self._host_states[slot]
         self._copy_states(step.states.restores)
         self._copy_states(step.states.backups)
 
@@ -520,7 +526,9 @@ class Engine:
             running = set(self.scheduler.state.running.requests.values())
             assert state._taken.keys() | state._newest.keys() <= running, "a snapshot is kept for a request that left"
             snapshots = [*chain.from_iterable(state._taken.values()), *state._newest.values()]
-            check_pool(state.snapshots, Counter(snapshot for _, snapshot in snapshots))
+            check_pool(state.snapshots, Counter([*(snapshot for _, snapshot in snapshots), *state._held]))
+            if state.host is not None:
+                check_host(state.host)
         frontends = list(self.scheduler.fair)
         assert self.stats.num_waiting == sum(len(f.requests) - f.num_running for f in frontends), "miscounted"
         for frontend in frontends:

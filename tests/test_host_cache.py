@@ -9,12 +9,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from transformers import PreTrainedConfig
 
 from harness import VOCAB, Engine, Windows, blocks_for
 from invariants import check_host
 from mainspring.core.memory.block_pool import BlockPool, Key
 from mainspring.core.memory.host_cache import HostCache
-from mainspring.core.memory.updates import NO_COPIES, Copies
+from mainspring.core.memory.updates import NO_COPIES, Copies, LayerGroup
+from mainspring.core.model.run.recurrent import StateKey, StateSpec, StepStates
 from mainspring.core.worker.block_count import count_slots, offloading_bytes
 from mainspring.core.worker.device import Device
 from mainspring.core.worker.runner import copy_blocks
@@ -24,6 +26,7 @@ from mainspring.kernels import host_memory
 from tiers import examples
 
 GIB = 2**30
+STATES = LayerGroup("recurrent", slots=8, snapshots=3, host_snapshots=50)
 
 
 def key(number: int) -> Key:
@@ -154,6 +157,22 @@ def test_blocks_keep_their_bits(dtype: torch.dtype) -> None:
     assert torch.equal(pool.view(torch.uint8)[1:7], before.view(torch.uint8)[1:7].flip(0))
 
 
+def test_states_keep_their_bits() -> None:
+    specs = {
+        StateKey(0, "conv"): StateSpec((3, 5), torch.bfloat16, True),
+        StateKey(0, "recurrent"): StateSpec((2, 3), torch.float32, False),
+        StateKey(1, "conv"): StateSpec((7,), torch.bfloat16, True),
+    }
+    states = StepStates(PreTrainedConfig(num_hidden_layers=2), specs)
+    states.allocate(5, torch.bfloat16, lambda shape, dtype: torch.randn(shape).to(dtype))
+    before = {key: tensor.clone() for key, tensor in states.pool.items()}
+    host = Device(torch.device("cpu")).host_blocks((2, states.slot_bytes), torch.uint8)
+    states.copy_host(Copies([(1, 1), (2, 0)], [(2, 1), (3, 0), (4, 1)]), host)
+    assert states.slot_bytes == 2 * 15 + 4 * 6 + 2 * 7
+    for key, tensor in states.pool.items():
+        assert torch.equal(tensor, before[key][[0, 1, 1, 2, 1]])
+
+
 # ---------------------------------------------------------------------- in the scheduler
 
 
@@ -162,7 +181,9 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("windows", "num_blocks"), [((None,), 20), ((None, 7), 30), ((5,), 12)])
+@pytest.mark.parametrize(
+    ("windows", "num_blocks"), [((None,), 20), ((None, 7), 30), ((5,), 12), ((None, STATES), 20), ((STATES,), 1)]
+)
 def test_prefixes_that_the_pool_forgot_come_back(depth: int, windows: Windows, num_blocks: int) -> None:
     engine = Engine(windows=windows, num_blocks=num_blocks, host_blocks=200, depth=depth, max_num_seqs=1)
     for _ in range(2):
@@ -250,8 +271,9 @@ def engine_digest(engine: Engine, prompt: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize(("tier", "cached"), [("", 0), ("gpu", 32), ("cpu", 0)])
-def test_each_tier_is_forgotten_alone_or_both(tier: str, cached: int) -> None:
-    engine = Engine(num_blocks=40, host_blocks=200)
+@pytest.mark.parametrize("windows", [(None,), (None, STATES), (STATES,)], ids=["blocks", "both", "states"])
+def test_each_tier_is_forgotten_alone_or_both(windows: Windows, tier: str, cached: int) -> None:
+    engine = Engine(windows=windows, num_blocks=40, host_blocks=200)
     first, *others = prompts(6, 33)
     for prompt in (first, *others):
         engine.add(prompt, 1)
@@ -295,7 +317,26 @@ def test_what_cannot_be_is_refused() -> None:
         count_slots(4 * GIB, 1024, 3 * GIB)
     with pytest.raises(InvalidArgumentError, match="is 1000 bytes; one KV block takes 1024"):
         count_slots(1000, 1024, GIB)
-    assert count_slots(2050, 1024, GIB) == 2
+    with pytest.raises(InvalidArgumentError, match="is 90 bytes; one snapshot of recurrent state takes 100"):
+        count_slots(90, 0, GIB, 100)
+    with pytest.raises(InvalidArgumentError, match="cache keeps nothing"):
+        count_slots(90, 0, GIB)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((2050, 1024, GIB), (2, 0)),
+        ((0, 1024, GIB, 100), (0, 0)),
+        ((0, 0, 0), (0, 0)),
+        ((1000, 10, GIB, 100), (80, 2)),  # a quarter
+        ((1000, 10, GIB, 300), (100, 0)),
+        ((1000, 900, GIB, 40), (1, 2)),  # no more than leaves room for a block
+        ((1050, 0, GIB, 100), (0, 10)),  # there are no blocks
+    ],
+)
+def test_snapshots_get_a_share_of_host_memory_and_blocks_the_rest(sizes: tuple[int, ...], expected: object) -> None:
+    assert count_slots(*sizes) == expected
 
 
 def test_host_memory_begins_where_its_storage_does() -> None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from daemons import Daemon
 from kills import kill_core
 from late_device import LateDevice
 from mainspring import LLM, Device, EngineArgs, LLMEngine, SamplingParams
+from mainspring.core.plan.step import StepPlan
+from mainspring.core.worker.runner import ModelRunner
+from mainspring.core.worker.sampler import Launched
 from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError
 from mainspring.ipc.messages import Stats
 from plain import make_engine
@@ -87,6 +91,68 @@ def test_in_half_precision_and_with_an_fp8_cache_loaded_blocks_equal_saved_ones(
         assert stats(engine).host_hits > 300
 
 
+STATES = fast_only(["qwen3_next"], ["qwen3_next", "nemotron_h", "lfm2", "mamba2"])
+
+
+def scarce(architecture: str) -> dict[str, Any]:
+    """Settings with few blocks and snapshots, and with both in host memory. Mamba 2 has no blocks."""
+    return {"num_gpu_blocks_override": None if architecture == "mamba2" else 12, "kv_offloading_size": SIZE, **SETTINGS}
+
+
+@pytest.mark.parametrize("architecture", STATES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recurrent_states_come_back_from_host_memory(architecture: str, overlap: bool, tmp_path: Path) -> None:
+    path, reqs = tiny.make(architecture, tmp_path), requests()
+    wanted, _ = run(path, reqs, enable_prefix_caching=False, **SETTINGS)
+    with make_engine(path, async_scheduling=overlap, **scarce(architecture)) as engine:
+        assert one_by_one(engine, reqs) == wanted
+        before = stats(engine)
+        assert before.host_hits > 400
+        for level in (1, 2):
+            engine.sleep(level)
+            engine.wake_up()
+            assert one_by_one(engine, reqs[:6]) == wanted[:6]
+            assert stats(engine).host_hits == before.host_hits, "the host cache is empty after sleep"
+            assert one_by_one(engine, reqs[:6]) == wanted[:6]
+            assert stats(engine).host_hits > before.host_hits
+            before = stats(engine)
+        cache = engine.vllm_config.cache_config
+        assert bool(cache.num_cpu_blocks) == (architecture != "mamba2")
+
+
+def test_a_step_without_memory_leaves_loads_of_states_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reqs = tiny.make("qwen3_next", tmp_path), requests()
+    wanted, _ = run(path, reqs, enable_prefix_caching=False, **SETTINGS)
+    left, forward = [3], ModelRunner.execute
+
+    def fails(self: ModelRunner, plan: StepPlan) -> Launched:
+        if plan.states.host.loads and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", fails)
+    with make_engine(path, **scarce("qwen3_next")) as engine:
+        assert one_by_one(engine, reqs) == wanted
+        assert stats(engine).num_preemptions == 3
+    assert left == [0]
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_on_a_gpu_states_come_back_with_two_steps_in_flight(
+    architecture: str,
+    tmp_path: Path,
+    late: list[LateDevice],  # noqa: F811
+) -> None:
+    path, reqs, more = tiny.make(architecture, tmp_path), requests(seed=1), {"max_num_seqs": 16}
+    wanted, _ = run(path, reqs, enable_prefix_caching=False, **{**SETTINGS, **more})
+    got, engine = run(path, reqs, **{**scarce(architecture), **more})
+    assert got == wanted
+    assert engine.engine_core.core._depth == 2  # type: ignore[attr-defined]
+    assert late[-1].num_replays > 5
+    assert stats(engine).host_hits > 100
+
+
 def test_on_a_gpu_two_steps_in_flight_and_graphs_give_the_same(path: Path, late: list[LateDevice]) -> None:  # noqa: F811
     reqs = requests(seed=1)
     settings = {**SETTINGS, "max_num_seqs": 16}
@@ -127,7 +193,11 @@ def test_metrics_show_the_effect_of_resetting_each_tier(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_a_core_of_its_own_that_dies_streams_go_on_and_the_host_is_filled_again(path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_with_a_core_of_its_own_that_dies_streams_go_on_and_the_host_is_filled_again(
+    architecture: str, tmp_path: Path
+) -> None:
+    path = tiny.make(architecture, tmp_path)
     reqs = requests(seed=2, rounds=9)  # many, so that most are still to come when the core dies
     wanted, _ = run(path, reqs, enable_prefix_caching=False, **SETTINGS)
     more = {"num_gpu_blocks_override": 12, "kv_offloading_size": SIZE}

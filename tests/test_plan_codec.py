@@ -101,6 +101,7 @@ PLANS = {
     "scored prompt": plan(scored=[PromptPart(3, 1, 2, 0)]),
     "copies": plan(copies=Copies([(1, 2)], [(3, 4), (5, 6)])),
     "recurrent state": plan(states=STATE_COPIES),
+    "states in host memory": plan(states=STATE_COPIES._replace(host=Copies([(9, 0)], [(1, 2), (9, 1)]))),
     "several decode steps": plan(num_steps=4),
 }
 

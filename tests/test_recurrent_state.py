@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import VOCAB, Engine, Windows, blocks_for
+from harness import VOCAB, Engine, Windows, blocks_for, expected_output
 from mainspring.core.features import speculation
 from mainspring.core.memory.recurrent_state import INITIAL_STATE
 from mainspring.core.memory.updates import LayerGroup
+from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import StepPlan
+from mainspring.ipc.messages import AddRequest, Sampling
 
 SEATS = 4
 
@@ -253,6 +255,96 @@ def test_a_forgotten_snapshot_is_not_hit() -> None:
     engine.check_outputs()
 
 
+# ---------------------------------------------------------------------- host memory
+
+
+def evicted(snapshots: int = 2, **more: Any) -> Engine:
+    """An engine whose one prompt, `tokens(31)`, has its snapshots in host memory alone."""
+    engine = hybrid(recurrent(snapshots, snapshot_every=1000, host_snapshots=9), num_blocks=200, **more)
+    for start in range(1 + snapshots):
+        engine.add(tokens(31, start), 1)
+        engine.run()
+    return engine
+
+
+def test_requests_for_one_state_in_host_memory_load_it_once() -> None:
+    engine = evicted()
+    for i in range(SEATS):
+        engine.add([*tokens(28), i], 1)
+    step = engine.launch()
+    assert step is not None
+    states = step.plan.states
+    ((snapshot, _),) = states.host.loads
+    assert len(step.plan.slots) == SEATS
+    assert states.restores.tolist() == [[snapshot] * SEATS, (1 + step.plan.slots).tolist()]
+    engine.run()
+    again = engine.add([*tokens(28), 9], 1)
+    step = engine.launch()
+    assert step is not None
+    assert not step.plan.states.host.loads, "it is a snapshot again"
+    engine.run()
+    engine.check_outputs()
+    assert engine.started[again].num_cached_tokens == 28
+    assert engine.stats.prefix_hits == 28 * (SEATS + 1)
+    assert engine.stats.host_hits == 28
+
+
+def test_a_state_is_loaded_though_no_snapshot_is_free() -> None:
+    engine = evicted(1, depth=2)
+    taking = engine.add(tokens(31, 5), 1)
+    first = engine.launch()
+    assert first is not None
+    assert first.plan.states.snapshots.size, "the only one is taken"
+    hit = engine.add([*tokens(28), 1], 1)
+    step = engine.launch()
+    assert step is not None
+    row = step.keys.tolist().index(engine.keys[hit])
+    assert [target for target, _ in step.plan.states.host.loads] == [1 + int(step.plan.slots[row])]
+    assert not step.plan.states.restores.size
+    engine.run()
+    engine.check_outputs()
+    assert engine.started[hit].num_cached_tokens == 28
+    assert engine.started[taking].num_cached_tokens == 0
+
+
+def test_a_backup_of_the_request_before_does_not_follow_a_loaded_state() -> None:
+    engine = evicted(1)
+    state, none = engine.kv.recurrent, np.zeros(0, np.int64)
+    assert state is not None
+    request = Request(AddRequest(0, "", tokens(29), Sampling(1)), 0, 0.0, 64)
+    assert engine.kv.find_prefix(request) == 28
+    state.snapshots.take(1)
+    state.roll_back(np.array([2]), np.array([5]), np.array([6]))
+    request.slot = 2
+    state.begin(request, 7)
+    copies = state.take_copies({}, none, none, none, True)
+    assert [target for target, _ in copies.host.loads] == [3]
+    assert not copies.restores.size
+
+
+def test_several_steps_end_where_a_state_is_kept_though_one_is_being_loaded() -> None:
+    engine = evicted(2, most_steps=8)
+    known, _ = expected_output(AddRequest(0, "", tokens(28), Sampling(1)), engine.windows, 64)
+    engine.add(tokens(28), 20, output=known)  # resumed: one token is to be computed, and it is no first one
+    step = engine.launch()
+    assert step is not None
+    assert step.plan.states.host.loads
+    assert (step.plan.starts.tolist(), step.plan.num_steps) == ([28], 3)
+    engine.run()
+    engine.check_outputs()
+
+
+def test_a_request_that_waits_is_looked_up_again_if_its_state_is_in_host_memory() -> None:
+    engine = evicted()
+    assert engine.kv.recurrent is not None
+    request = Request(AddRequest(0, "", tokens(31), Sampling(1)), 0, 0.0, 64)
+    engine.kv.find_prefix(request)
+    request.num_cached_blocks = 0
+    assert engine.kv.prefix_grew(request)
+    engine.scheduler.reset_prefix_cache(tier="cpu")
+    assert not engine.kv.prefix_grew(request)
+
+
 # ---------------------------------------------------------------------- any schedule
 
 
@@ -260,7 +352,9 @@ def run_any(seed: int) -> Engine:
     r = random.Random(seed)
     size, chunk = r.choice([1, 2, 4]), r.choice([1, 1, 1, 2, 6])
     budget, length = r.choice([SEATS + chunk, 12, 40, 60]), 48
-    group = recurrent(r.choice([0, 1, 3, 8, 30]), chunk=chunk, snapshot_every=r.choice([5, 12, 1000]))
+    on_host = r.choice([0, 1, 4, 20])
+    few = [1, 2, 3] if on_host else [0, 1, 3, 8, 30]
+    group = recurrent(r.choice(few), chunk=chunk, snapshot_every=r.choice([5, 12, 1000]), host_snapshots=on_host)
     windows: Windows = r.choice([(None, group), (None, group), (None, 7, group), (5, group), (group,)])
     one = blocks_for(windows, size, length, budget)
     engine = Engine(
@@ -268,12 +362,13 @@ def run_any(seed: int) -> Engine:
         block_size=size,
         max_model_len=length,
         num_blocks=one + r.randrange(one + 1),
-        host_blocks=r.choice([0, 0, one]),
+        host_blocks=r.choice([0, one, 4 * one] if on_host else [0, 0, one]),
         depth=r.randint(1, 3),
         weights=r.choice([(1.0,), (1.0, 2.0)]),
         suspects=4,
         guesses=r.choice([0, 3, 6]),
         guessed_right=r.choice([0.0, 0.6, 0.9]),
+        most_steps=r.choice([1, 8]),
         prefix_caching=r.random() < 0.9,
         max_num_batched_tokens=budget,
         max_num_seqs=SEATS,
@@ -303,7 +398,7 @@ def run_any(seed: int) -> Engine:
         if r.random() < 0.1:
             engine.abort(r.choice(keys))
         if r.random() < 0.05:
-            engine.scheduler.reset_prefix_cache(r.random() < 0.5)
+            engine.scheduler.reset_prefix_cache(r.random() < 0.5, r.choice(["", "gpu", "cpu"]))
     engine.run()
     engine.check_outputs()
     return engine
@@ -311,14 +406,15 @@ def run_any(seed: int) -> Engine:
 
 def run_many(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "MOST_GUESS_ROWS", 8)
-    hits = preemptions = rejected = accepted = lacking = 0
+    hits = preemptions = rejected = accepted = lacking = host_hits = 0
     for seed in seeds:
         engine = run_any(seed)
         stats = engine.stats
         hits, preemptions = hits + stats.prefix_hits, preemptions + stats.num_preemptions
         accepted, lacking = accepted + stats.accepted_tokens, lacking + engine.num_lacking
         rejected += stats.draft_tokens - stats.accepted_tokens
-    found = np.array([hits, preemptions, rejected, accepted, lacking])
+        host_hits += stats.host_hits
+    found = np.array([hits, preemptions, rejected, accepted, lacking, host_hits])
     assert (found > len(seeds) / 4).all(), found
 
 

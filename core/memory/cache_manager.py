@@ -11,11 +11,9 @@ from ..plan.request import Request
 from .block_pool import NULL_BLOCK, Key
 from .block_rows import BlockRows
 from .block_tables import BlockTables
-from .host_cache import HostCache
+from .host_cache import ON_HOST, HostCache
 from .recurrent_state import RecurrentState
 from .updates import NO_COPIES, NO_STATE_COPIES, Copies, LayerGroup, StateCopies
-
-ON_HOST = -1  # in the tables of a request that waits: a block that `take_prefix` takes and loads
 
 
 class CacheManager(BlockTables):
@@ -162,8 +160,10 @@ class CacheManager(BlockTables):
             self.pool.reset_cache()
             if self.recurrent is not None:
                 self.recurrent.snapshots.reset_cache()
-        if host and self.host is not None:
-            self.host.reset()
+        if host:
+            for cache in (self.host, None if self.recurrent is None else self.recurrent.host):
+                if cache is not None:
+                    cache.reset()
 
     def _find(self, key: Key) -> int | None:
         """The block that holds this prefix, or `ON_HOST`."""
@@ -173,7 +173,10 @@ class CacheManager(BlockTables):
     # ------------------------------------------------------------------ host memory
 
     def num_on_host(self, request: Request) -> int:
-        """Tokens of the prefix that `find_prefix` just found whose blocks have to be loaded."""
+        """Tokens of the prefix that `find_prefix` just found whose blocks have to be loaded; all of them if it is the
+        state."""
+        if self.recurrent is not None and self.recurrent.is_on_host(request, request.num_cached_blocks):
+            return request.num_cached_blocks * self.block_size
         return len({i for t in request.tables for i, b in enumerate(t) if b == ON_HOST}) * self.block_size
 
     def take_copies(self) -> Copies:

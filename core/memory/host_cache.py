@@ -1,4 +1,7 @@
-"""The prefix cache's second tier: what the pool forgets is kept in host memory, and comes back when it is asked for."""
+"""The prefix cache's second tier: what a pool forgets is kept in host memory, and comes back when it is asked for.
+
+Blocks have one such tier, and snapshots of recurrent state another, which copies between state slots and host memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections import OrderedDict
 
 from .block_pool import Key
 from .updates import NO_COPIES, Copies
+
+ON_HOST = -1  # in place of a block or a snapshot that was looked up: it is here, and has to be loaded
 
 
 class HostCache:

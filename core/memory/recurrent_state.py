@@ -8,6 +8,8 @@ numbered so that the worker can find them without a table:
 - ``1 + slots + slot``: a backup of that state, from before a step that verifies guesses, where there are guesses.
 - all further ones: snapshots for the prefix cache, allocated like blocks and evicted in the same order.
 
+A snapshot that is evicted is saved to host memory, and loaded into a new one when a request begins there.
+
 A state cannot be cut back to an earlier token, so a prefix is usable only where a snapshot was taken, and a rejected
 guess takes the request back to the backup. Snapshots are sparse because a state is as large as the keys and values of
 many tokens.
@@ -23,8 +25,9 @@ import numpy as np
 
 from ..plan.request import Request
 from .block_pool import BlockPool, Key
+from .host_cache import ON_HOST, HostCache
 from .layer_rules import Find, LayerKind
-from .updates import NO_STATE_COPIES, LayerGroup, StateCopies
+from .updates import NO_COPIES, NO_STATE_COPIES, LayerGroup, StateCopies
 
 INITIAL_STATE = 0
 SNAPSHOT = 0  # in keys of the pool of snapshots, in place of a group: one group of a model is recurrent
@@ -52,6 +55,11 @@ class RecurrentState(LayerKind):
         self._taken: dict[Request, list[tuple[int, int]]] = {}  # (tokens, snapshot), of steps that have not retired
         self._newest: dict[Request, tuple[int, int]] = {}  # the same, of the last one behind the prompt
         self._restores: dict[int, int] = {}  # state slot → the one to copy from
+        self._held: list[int] = []  # snapshots to copy from: not to be evicted before the next step is made
+        self.host: HostCache | None = None  # its loads and saves name state slots
+        if group.host_snapshots:
+            self.host = HostCache(group.host_snapshots)
+            self.snapshots.on_evict = self._save
 
     # ------------------------------------------------------------------ allocation
 
@@ -60,14 +68,21 @@ class RecurrentState(LayerKind):
 
     def begin(self, request: Request, blocks: int) -> None:
         """A request that continues from a usable prefix of `blocks` blocks got its slot."""
-        source = INITIAL_STATE
+        source, target = INITIAL_STATE, 1 + request.slot
         if blocks:
-            snapshot = self.snapshots.find(self._key(request, blocks))
+            snapshot = self._find(key := self._key(request, blocks))
             assert snapshot is not None, "a prefix without a snapshot was taken for usable"
-            self.snapshots.touch([snapshot])  # makes it the most recently used
-            self.snapshots.release([snapshot])
-            source = self._place(snapshot)
-        self._restores[1 + request.slot] = source
+            if snapshot == ON_HOST:
+                snapshot = self._load(key, target)
+            elif self.snapshots.is_free(snapshot):  # else it is held already
+                self.snapshots.touch([snapshot])
+                self._held.append(snapshot)
+            if self.host is None:
+                self._let_go()
+            source = target if snapshot is None else self._place(snapshot)
+        self._restores.pop(target, None)
+        if source != target:
+            self._restores[target] = source
 
     def free(self, request: Request) -> None:
         """A request leaves its slot."""
@@ -79,7 +94,7 @@ class RecurrentState(LayerKind):
     # ------------------------------------------------------------------ prefix cache
 
     def look_up(self, request: Request, most: int, find: Find) -> list[int | None]:
-        return [self.snapshots.find((SNAPSHOT, name)) for name in request.digests[:most]]
+        return [self._find((SNAPSHOT, name)) for name in request.digests[:most]]
 
     def usable(self, cached: Sequence[int | None], most: int) -> int:
         return next((blocks for blocks in range(min(len(cached), most), 0, -1) if cached[blocks - 1] is not None), 0)
@@ -91,9 +106,13 @@ class RecurrentState(LayerKind):
         """Whether there is a snapshot behind the prefix that was usable when the request was looked up last."""
         known, tokens = len(request.digests), request.num_cached_blocks * self.block_size
         while (tokens := self._next_due(request, tokens)) // self.block_size <= known and tokens < request.prompt_len:
-            if self.snapshots.find(self._key(request, tokens // self.block_size)) is not None:
+            if self._find(self._key(request, tokens // self.block_size)) is not None:
                 return True
         return False
+
+    def is_on_host(self, request: Request, blocks: int) -> bool:
+        """Whether the state after the first `blocks` blocks has to be loaded."""
+        return blocks > 0 and self._find(self._key(request, blocks)) == ON_HOST
 
     def publish(self, request: Request, blocks: int) -> None:
         """The first `blocks` blocks of a request are computed, in steps that have succeeded."""
@@ -113,6 +132,37 @@ class RecurrentState(LayerKind):
 
     def _key(self, request: Request, blocks: int) -> Key:
         return SNAPSHOT, request.digests[blocks - 1]
+
+    def _find(self, key: Key) -> int | None:
+        """The snapshot that holds this prefix, or `ON_HOST`."""
+        snapshot = self.snapshots.find(key)
+        return ON_HOST if snapshot is None and self.host is not None and key in self.host else snapshot
+
+    # ------------------------------------------------------------------ host memory
+
+    def _load(self, key: Key, target: int) -> int | None:
+        """Let the next step load a state into a snapshot, which can be found from now on. If no snapshot is free, let
+        it load the state to `target`, and return None."""
+        assert self.host is not None
+        slot = self.host.pin(key)  # before another snapshot is evicted to the host
+        if not self.snapshots.num_free:
+            self.host.load(slot, target)
+            return None
+        (snapshot,) = self.snapshots.take(1)
+        self._held.append(snapshot)
+        self.host.load(slot, self._place(snapshot))
+        self.snapshots.publish(snapshot, key)
+        return snapshot
+
+    def _save(self, snapshot: int, key: Key) -> None:
+        """The pool of snapshots forgets `key`."""
+        assert self.host is not None
+        self.host.evicted(self._place(snapshot), key)
+
+    def _let_go(self) -> None:
+        """Allow what was held to be evicted, as the most recently used."""
+        self.snapshots.release(self._held)
+        self._held = []
 
     # ------------------------------------------------------------------ chunking and speculation
 
@@ -154,13 +204,16 @@ class RecurrentState(LayerKind):
                 (snapshot,) = self.snapshots.take(1)
                 self._taken.setdefault(request, []).append((end, snapshot))
                 snapshots.append((1 + request.slot, self._place(snapshot)))
-        if not (self._restores or guessing.size or snapshots):
+        self._let_go()  # not earlier: a snapshot that has not been loaded must not be evicted
+        host = NO_COPIES if self.host is None else self.host.take_copies()
+        if not (self._restores or guessing.size or snapshots or host is not NO_COPIES):
             return NO_STATE_COPIES
         restores, self._restores = [(source, target) for target, source in self._restores.items()], {}
         return StateCopies(
             _columns(restores),
             np.stack([1 + guessing, 1 + self._slots + guessing]).astype(np.int32),
             _columns(snapshots),
+            host,
         )
 
     def steps_before_snapshot(self, computed: np.ndarray) -> int:
@@ -171,7 +224,7 @@ class RecurrentState(LayerKind):
     @property
     def _keeps_generated(self) -> bool:
         """Whether states behind the prompt are kept. Prompts go first: half of the snapshots are theirs."""
-        return self._generated and self.snapshots.num_free > self.snapshots.num_blocks // 2
+        return self._generated and self.snapshots.num_free + len(self._held) > self.snapshots.num_blocks // 2
 
     def _is_due(self, request: Request, end: int) -> bool:
         """Whether to take a snapshot after the first `end` tokens, whole blocks of them, if nobody has it."""

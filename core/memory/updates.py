@@ -22,6 +22,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
     prompts_only: bool = False  # recurrent: a generated token leaves another state than the same token of a prompt
     chunk: int = 1  # recurrent: tokens; a prompt is cut at multiples of it
     snapshot_every: int = 1024  # recurrent: tokens of a prompt from one snapshot to the next
+    host_snapshots: int = 0  # recurrent: states in host memory, for snapshots that were evicted
 
 
 class TableUpdate(NamedTuple):
@@ -37,7 +38,8 @@ NO_TABLES = TableUpdate(*np.zeros((4, 0), np.int32))
 
 
 class Copies(NamedTuple):
-    """Whole blocks to copy before a step computes anything, all saves first. Each is (block of the pool, host slot)."""
+    """Whole blocks, or states, to copy before a step computes anything, all saves first. Each is (block of the pool or
+    state slot, host slot)."""
 
     saves: list[tuple[int, int]]
     loads: list[tuple[int, int]]
@@ -49,9 +51,10 @@ NO_COPIES = Copies([], [])
 class StateCopies(NamedTuple):
     """Copies between state slots that belong to a step. Each is int32 ``[2, copies]``: from, to."""
 
-    restores: np.ndarray  # made first
+    restores: np.ndarray  # made first, but for `host`
     backups: np.ndarray  # made next, before anything is computed
     snapshots: np.ndarray  # made when the step has been computed
+    host: Copies = NO_COPIES  # between state slots and host memory, before all others
 
 
 NO_STATE_COPIES = StateCopies(*np.empty((3, 2, 0), np.int32))

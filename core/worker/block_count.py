@@ -1,6 +1,6 @@
 """The number of KV blocks: from the configuration, from a profile on a GPU, or from free memory on a CPU.
 
-Also the number of blocks in host memory, for those that the pool evicts.
+Also the slots in host memory, for the blocks and snapshots that are evicted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 CPU_SHARE = 0.4  # share of host memory free after loading; the rest is for activations and other programs
 CPU_DEFAULT_BYTES = 4 << 30  # largest KV cache on a CPU, unless the user sets a size
 GRAPH_BYTES = 8 << 20  # memory of one captured graph, besides the pool that all graphs share
-SNAPSHOT_SHARE = 0.25  # of the memory for blocks and states: the most that snapshots of recurrent state take
+SNAPSHOT_SHARE = 0.25  # of the memory for blocks and states, or on the host: the most that snapshots of states take
 CHOICE_BYTES = 24  # memory per logit while tokens are chosen: the logit and its masked copies in fp32
 
 
@@ -125,7 +126,7 @@ def free_host_bytes() -> int:
 
 
 def offloading_bytes(cache: CacheConfig) -> int:
-    """Bytes of host memory for evicted blocks, from the configuration.
+    """Bytes of host memory for evicted blocks and snapshots, from the configuration.
 
     Raises:
         InvalidArgumentError: the two names of the option contradict each other, or the prefix cache is disabled.
@@ -142,22 +143,35 @@ def offloading_bytes(cache: CacheConfig) -> int:
     return num_bytes
 
 
-def count_slots(num_bytes: int, block_bytes: int, free_bytes: int) -> int:
-    """The number of blocks of `block_bytes` that fit in `num_bytes`. free_bytes: free host memory.
+class HostSlots(NamedTuple):
+    """Numbers of slots in host memory."""
+
+    blocks: int
+    states: int
+
+
+def count_slots(num_bytes: int, block_bytes: int, free_bytes: int, state_bytes: int = 0) -> HostSlots:
+    """The numbers of blocks of `block_bytes` and snapshots of `state_bytes` that fit in `num_bytes`. Snapshots get at
+    most their share, or everything if there are no blocks. free_bytes: free host memory.
 
     Raises:
-        InvalidArgumentError: `num_bytes` is less than one block, or there are no blocks.
+        InvalidArgumentError: `num_bytes` is less than one block, or there is nothing to keep.
         OutOfMemoryError: `num_bytes` is more than `free_bytes`.
     """
     if num_bytes > free_bytes:
         raise OutOfMemoryError(
             f"kv_offloading_size is {num_bytes / 2**30:.2f} GiB; {free_bytes / 2**30:.2f} GiB of host memory are free"
         )
-    if num_bytes and not block_bytes:
-        raise InvalidArgumentError("kv_offloading_size is set, and this model has no KV blocks: unset it")
-    if 0 < num_bytes < block_bytes:
-        raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one KV block takes {block_bytes}")
-    return num_bytes // block_bytes if num_bytes else 0
+    if not num_bytes:
+        return HostSlots(0, 0)
+    least, name = (block_bytes, "KV block") if block_bytes else (state_bytes, "snapshot of recurrent state")
+    if not least:
+        raise InvalidArgumentError("kv_offloading_size is set, and this model's cache keeps nothing: unset it")
+    if num_bytes < least:
+        raise InvalidArgumentError(f"kv_offloading_size is {num_bytes} bytes; one {name} takes {least}")
+    most = min(int(num_bytes * SNAPSHOT_SHARE), num_bytes - block_bytes) if block_bytes else num_bytes
+    states = most // state_bytes if state_bytes else 0
+    return HostSlots((num_bytes - states * state_bytes) // block_bytes if block_bytes else 0, states)
 
 
 def _profile_cuda(

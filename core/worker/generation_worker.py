@@ -75,12 +75,15 @@ class GenerationWorker(LocalWorker):
         self._draft = load_draft(config, model, self.layout)
         beside = self._draft.layout.block_bytes if self._draft else 0
         num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)
+        state_bytes = sum(group.token_bytes for group in self._recurrent if group.snapshots)
+        host_slots = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes(), state_bytes)
+        self._recurrent = [replace(group, host_snapshots=host_slots.states) for group in self._recurrent]
         self.facts = WorkerFacts(
             self._model_facts(model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=weights),
             [*self.layout.groups, *self._recurrent],
             num_blocks,
             max_model_len,
-            count_slots(host_bytes, self.layout.block_bytes, free_host_bytes()),
+            host_slots.blocks,
             model.accepts_embeddings,
             limits is not None,
         )

@@ -82,8 +82,10 @@ class ModelRunner:
         host_blocks: int = 0,
         registry: Registry | None = None,
         num_states: int | None = None,
+        host_states: int = 0,
     ) -> None:
-        """num_states: state slots of a model with recurrent state; None: one for each request."""
+        """num_states: state slots of a model with recurrent state; None: one for each request. host_states: slots for
+        states in host memory."""
         self.model = model
         self.device = device = device_for(model.device)
         self.inputs = StepInputs(
@@ -109,6 +111,8 @@ class ModelRunner:
             [index_keys[layer] for layer in layout.layer_of_call] if index_keys else [],
         )
         model.allocate_states(num_states or 1 + max_num_seqs, backend.scans, device.zeros)
+        state_bytes = model.states.slot_bytes if model.states is not None else 0
+        self._host_states = device.host_blocks((host_states, state_bytes), torch.uint8)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._registry = registry or Registry()
         self._adapted = backend if isinstance(backend, AdaptedBackend) else None
@@ -156,10 +160,12 @@ class ModelRunner:
     # ------------------------------------------------------------------ a step
 
     def copy(self, plan: StepPlan) -> None:
-        """Launch the copies that come before a step's computation: between pool and host memory, and of recurrent
-        states. Must be called first, because the later parts of a step may fail for lack of memory, and the copies must
-        not be lost."""
+        """Launch the copies that come before a step's computation: to and from host memory, and of recurrent states.
+        Must be called first, because the later parts of a step may fail for lack of memory, and the copies must not be
+        lost."""
         copy_blocks(plan.copies, self.pool, self._host_blocks)
+        if self.model.states is not None:
+            self.model.states.copy_host(plan.states.host, self._host_states)
         self._copy_states(plan.states.restores)
         self._copy_states(plan.states.backups)
 

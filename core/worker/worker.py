@@ -189,6 +189,7 @@ class LocalWorker(Worker):
             host_blocks,
             self._registry,
             sum(map(num_states, self._recurrent)) or None,
+            sum(group.host_snapshots for group in self._recurrent),
         )
 
     def _collect(self) -> None:

@@ -14,7 +14,7 @@ however its text was cut and whatever else the step computes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from ....kernels import host_memory
 from ....kernels.contract import Scans, SequenceOffsets
 from ....kernels.reference.reference_scans import ReferenceScans
+from ...memory.updates import Copies
 
 Kind = Literal["conv", "recurrent"]
 
@@ -100,6 +101,29 @@ class StepStates(DynamicCache):
         """Copy states from slot to slot: int64 ``[copies]`` each. No slot is in both."""
         for tensor in self.pool.values():
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one state slot, as allocated."""
+        return sum(tensor[0].nbytes for tensor in self.pool.values())
+
+    def copy_host(self, copies: Copies, host: torch.Tensor) -> None:
+        """Launch `copies` between state slots and `host` memory, uint8 ``[host slots, slot_bytes]``. Allocates no
+        device memory."""
+        for slot, place in copies.saves:
+            for held, state in self._parts(host[place], slot):
+                held.copy_(state, non_blocking=True)
+        for slot, place in copies.loads:
+            for held, state in self._parts(host[place], slot):
+                state.copy_(held, non_blocking=True)
+
+    def _parts(self, host: torch.Tensor, slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of a host slot, and the states of a state slot that they are for, as bytes."""
+        first = 0
+        for tensor in self.pool.values():
+            state = tensor[slot].view(-1).view(torch.uint8)
+            yield host[first : first + state.numel()], state
+            first += state.numel()
 
     def begin(self, sequences: SequenceOffsets, num_rows: int) -> None:
         """The next forward pass computes these sequences, in `num_rows` rows, padding included."""
