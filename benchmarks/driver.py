@@ -26,7 +26,6 @@ MAX_LEN = 2_048
 MAX_SEATS = 256
 BUDGET = 2_048  # tokens in a step, for engines that need this option
 KV_GIB = 1
-WARM_UP = 4  # runs of the whole workload; one for transformers, which makes a new cache for each
 PACKAGES = {  # packages whose versions are reported
     "mainspring": ("mainspring", "torch"),
     "transformers": ("transformers", "torch"),
@@ -231,8 +230,7 @@ def main() -> None:
     name, workload_name, folder, result = sys.argv[1:]
     workload, model = WORKLOADS[workload_name], Path(folder)
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    warm_up = 1 if name == "transformers" else WARM_UP
-    asked, *others = (asks(workload, vocab, seed) for seed in range(7, 8 + warm_up))
+    asked, *others = (asks(workload, vocab, seed) for seed in range(7, 8 + workload.warm_ups))
     began = time.perf_counter()
     engine: Engine = ENGINES[name](model, workload)
     ready = time.perf_counter() - began
@@ -245,6 +243,11 @@ def main() -> None:
     took = time.perf_counter() - began
     if [len(ids) for ids in outputs] != [ask.output_tokens for ask in asked]:
         raise SystemExit(f"{name} gave outputs of wrong lengths")
+    prompt_s = None
+    if len(asked) == 1:
+        began = time.perf_counter()
+        engine.generate([Ask(others[0][0].prompt, 1)])
+        prompt_s = time.perf_counter() - began
     prompt_tokens, output_tokens = sum(len(ask.prompt) for ask in asked), sum(map(len, outputs))
     Path(result).write_text(
         json.dumps(
@@ -255,6 +258,7 @@ def main() -> None:
                 "ready_s": ready,  # import and load
                 "first_s": first,  # … and the first token of the first request
                 "time_s": took,
+                "prompt_s": prompt_s,  # of a single request: until its first token
                 "output_tok_s": output_tokens / took,
                 "total_tok_s": (prompt_tokens + output_tokens) / took,
             }
