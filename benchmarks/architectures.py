@@ -470,6 +470,10 @@ models that a paged cache can't serve, and then compares its logits with the mod
 
 - **Recurrent state** (linear attention, state spaces, short convolutions) is served where transformers keeps it in its
   cache.
+- **Latents** (multi-head latent attention: DeepSeek V2 and V3, Kimi, GLM-4.7-Flash, MiniCPM3, LongCat) are cached
+  instead of the keys and values that the model makes from them, except with adapters, quantized weights and
+  `cpu_offload_gb`, and on a GPU [where FlashInfer has no kernel](gpu.md#what-it-takes).
+  [Performance](performance.md#latents) shows the difference.
 - **Sparse attention by an indexer** (DeepSeek V3.2, GLM-5 and their relatives) is served where the indexer keeps a key
   for each token and gives the indices of the keys that it selects. Only the reference kernels know it, so it is slow.
   Adapters can't change an indexer. `kv_cache_dtype="fp8"` rounds its keys, too.
