@@ -235,7 +235,9 @@ def test_a_body_that_waits_for_a_turn_ends_plans_of_several_steps(
     owner: StandInOwner, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "TURN_S", 1000.0)
-    owner.busy, server = True, owner.server
+    assert eventually(lambda: owner.events), "the Hello is taken"
+    owner._end_loop()
+    server = owner.server
     raw.send(AddRequest(0, "", [70_000] * (4 * TURN_BYTES // 5), Sampling(1)))
     assert eventually(lambda: server._inbox._queue.qsize() == 1)
     raw.send(AddRequest(1, "", [70_000] * LARGE_BYTES, Sampling(1)))
