@@ -25,7 +25,6 @@ from workloads import WORKLOADS, Ask, Workload, asks
 MAX_LEN = 2_048
 MAX_SEATS = 256
 BUDGET = 2_048  # tokens in a step, for engines that need this option
-KV_GIB = 1
 PACKAGES = {  # packages whose versions are reported
     "mainspring": ("mainspring", "torch"),
     "transformers": ("transformers", "torch"),
@@ -70,14 +69,14 @@ class Mainspring(_OfflineLLM):
     def __init__(self, model: Path, workload: Workload, **options: Any) -> None:
         import mainspring
 
-        super().__init__(mainspring, model, workload, kv_cache_memory_bytes=KV_GIB << 30, **options)
+        super().__init__(mainspring, model, workload, kv_cache_memory_bytes=workload.kv_gib << 30, **options)
 
 
 class Vllm(_OfflineLLM):
     def __init__(self, model: Path, workload: Workload) -> None:
         # All cores: by default it reserves one for its frontend, which nearly halves the speed on two cores.
         os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            "VLLM_CPU_KVCACHE_SPACE": str(workload.kv_gib),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         }
@@ -125,7 +124,7 @@ class OpenVino:
         import openvino_genai as genai
 
         scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = KV_GIB
+        scheduler.cache_size = workload.kv_gib
         scheduler.max_num_batched_tokens = BUDGET
         scheduler.max_num_seqs = MAX_SEATS
         scheduler.enable_prefix_caching = workload.shared_prefix > 0

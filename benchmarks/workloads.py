@@ -18,6 +18,7 @@ class Workload(NamedTuple):
     output_tokens: tuple[int, int]
     shared_prefix: int = 0  # tokens every prompt begins with
     known_prefix: bool = False  # whether that is in the cache of an engine that has warmed up
+    kv_gib: int = 1  # memory for keys, values and states, for engines that take it as an option
     warm_ups: int = 4  # runs of the whole workload before the one that is timed
 
     @property
@@ -37,7 +38,7 @@ WORKLOADS = {
     "single-hybrid-110m": Workload("qwen3.5-110m", 1, (64, 64), (128, 128)),
     "single-hybrid-0.6b": Workload("qwen3.5-0.6b", 1, (64, 64), (64, 64)),
     "batch-hybrid-110m": Workload("qwen3.5-110m", 64, (32, 256), (32, 128), warm_ups=1),  # they keep little but states
-    "batch-hybrid-0.6b": Workload("qwen3.5-0.6b", 64, (32, 256), (32, 128), warm_ups=1),
+    "batch-hybrid-0.6b": Workload("qwen3.5-0.6b", 64, (32, 256), (32, 128), kv_gib=4, warm_ups=1),
 }
 
 
