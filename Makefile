@@ -19,13 +19,14 @@ PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check -c co
 RUNTIME := $(VENV)/.mainspring
 DEV := $(VENV)/.mainspring-dev
 GPU_LIBRARIES := $(VENV)/gpu
+RAY_LIBRARIES := $(VENV)/ray
 # Compiled test files are stored also where Python is told not to: without, each worker compiles all of them (6 s).
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 RANDOM_TESTS = $(shell grep -l 'from tiers import .*examples' tests/test_*.py)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-all lint format bench bench-cpu bench-ipc chaos fuzz attacks soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures demo-model docs package clean
+.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-ray test-node test-all lint format bench bench-cpu bench-ipc chaos fuzz attacks soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures architectures-media architectures-ranks demo-model demo-vision docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -45,7 +46,11 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 # Beside the environment, not in it: nothing else is to see them.
 $(GPU_LIBRARIES): constraints.txt | $(DEV)
 	$(PIP) $(PIP_ARGS) --no-deps --upgrade --target $@ flashinfer-python apache-tvm-ffi nvidia-ml-py requests urllib3 certifi einops \
-		tabulate ninja triton
+		tabulate ninja triton cuda-python cuda-bindings cuda-pathfinder
+	@touch $@
+
+$(RAY_LIBRARIES): constraints.txt | $(DEV)
+	$(PIP) $(PIP_ARGS) --no-deps --upgrade --target $@ ray msgpack
 	@touch $@
 
 demo: $(RUNTIME) ## install, then generate with the embedded model
@@ -64,6 +69,13 @@ test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are 
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_flashinfer_contract.py tests/test_prebuilt.py $(PYTEST_ARGS)
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_scans.py tests/test_triton_compile.py $(PYTEST_ARGS)
 
+test-ray: $(RAY_LIBRARIES) ## tests of engines, cores and ranks in a Ray of several nodes on this machine (about 3 minutes; Ray takes 240 MB)
+	PYTHONPATH="$(RAY_LIBRARIES)" $(BIN)/pytest tests/test_ray.py $(PYTEST_ARGS)
+
+test-node: $(DEV) ## tests of the server with OpenAI's client for Node.js, which npm installs beside the environment
+	npm install --prefix $(VENV)/node --ignore-scripts --no-audit --no-fund openai@6
+	MAINSPRING_NODE_MODULES="$(VENV)/node/node_modules" $(BIN)/pytest tests/test_http_node.py $(PYTEST_ARGS)
+
 flashinfer-newest: | $(DEV) ## which of our assumptions the newest FlashInfer still meets; what fails is to be read before moving to it
 	$(BIN)/python -P -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
 		--target $(GPU_LIBRARIES)-newest flashinfer-python apache-tvm-ffi nvidia-ml-py requests urllib3 certifi einops tabulate
@@ -72,7 +84,7 @@ flashinfer-newest: | $(DEV) ## which of our assumptions the newest FlashInfer st
 test-main: $(DEV) ## both tiers in one run, the random tests with ten times as many examples as in the fast tier
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-all: test-gpu-libraries test-main ## all tests
+test-all: test-gpu-libraries test-ray test-main ## all tests
 
 lint: $(DEV) ## ruff, mypy, and the length of the latest commit subjects
 	@git log --no-merges -n 50 --format=%s | awk 'length > 72 { print "a commit subject above 72 characters: " $$0; bad = 1 } END { exit bad }'
@@ -108,6 +120,9 @@ attacks: $(DEV) ## floods of connections and of large requests beside a stream; 
 soak: $(DEV) ## half an hour of mixed load and a crash a minute; WRITE=--write as above
 	$(BIN)/python benchmarks/soak.py --minutes 30 $(WRITE)
 
+architectures-ranks: $(DEV) ## every causal LM class on 2 ranks, compared with generate (some 10 minutes); writes docs/scaling.md
+	$(BIN)/python benchmarks/architectures_ranks.py --write
+
 surface-check: $(DEV) ## the test of every public member in each mode, and that it can fail; writes docs/surface.md
 	$(BIN)/python -P benchmarks/surface_check.py
 
@@ -126,8 +141,14 @@ size: $(DEV) ## lines of the package, room by room; fails past the limit
 architectures: $(DEV) ## a tiny checkpoint of every causal-LM class against transformers; writes docs/models.md
 	$(BIN)/python benchmarks/architectures.py
 
+architectures-media: $(DEV) ## every class that takes media in prompts, compared with generate (5 minutes); writes docs/models.md
+	$(BIN)/python benchmarks/architectures_media.py --write
+
 demo-model: $(DEV) ## train the embedded model again
 	$(BIN)/python demo/training/train.py
+
+demo-vision: $(DEV) ## train the embedded vision model again
+	$(BIN)/python demo/training/train_vision.py
 
 docs: $(DEV) ## write the generated pages
 	$(BIN)/python benchmarks/reference_docs.py

@@ -16,7 +16,6 @@ import io
 import multiprocessing
 import multiprocessing.connection
 import random
-import re
 import resource
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -39,6 +38,7 @@ from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.load.refuse import refuse_config
 from mainspring.core.model.run.attention import StepAttention
 from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.parallel.twin import HEAD_DIM, HEADS, KV_HEADS, LAYERS, shrink
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, LayerCache, PagedBatch, SequenceOffsets
@@ -54,6 +54,7 @@ MAX_TOKENS = 16
 TOKEN_BUDGET = 24
 BLOCK_SIZE = 16
 REPORT = Path(__file__).parent.parent / "docs" / "models.md"
+MEDIA_HEADING = "## Media in prompts"
 
 
 class Result(NamedTuple):
@@ -161,37 +162,7 @@ def _padded(values: list[int]) -> torch.Tensor:
 
 # --- Tiny configs, from each class's own defaults -------------------------------------------------
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCAB, WINDOW = 4, 2, 16, 64, 4, 320, 20
-
-# The first pattern that matches a field's name gives its small value. The patterns are for field names, not for models.
-_SMALL: list[tuple[str, Any]] = [
-    (r"(vocab_size.*|.*_vocab)", VOCAB),
-    (
-        r"(hidden_size|hidden_size_global|d_model|n_embd|embedding_size|word_embed_proj_dim|input_dim|embed_dim|output_channels|adapter_(in_dim|out_dim|input_size))",
-        HIDDEN,
-    ),
-    (r"(.*intermediate_size.*|.*ffn_dim|n_inner|d_ff|ffn_hidden_size|mlp_dim|.*_ffn_size)", 96),
-    (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers|depth)", LAYERS),
-    (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads|.*_num_heads)", HEADS),
-    (r"(num_key_value_heads|n_head_kv|num_kv_heads|.*num_key_value_heads|.*num_kv_heads)", KV_HEADS),
-    (r"(head_dim|v_head_dim|qk_nope_head_dim|global_head_dim|.*_v_head_dim|swa_head_dim|attention_head_dim)", HEAD_DIM),
-    (r"qk_rope_head_dim", HEAD_DIM),
-    (r"(rotary_dim|hidden_size_per_layer_input)", 8),
-    (r"(qk_head_dim|index_head_dim)", 2 * HEAD_DIM),
-    (r"index_topk", 8),
-    (r"index_n_heads", 8),
-    (r"(kv_lora_rank|q_lora_rank|o_lora_rank)", 32),
-    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)", 8),
-    (r"(num_experts_per_tok|moe_k|moe_topk|num_experts_per_token|top_k_experts|moe_top_k|moe_router_topk)", 2),
-    (r"(n_group|topk_group|num_expert_group|n_shared_experts)", 1),
-    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length)", 512),
-    (r"(sliding_window|sliding_window_size|window_size|attention_window)", WINDOW),
-    (r"(first_k_dense_replace|num_dense_layers)", 1),
-    (r"(num_kv_shared_layers)", 2),
-    (r".*(dropout|pdrop|layerdrop).*", 0.0),
-]
-# These get a value even if the default is None.
-_ALSO_UNSET = r"(num_key_value_heads|head_dim|n_routed_experts|n_shared_experts|num_experts_per_tok|n_group|topk_group)"
+HIDDEN = HEADS * HEAD_DIM
 
 # If the shrunk defaults are not consistent, these are tried in turn.
 _VARIANTS: list[dict[str, Any]] = [
@@ -285,37 +256,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def shrink(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
-    """A tiny config of this class: its own defaults with small sizes, and the fields in `given`."""
-    default = config_class()
-    fields: dict[str, Any] = {}
-    for name, value in default.to_dict().items():
-        if isinstance(getattr(config_class, name, None), property):
-            continue
-        if name.endswith("_token_id"):
-            fields[name] = None if value is None else 0 if name == "pad_token_id" else 1
-        elif name in {"layer_types", "mlp_layer_types"} and isinstance(value, list):
-            kinds = list(dict.fromkeys(value))  # use each kind of layer in turn
-            fields[name] = [kinds[index % len(kinds)] for index in range(LAYERS)]
-        elif (isinstance(value, (int, float)) and not isinstance(value, bool)) or re.fullmatch(_ALSO_UNSET, name):
-            small = next((small for pattern, small in _SMALL if re.fullmatch(pattern, name)), None)
-            if small is not None:
-                fields[name] = small if value is None or value else value
-    for name in default.sub_configs:
-        if isinstance(getattr(default, name, None), PreTrainedConfig):
-            with contextlib.suppress(Exception):  # a part that can't be built on its own is not changed
-                part = getattr(default, name)
-                wanted = {k: v for k, v in given.items() if k in fields or k in part.to_dict()}
-                fields[name] = shrink(type(part), **wanted)
-    return config_class(**{**fields, "is_decoder": True, "use_cache": True, **given})
-
-
 def build(model_type: str, folder: Path, variant: dict[str, Any], gains: tuple[float, float]) -> PreTrainedModel:
     """A tiny random fp32 model of this type, saved to `folder` and read back.
 
     Embeddings and other matrices are drawn with these gains, so that tokens depend on the context.
     """
-    config = shrink(CONFIG_MAPPING[model_type], **_FIELDS.get(model_type, {}), **variant)
+    config = shrink(CONFIG_MAPPING[model_type](), **_FIELDS.get(model_type, {}), **variant)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -478,7 +424,7 @@ models that a paged cache can't serve, and then compares its logits with the mod
   for each token and gives the indices of the keys that it selects. Only the reference kernels know it, so it is slow.
   Adapters can't change an indexer. `kv_cache_dtype="fp8"` rounds its keys, too.
 - **Refused** are layers with another memory (indexers over blocks of keys, state in a module's attributes), attention
-  whose scores depend on more than query, key and their distance, encoder-decoder models, and most quantized
+  whose scores depend on more than query, key and their distance, and most quantized
   checkpoints. The error gives the reason.
 - **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of
   its own is known for up to 2,048 tokens. BigBird is served if `max_model_len` is so small that its attention is full.
@@ -516,7 +462,8 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
     for model_type, (outcome, reason) in sorted(results.items()):
         reason = "" if outcome == "exact" else reason.replace("|", "\\|")
         lines.append(f"| {model_type} | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]} | {outcome} | {reason} |")
-    REPORT.write_text(INTRODUCTION + "\n".join(lines) + "\n")
+    media = REPORT.read_text().partition(MEDIA_HEADING)[2]  # which another script writes
+    REPORT.write_text(INTRODUCTION + "\n".join(lines) + "\n" + (f"\n{MEDIA_HEADING}{media}" if media else ""))
 
 
 def main(names: list[str]) -> int:

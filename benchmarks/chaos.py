@@ -2,6 +2,8 @@
 
     python benchmarks/chaos.py --kills 100 --seed 1
     python benchmarks/chaos.py --kills 10 --only kills --family qwen3_next
+    python benchmarks/chaos.py --kills 50 --only kills --ranks 2
+    python benchmarks/chaos.py --kills 30 --only kills poison --cores 3
 
 The kills land at random moments, by the seed, while at least 32 of the 64 streams of 4 frontends are unfinished. Deaths
 of other processes, and a request that kills the core, are separate scenarios (`--only`). Exit code 1 if a bar is
@@ -10,6 +12,11 @@ missed.
 A kill counts as during a prefill if a request in flight has no token yet. This is read from the supervisor's journal
 while the core is stopped (SIGSTOP, not counted as a kill), right before the signal that ends it. Exceptions and failed
 allocations happen in the next step, whatever it computes, and are not counted.
+
+With `--ranks` several processes compute the model together, and each kill is of one of them, drawn by chance. Tokens
+are compared with those of an undisturbed core of as many ranks.
+
+With `--cores` each kill takes a core at random among those that serve, of which there are at least two.
 """
 
 from __future__ import annotations
@@ -32,7 +39,9 @@ import psutil
 from bars import Bar, add_arguments, conclude
 from daemon import Daemon, wait_for
 from mainspring import LLMEngine, SamplingParams
+from mainspring.ipc.errors import ConnectError
 from mainspring.ipc.journal import Journal
+from mainspring.ipc.messages import CoreStatus
 from report import ROOT
 from saboteur import MODEL, POISON, Saboteur
 from streams import Load, Record, Reference, compare, long_specs, make_specs
@@ -54,6 +63,7 @@ SEATS = 56  # fewer than streams, so that some wait
 class Kill(NamedTuple):
     number: int
     kind: str
+    rank: int  # 0, unless the core has several
     at: float
     epoch: int
     unfinished: int
@@ -65,20 +75,22 @@ class Chaos:
     """Common code of all scenarios."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self.threads, self.kills, self.seed = args.threads, args.kills, args.seed
-        self.folder = folder
+        self.threads, self.kills, self.seed, self.cores = args.threads, args.kills, args.seed, args.cores
+        self.folder, self.ranks = folder, args.ranks
         self.model = make_model(args.family, folder / "model") if args.family else {}
         self.rng = random.Random(args.seed)
         usual = make_specs(min(500, 60 + 10 * args.kills), self.rng, tokens=(40, 300))
         longs = long_specs(24, self.rng)
         self.specs = [*usual, *longs]
         self.longs = range(len(usual), len(self.specs))
-        self.reference = Reference(self.specs, **self.model)
+        self.reference = Reference(self.specs, tensor_parallel_size=self.ranks, **self.model)
         print(f"{len(self.specs)} specs: the undisturbed core computes what they bring", flush=True)
         self.reference.learn_all()
 
     def daemon(self, *flags: str, env: dict[str, str] | None = None) -> Daemon:
         common = ["--max-num-seqs", str(SEATS), "--max-restarts", "1000000"]
+        common += ["--tensor-parallel-size", str(self.ranks)] if self.ranks > 1 else []
+        common += ["--data-parallel-size", str(self.cores)] if self.cores > 1 else []
         common += [part for name, value in self.model.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         return Daemon(*common, *flags, threads=self.threads, env=env)
 
@@ -111,12 +123,12 @@ def kill_cores(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
     flags = [*saboteur.flags, "--watchdog-timeout", str(WATCHDOG_SECONDS)]
     kills: list[Kill] = []
     with chaos.daemon(*flags, env=saboteur.env) as daemon, chaos.load(daemon) as load:
-        journal = daemon.journal(SEATS)
         for number, kind in enumerate(kinds):
             fresh = load.begun() + (0 if chaos.rng.random() < HASTE else FRESH)
             time.sleep(chaos.rng.uniform(*PAUSE))
             wait_for(lambda fresh=fresh: load.begun() >= fresh, f"{FRESH} new streams")
-            kills.append(_kill(number, kind, number in in_prefill, daemon, load, journal, saboteur))
+            rank = chaos.rng.randrange(chaos.ranks)
+            kills.append(_kill(number, kind, rank, number in in_prefill, daemon, load, chaos, saboteur))
             print(_line(kills[-1], len(kinds)), flush=True)
         records, unfinished = load.finish()
         deaths = daemon.deaths()
@@ -141,11 +153,28 @@ def kill_cores(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
 
 
 def _kill(
-    number: int, kind: str, in_prefill: bool, daemon: Daemon, load: Load, journal: Journal, saboteur: Saboteur
+    number: int,
+    kind: str,
+    rank: int,
+    in_prefill: bool,
+    daemon: Daemon,
+    load: Load,
+    chaos: Chaos,
+    saboteur: Saboteur,
 ) -> Kill:
-    """Kill the core once enough streams are unfinished, and wait until tokens come again."""
-    before = daemon.status()
+    """Kill a rank of a core once enough streams are unfinished, and wait until tokens come again."""
+    serving: list[CoreStatus] = []
+
+    def enough() -> bool:
+        serving[:] = _cores(daemon)
+        return len(serving) >= min(2, chaos.cores)  # so that another one goes on
+
+    wait_for(enough, "a core serves")
+    before = chaos.rng.choice(serving)
+    journal = daemon.journal(SEATS, before.core_pid, chaos.ranks)
     core = psutil.Process(before.core_pid)
+    others = sorted(child.pid for child in core.children() if "mainspring.core.rank" in child.cmdline())
+    victim = psutil.Process(others[rank - 1]) if rank else core
     wait_for(lambda: load.unfinished() >= LEAST_UNFINISHED, f"{LEAST_UNFINISHED} unfinished streams")
     prefill = None
     if kind.startswith("SIG"):
@@ -162,8 +191,8 @@ def _kill(
                 break
             core.resume()
         at, unfinished = time.monotonic(), load.unfinished()
-        if kind != "SIGSTOP":
-            core.send_signal(signal.Signals[kind])
+        victim.send_signal(signal.Signals[kind])
+        if kind != "SIGSTOP" or rank:
             core.resume()
     else:
         at, unfinished = time.monotonic(), load.unfinished()
@@ -171,7 +200,14 @@ def _kill(
         wait_for(lambda: saboteur.obeyed, f"the core obeys: {kind}")
     wait_for(lambda: max(load.board.resumed) > at, f"tokens after kill {number + 1}, {kind}")
     recovery = min(resumed for resumed in load.board.resumed if resumed > at) - at
-    return Kill(number, kind, at, before.epoch, unfinished, prefill, recovery)
+    return Kill(number, kind, rank, at, before.epoch, unfinished, prefill, recovery)
+
+
+def _cores(daemon: Daemon) -> list[CoreStatus]:
+    try:
+        return daemon.cores()
+    except ConnectError:  # one is being restarted
+        return []
 
 
 def _prefills(journal: Journal) -> bool:
@@ -181,8 +217,8 @@ def _prefills(journal: Journal) -> bool:
 def _line(kill: Kill, count: int) -> str:
     prefill = {True: ", during prefill", False: "", None: ""}[kill.prefill]
     return (
-        f"kill {kill.number + 1}/{count}: {kill.kind} of epoch {kill.epoch}, {kill.unfinished} unfinished streams"
-        f"{prefill}; tokens again after {kill.recovery_s:.2f} s"
+        f"kill {kill.number + 1}/{count}: {kill.kind} of rank {kill.rank}, epoch {kill.epoch}, {kill.unfinished} "
+        f"unfinished streams{prefill}; tokens again after {kill.recovery_s:.2f} s"
     )
 
 
@@ -223,7 +259,7 @@ def poisoned_request(chaos: Chaos) -> tuple[list[Bar], dict[str, Any]]:
                 outputs += engine.step()
             end = outputs[-1].outputs[0]
             records, unfinished = load.finish()
-            crashes = daemon.status().restarts
+            crashes = len(daemon.deaths())
         tally = compare(records, chaos.reference)
         failed = type(end.error).__name__ == "RequestFailedError" and poison.name in str(end.error)
         bars += [
@@ -329,7 +365,9 @@ def main() -> int:
     parser.add_argument(
         "--family", help="of tests/tiny.py: its tiny random model is served instead of the built-in one"
     )
+    parser.add_argument("--cores", type=int, default=1, help="with copies of the model (data parallel)")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--ranks", type=int, default=1, help="processes that compute the model together")
     add_arguments(parser)
     args = parser.parse_args()
     args.seed = int.from_bytes(os.urandom(4), "big") if args.seed is None else args.seed
@@ -342,7 +380,12 @@ def main() -> int:
             found, details[name] = SCENARIOS[name](chaos)
             bars += found
         chaos.reference.close()
-    section = {"section": f"chaos {args.family}"} if args.family else {}
+    named = [
+        *([args.family] if args.family else []),
+        *([f"{args.ranks} ranks"] if args.ranks > 1 else []),
+        *([f"{args.cores} cores"] if args.cores > 1 else []),
+    ]
+    section = {"section": " ".join(["chaos", *named])} if named else {}
     return conclude(bars, {"seed": args.seed, **section, **details}, args)
 
 

@@ -65,27 +65,39 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--model", default="llama-110m")
     parser.add_argument("--quantization", help="of the weights, as the engine's option")
+    parser.add_argument("--ranks", type=int, nargs="+", help="tensor_parallel_size, each with one thread a rank")
+    parser.add_argument("--parts", type=int, default=0, help="sum_parts: all numbers of ranks must then agree")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         print(json.dumps(serve(args.model, args.serve)))
         return 0
-    settings = {"quantization": args.quantization} if args.quantization else {}
+    settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
     save(args.model)
-    found = {threads: in_a_process(threads, args.model, settings) for threads in THREADS}
-    alone = found[1]["alone"]
+    if args.ranks:
+        settings["sum_parts"] = args.parts
+        of_ranks = {f"{n} ranks": {**settings, "tensor_parallel_size": n} for n in args.ranks}
+        found = {case: in_a_process(1, args.model, given) for case, given in of_ranks.items()}
+    else:
+        found = {f"{n} thread{'s' * (n > 1)}": in_a_process(n, args.model, settings) for n in THREADS}
+    together = not args.ranks or args.parts > 0
+    alone = next(iter(found.values()))["alone"]
     same = {
-        f"{way}, {threads} thread{'s' * (threads > 1)}": sum(a == b for a, b in zip(alone, outputs, strict=True))
-        for threads, ways in found.items()
+        f"{way}, {case}": sum(a == b for a, b in zip(alone if together else ways["alone"], outputs, strict=True))
+        for case, ways in found.items()
         for way, outputs in ways.items()
     }
     least = min(same.values())
     worst = "" if least == len(alone) else f" ({', '.join(name for name, n in same.items() if n == least)})"
-    ways = f"{', '.join(WAYS)}; {' and '.join(map(str, THREADS))} threads"
+    ways = f"{', '.join(WAYS)}; {' and '.join(found)}"
     of = "" if args.model == parser.get_default("model") else f" of {args.model}"
     name = f"clockwork{of}{f' with {args.quantization} weights' if args.quantization else ''}: identical {ways}"
     bars = [Bar(f"{name} (all)", f"{least} of {len(alone)} requests{worst}", least == len(alone))]
-    return conclude(bars, {"section": f"clockwork {args.model}", "same": same}, args, "performance.md")
+    section, page = f"clockwork {args.model}", "performance.md"
+    if args.ranks:
+        section, page = f"clockwork of ranks{' in parts' * (args.parts > 0)}", "scaling.md"
+        bars = [bar._replace(name=f"{bar.name}{f', sums of {args.parts} parts' * (args.parts > 0)}") for bar in bars]
+    return conclude(bars, {"section": section, "same": same}, args, page)
 
 
 if __name__ == "__main__":

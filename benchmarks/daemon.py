@@ -20,6 +20,7 @@ from mainspring.ipc.connection import ask_status
 from mainspring.ipc.errors import ConnectError, InvalidArgumentError
 from mainspring.ipc.journal import Journal
 from mainspring.ipc.messages import CoreStatus
+from mainspring.ipc.transport import address_at
 
 START_SECONDS = 120.0
 LOOK_SECONDS = 0.01
@@ -103,13 +104,20 @@ class Daemon:
         assert found is not None
         return found
 
-    def journal(self, max_num_seqs: int) -> Journal:
-        """The supervisor's journal, which records what the core is computing."""
-        folder = Path(f"/proc/{self.pid}/fd")
+    def cores(self) -> list[CoreStatus]:
+        """The cores that serve."""
+        first = self.status()
+        places = [address_at(self.address, one.place) for one in first.cores]
+        found = [first, *(ask_status(place, 10.0).core for place in places if place != self.address)]
+        return [one for one in found if one.phase == "serving"]
+
+    def journal(self, max_num_seqs: int, pid: int = 0, ranks: int = 1) -> Journal:
+        """The journal, which records what a core is computing: of the core `pid`, or of the only one."""
+        folder = Path(f"/proc/{pid or self.pid}/fd")
         for link in folder.iterdir():
             with contextlib.suppress(OSError, InvalidArgumentError):
                 if os.readlink(link).endswith("(deleted)"):
-                    return Journal(os.open(link, os.O_RDWR), max_num_seqs)
+                    return Journal(os.open(link, os.O_RDWR), max_num_seqs, ranks)
         raise SystemExit(f"no journal is among the open files of the daemon, {folder}")
 
     def deaths(self, lines: int = 1) -> list[str]:

@@ -40,12 +40,13 @@ from report import CACHE, ROOT, table
 if importlib.util.find_spec("mainspring") is None:
     raise SystemExit("mainspring can't be imported: install it, or put a link of that name to it on PYTHONPATH")
 import gpu_models
+import gpu_ranks
 import gpu_speed
 import resume
 from gpu_models import Bar, Say, Setup
 
 PAGE = ROOT / "docs" / "gpu.md"
-SECTIONS = ("correctness", "kernels", "engine", "start")
+SECTIONS = ("correctness", "kernels", "engine", "start", "ranks")
 UNKNOWN = "not measured yet"
 MINUTES = 9.0  # time of one run, so that it fits into a GPU lease of 10 minutes
 OVERHEAD_SECONDS = 20.0  # time of a run besides its parts: imports, the GPU's name, ending processes
@@ -65,6 +66,7 @@ PARTS = {
     "half": Part("correctness", 80),
     "deterministic": Part("correctness", 100),
     "kernels": Part("kernels", 110),
+    "ranks": Part("ranks", 60),
     "llama-3.1-8b": Part("engine", 90),
     "start": Part("start", 80),
     "qwen3-0.6b": Part("engine", 80),
@@ -153,6 +155,7 @@ def _in_python(script: str, options: dict[str, Any]) -> Any:
 
 BARS: dict[str, list[Bar]] = {
     **gpu_models.BARS,
+    **gpu_ranks.BARS,
     **gpu_speed.BARS,
     "start": [
         Bar("8B shape with dummy weights: ready, graphs included", f"< {START_SECONDS:.0f} s"),
@@ -160,7 +163,12 @@ BARS: dict[str, list[Bar]] = {
         Bar("… CUDA graphs and their memory"),
     ],
 }
-FUNCTIONS: dict[str, Callable[[Setup, Say], None]] = {**gpu_models.PARTS, **gpu_speed.PARTS, "start": check_start}
+FUNCTIONS: dict[str, Callable[[Setup, Say], None]] = {
+    **gpu_models.PARTS,
+    **gpu_ranks.PARTS,
+    **gpu_speed.PARTS,
+    "start": check_start,
+}
 
 
 def run_part(part: str, setup: Setup, tell: Callable[[dict[str, Any]], None]) -> None:

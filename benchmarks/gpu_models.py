@@ -290,7 +290,7 @@ def check_embedded(setup: Setup, say: Say) -> None:
     texts = [f"{q.prompt} {q.answer}" for q in sums[: setup.pick(60, 4)] + others[: setup.pick(60, 4)]]
     texts += [long_story(rng, rng.choice(GIRLS), rng.choice(ANIMALS)) for _ in range(setup.pick(20, 1))]
     sequences = [torch.tensor(tokenizer.encode(text)[:512]) for text in texts]
-    model = _paged(setup, MODEL_PATH, backend)
+    model = paged(setup, MODEL_PATH, backend)
     base, fp8_cache = (logits_of(model, sequences, backend, kv_dtype) for kv_dtype in (None, FP8))
     error = (fp8_cache - base).abs() / base.std()
     agree = _share(fp8_cache.argmax(-1) == base.argmax(-1))
@@ -408,9 +408,9 @@ def check_half(setup: Setup, say: Say) -> None:
         sequences = [torch.randint(2, VOCAB, (length,), generator=generator) for length in lengths]
         exact = _own_logits(setup, folder, torch.float32, sequences)
         theirs = _own_logits(setup, folder, torch.bfloat16, sequences)
-        model = _paged(setup, folder, backend)
+        model = paged(setup, folder, backend)
         ours = logits_of(model, sequences, backend)
-        error, their_error = _rms(ours, exact), _rms(theirs, exact)
+        error, their_error = rms(ours, exact), rms(theirs, exact)
         say(
             f"bf16 against fp32: {family}",
             f"off by {error:.4f} σ (transformers in bf16: {their_error:.4f} σ)",
@@ -427,7 +427,7 @@ def check_half(setup: Setup, say: Say) -> None:
         )
         if family in IN_GRAPHS:
             replayed = None if setup.rehearse else logits_of(model, sequences, backend, graphs=True)
-            apart = 0.0 if replayed is None else _rms(replayed, ours)
+            apart = 0.0 if replayed is None else rms(replayed, ours)
             say(
                 f"graphs on and off, logits: {family}",
                 "no graphs on a CPU" if replayed is None else f"{apart:.4f} σ apart (bf16 itself: {error:.4f} σ)",
@@ -443,13 +443,13 @@ def _check_streamed(setup: Setup, say: Say, backend: Backend) -> None:
     folder = setup.random_model("llama", torch.bfloat16, num_hidden_layers=6)
     sequences = [torch.randint(2, VOCAB, (60 + 10 * i,), generator=torch.Generator().manual_seed(i)) for i in range(4)]
     exact = _own_logits(setup, folder, torch.float32, sequences)
-    resident = logits_of(_paged(setup, folder, backend), sequences, backend)
-    error, name = _rms(resident, exact), "weights in host memory: logits"
+    resident = logits_of(paged(setup, folder, backend), sequences, backend)
+    error, name = rms(resident, exact), "weights in host memory: logits"
     if setup.rehearse:
         return say(name, "a CPU streams no weights")
     for graphs in (False, True):
-        streamed = logits_of(_paged(setup, folder, backend, offload=1 << 30), sequences, backend, graphs=graphs)
-        apart = _rms(streamed, resident)
+        streamed = logits_of(paged(setup, folder, backend, offload=1 << 30), sequences, backend, graphs=graphs)
+        apart = rms(streamed, resident)
         if apart > error:
             break
     say(name, f"{apart:.4f} σ apart (bf16 itself: {error:.4f} σ)", apart <= error)
@@ -463,7 +463,7 @@ def _own_logits(setup: Setup, folder: Path, dtype: torch.dtype, sequences: Seque
         return torch.cat([model(input_ids=ids[None].to(setup.device)).logits[0].float() for ids in sequences])
 
 
-def _paged(setup: Setup, folder: Path, backend: Backend, offload: int = 0) -> PagedModel:
+def paged(setup: Setup, folder: Path, backend: Backend, offload: int = 0) -> PagedModel:
     config = ModelConfig(model=str(folder), dtype="bfloat16")
     return load_model(config, LoadConfig(use_tqdm_on_load=False), setup.device, backend=backend, offload=offload)
 
@@ -518,7 +518,7 @@ def _steps(lengths: list[int]) -> Iterator[list[tuple[int, int, int]]]:
             yield step
 
 
-def _rms(logits: torch.Tensor, reference: torch.Tensor) -> float:
+def rms(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """Root of the mean squared difference, in standard deviations of the reference."""
     return float((logits - reference).square().mean().sqrt() / reference.std())
 

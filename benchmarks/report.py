@@ -32,16 +32,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def publish(section: str, text: str, write: bool) -> None:
-    """Print a section; with `write`, also write it to its place in docs/performance.md."""
+def publish(section: str, text: str, write: bool, where: Path = PAGE) -> None:
+    """Print a section; with `write`, also write it to its place in docs/performance.md, or in another page."""
     print(text, flush=True)
     if not write:
         return
     command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
     stamp = f"`{command}`, {datetime.date.today()}, {machine()}."
     begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
-    page = PAGE.read_text()
+    page = where.read_text()
     if begin not in page or end not in page:
-        raise SystemExit(f"{PAGE.name} has no place for {section!r}: it needs {begin} and {end}")
+        raise SystemExit(f"{where.name} has no place for {section!r}: it needs {begin} and {end}")
     head, rest = page.split(begin)
-    PAGE.write_text(f"{head}{begin}\n{text}\n\n{stamp}\n{end}{rest.split(end)[1]}")
+    where.write_text(f"{head}{begin}\n{text}\n\n{stamp}\n{end}{rest.split(end)[1]}")

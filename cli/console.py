@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from ..engine.chat_methods import chat_prompt as prompt_of_chat
 from ..engine.llm import LLM
 from ..engine.llm_engine import LLMEngine
 from ..engine.request.outputs import CompletionOutput
-from ..engine.request.prompts import Prompt, TokensPrompt
+from ..engine.request.prompts import Prompt
 from ..ipc.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from ..ipc.params import SamplingParams
 
@@ -21,10 +23,12 @@ _DEMO_QUESTIONS = (
     "Tell me a short story about a fox.",
 )
 _DEMO_BATCH = 64
+_BARE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"  # stands for a missing chat template
 
 
-def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> CompletionOutput:
-    """Print one completion as it comes. Ctrl-C aborts it and is raised again.
+def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams, special: bool = True) -> CompletionOutput:
+    """Print one completion as it comes. Ctrl-C aborts it and is raised again. special: whether special tokens are added
+    to the prompt; a chat template has written them.
 
     Returns:
         The whole completion.
@@ -32,7 +36,8 @@ def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> Complet
     Raises:
         MainspringError: the request ended in an error; that error.
     """
-    request_id = engine.add_request(f"console-{time.monotonic_ns()}", prompt, params)
+    tokenization = {"add_special_tokens": special}
+    request_id = engine.add_request(f"console-{time.monotonic_ns()}", prompt, params, tokenization_kwargs=tokenization)
     whole, shown = CompletionOutput(0, "", []), 0
     try:
         while not whole.finished():
@@ -54,8 +59,11 @@ def stream(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> Complet
 def chat(engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
     """A conversation on the terminal, until /exit or the end of input."""
     beginning = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
-    print("/exit leaves, /new begins again, Ctrl-C stops an answer.", file=sys.stderr)
+    messages: list[dict[str, Any]] = list(beginning)
+    takes = engine.get_tokenizer().media
+    attached: list[dict[str, Any]] = []  # media of the next message
+    shown = "".join(f", /{kind} FILE shows one" for kind in takes)
+    print(f"/exit leaves, /new begins again{shown}, Ctrl-C stops an answer.", file=sys.stderr)
     if sys.stdin.isatty():
         import readline  # noqa: F401  # input() then has a history and can be edited
     while True:
@@ -69,16 +77,23 @@ def chat(engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
             continue
         if said in ("/exit", "/quit"):
             return
+        command, _, rest = said.partition(" ")
         if said == "/new":
-            messages = list(beginning)
+            messages, attached = list(beginning), []
+        elif command[:1] == "/" and command[1:] in takes:
+            try:
+                attached.append(media_part(command[1:], rest.strip()))
+            except OSError as error:
+                print(error, file=sys.stderr)
         elif said:
-            _answer(engine, params, messages, said)
+            _answer(engine, params, messages, [*attached, {"type": "text", "text": said}] if attached else said)
+            attached = []
 
 
-def _answer(engine: LLMEngine, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
+def _answer(engine: LLMEngine, params: SamplingParams, messages: list[dict[str, Any]], said: Any) -> None:
     messages.append({"role": "user", "content": said})
     try:
-        answer = stream(engine, _chat_prompt(engine, messages), params)
+        answer = stream(engine, chat_prompt(engine, messages), params, special=False)
         messages.append({"role": "assistant", "content": answer.text.strip()})
     except KeyboardInterrupt:
         messages.pop()
@@ -87,9 +102,18 @@ def _answer(engine: LLMEngine, params: SamplingParams, messages: list[dict[str, 
         print(f"{error} (/new begins a new conversation)", file=sys.stderr)
 
 
-def _chat_prompt(engine: LLMEngine, messages: list[dict[str, str]]) -> TokensPrompt:
-    token_ids = engine.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
-    return TokensPrompt(prompt_token_ids=list(map(int, token_ids)))
+def chat_prompt(engine: LLMEngine, messages: list[dict[str, Any]]) -> Any:
+    """The prompt of a conversation. A model without a chat template gets the contents one after another, if there are
+    media among them."""
+    tokenizer = engine.get_tokenizer()
+    template = _BARE if tokenizer.media and not tokenizer.chat_template else None
+    return prompt_of_chat(tokenizer, messages, add_generation_prompt=True, chat_template=template)
+
+
+def media_part(modality: str, name: str) -> dict[str, Any]:
+    """A part of a message with the content of a file, or with a URL, which a media worker fetches if it may."""
+    content = name if "://" in name else Path(name).expanduser().read_bytes()
+    return {"type": modality, modality: content}
 
 
 def demo(engine_args: dict[str, Any]) -> None:
@@ -102,7 +126,7 @@ def demo(engine_args: dict[str, Any]) -> None:
         params.max_tokens = 160
         for question in _DEMO_QUESTIONS:
             print(f"> {question}")
-            stream(llm.llm_engine, _chat_prompt(llm.llm_engine, [{"role": "user", "content": question}]), params)
+            stream(llm.llm_engine, chat_prompt(llm.llm_engine, [{"role": "user", "content": question}]), params, False)
             print()
         print(f"Now {_DEMO_BATCH} at once, sampled, each with a seed of its own:")
         stories = [f"Tell me a long story about a {('cat', 'fox', 'bear', 'owl')[i % 4]}." for i in range(_DEMO_BATCH)]

@@ -1,4 +1,6 @@
-"""``mainspring generate | chat | demo | bench | daemon | status | top | keys | kernels | version``."""
+"""``mainspring generate | chat | demo | bench | batch | serve | daemon | rank | status | top | keys | kernels |
+version``.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..demo import VISION_MODEL_PATH
 from ..engine.args import EngineArgs, add_flags, add_vllm_flags, all_names, dashed, nearest_flag
 from ..ipc import keys, logs
-from ..ipc.config import fields_of
+from ..ipc.config import MODALITIES, fields_of
 from ..ipc.errors import (
     AddressInUseError,
     EngineDeadError,
@@ -28,6 +31,7 @@ from ..ipc.errors import (
 from ..ipc.params import SamplingParams
 from ..serve import daemon_options
 from ..tools import bench
+from ..web import serve_options
 
 
 class ExitCode(IntEnum):
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("MAINSPRING_LOG_LEVEL", args.usual_log_level)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
-        if run is not _daemon:  # which learns its log format later
+        if run not in (_daemon, _serve):  # which learn their log format later
             logs.set_up(args.command)
         return run(args) or ExitCode.OK
     except KeyboardInterrupt:
@@ -103,21 +107,41 @@ def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     generate = _command(commands, "generate", _generate, "complete one prompt, streaming, or several")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="one is streamed, several are a batch")
     generate.add_argument("--explain-model", action="store_true", help="say what was fused and why the rest was not")
+    for modality in MODALITIES:
+        text = "before each prompt, which then goes through the chat template; may be given several times"
+        generate.add_argument(f"--{modality}", action="append", metavar="FILE_OR_URL", help=text)
     chat = _command(commands, "chat", _chat, "talk to the model")
     chat.add_argument("--system", help="a system message to begin with")
     demo = _command(commands, "demo", _demo, "what the engine does, with the embedded model")
     benches = _command(commands, "bench", None, "how fast the engine is: bench throughput, bench latency, bench serve")
     measured = benches.add_subparsers(required=True, metavar="BENCHMARK", dest="benchmark")
     benchmarks = [_command(measured, name, _bench, kind.__doc__ or "") for name, kind in bench.COMMANDS.items()]
+    batch = _command(commands, "batch", _batch, "answer the requests of a file in OpenAI's batch format")
+    batch.add_argument("source", metavar="IN.jsonl", type=Path, help="the requests")
+    batch.add_argument("target", metavar="OUT.jsonl", type=Path, help="the answers; the same command goes on with them")
+    batch.add_argument("--max-concurrent", type=int, default=256, metavar="N", help="requests at once (default: 256)")
+    for name in ("tool_parser", "reasoning_parser"):
+        batch.add_argument(f"--{name.replace('_', '-')}", default="auto", help=serve_options.OPTIONS[name].doc)
     daemon = _command(commands, "daemon", _daemon, "keep a core running that any number of frontends share", "INFO")
     daemon_options.add_cli_args(daemon)
-    for command in (generate, chat, demo, *benchmarks):
+    serve = _command(commands, "serve", _serve, "serve OpenAI's API over HTTP", "INFO")
+    serve_options.add_cli_args(serve)
+    rank = _command(commands, "rank", _rank, "offer this machine's GPUs to a core on another machine", "INFO")
+    rank.add_argument(
+        "--join", metavar="ADDRESS", required=True, help="tcp://MASTER_ADDR:MASTER_PORT, as the core has them"
+    )
+    default = f"default: {keys.DEFAULT_KEY} in ~/.config/mainspring"
+    rank.add_argument("--key-file", metavar="FILE", help=f"the key that all machines of the engine share ({default})")
+    rank.add_argument("--ranks", type=int, metavar="N", help="how many (default: one for each GPU, else 1)")
+    for command in (generate, chat, demo, batch, *benchmarks):
         EngineArgs.add_cli_args(command)
-    for command in (generate, chat, demo, daemon, *benchmarks):
+    for command in (generate, chat, demo, batch, daemon, serve, *benchmarks):
         add_vllm_flags(command, given)
-        takes = " PROMPT ..." if command is generate else ""
+        takes = {"generate": " PROMPT ...", "batch": " IN.jsonl OUT.jsonl", "serve": " [MODEL]"}.get(
+            command.prog.split()[-1], ""
+        )
         command.usage = f"%(prog)s [OPTION ...]{takes}"  # all options are some thirty lines, before each error, too
-    for command in (generate, chat, *benchmarks):
+    for command in (generate, chat, batch, *benchmarks):
         command.add_argument("--connect", metavar="ADDRESS", help="use the daemon there, and start no core")
         _add_keys(command)
     for command in (generate, chat):
@@ -129,7 +153,9 @@ def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     status.epilog = "exit status: 0 ready, 1 starting or stopping, 2 unreachable"
     status.add_argument("--json", action="store_true", help="as one JSON object")
     top = _command(commands, "top", _top, "how a daemon is, live; q leaves")
-    for command in (status, top):
+    scale = _command(commands, "scale", _scale, "let a daemon have more cores or fewer; no stream ends")
+    scale.add_argument("count", type=int, metavar="N", help="cores, each with a copy of the model")
+    for command in (status, top, scale):
         command.add_argument(
             "address", nargs="?", metavar="ADDRESS", help="default: where a daemon without --listen listens"
         )
@@ -202,23 +228,31 @@ def _sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Samp
 
 def _generate(args: argparse.Namespace) -> ExitCode:
     from ..engine.llm import LLM
-    from .console import stream
+    from .console import chat_prompt, media_part, stream
 
     if not args.prompts and not args.explain_model:
         raise InvalidArgumentError("there is no prompt; give one or more, in quotes")
     _sampling_params(args, SamplingParams())  # what is wrong there is known before a core is started
-    failed = False
-    with LLM(**_llm_arguments(args)) as llm:
+    failed, arguments = False, _llm_arguments(args)
+    if args.image and args.connect is None:
+        arguments.setdefault("model", str(VISION_MODEL_PATH))
+    with LLM(**arguments) as llm:
         if args.explain_model:
             print("\n".join(llm.llm_engine.engine_core.call("explain_model")))
         params = _sampling_params(args, llm.get_default_sampling_params())
-        if len(args.prompts) == 1:
-            stream(llm.llm_engine, args.prompts[0], params)
-        elif args.prompts:
-            for output in llm.generate(args.prompts, params, on_error="return"):
+        prompts: list[Any] = list(args.prompts)
+        if media := [media_part(kind, name) for kind in MODALITIES for name in getattr(args, kind) or ()]:
+            asked = [[*media, {"type": "text", "text": text}] for text in args.prompts]
+            prompts = [chat_prompt(llm.llm_engine, [{"role": "user", "content": parts}]) for parts in asked]
+        if len(prompts) == 1:
+            stream(llm.llm_engine, prompts[0], params, special=not media)
+        elif prompts:
+            more: dict[str, Any] = {"tokenization_kwargs": {"add_special_tokens": not media}, "on_error": "return"}
+            outputs = llm.generate(prompts, params, **more)
+            for text, output in zip(args.prompts, outputs, strict=True):
                 answer = output.outputs[0]
                 failed = failed or answer.error is not None
-                print(f"> {output.prompt}\n{answer.error or answer.text.strip()}\n")
+                print(f"> {text}\n{answer.error or answer.text.strip()}\n")
     return ExitCode.FAILED if failed else ExitCode.OK
 
 
@@ -246,6 +280,28 @@ def _bench(args: argparse.Namespace) -> ExitCode:
     return ExitCode.FAILED if any(figures["failed"] for figures in found.results) else ExitCode.OK
 
 
+def _batch(args: argparse.Namespace) -> ExitCode:
+    from ..engine.async_llm_engine import AsyncEngineArgs, AsyncLLMEngine
+    from . import batch
+
+    given = _llm_arguments(args)
+    options = serve_options.ServeOptions(
+        tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, restart_wait=float("inf")
+    )
+    serve_options.check_parsers(options)
+    given.pop("reasoning_parser", None)  # which is an argument of vLLM's engine, too
+    address = given.pop("connect", None)
+    if address is None:
+        engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**given))
+    else:
+        engine = AsyncLLMEngine.connect(address, **{name: value for name, value in given.items() if value is not None})
+    try:
+        failed = batch.run(engine, options, args.source, args.target, args.max_concurrent)
+    finally:
+        engine.shutdown()
+    return ExitCode.FAILED if failed else ExitCode.OK
+
+
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in all_names() if hasattr(args, name)}
 
@@ -269,6 +325,25 @@ def _daemon(args: argparse.Namespace) -> None:
     serve(options, config, _say)
 
 
+def _serve(args: argparse.Namespace) -> None:
+    from ..web.server import serve
+
+    options, engine = serve_options.from_cli_args(args)
+    serve(options, engine, lambda url: _say(f"ready at {url}; the API is at {url}/v1"))
+
+
+def _rank(args: argparse.Namespace) -> None:
+    from ..ipc.rank_agent import num_gpus, run_agents
+    from ..ipc.transport import ipc_path
+
+    count = num_gpus() or 1 if args.ranks is None else args.ranks
+    if count < 1:
+        raise InvalidArgumentError(f"ranks is {count}; it must be at least 1")
+    if ipc_path(args.join) is not None:
+        raise InvalidArgumentError(f"join is {args.join}; it must be tcp://HOST:PORT")
+    run_agents(args.join, keys.load_keypair(args.key_file or keys.config_folder() / keys.DEFAULT_KEY), count)
+
+
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # that nobody listens is no reason to end; print() would fail again at exit
         os.write(sys.stdout.fileno(), f"{text}\n".encode())
@@ -277,10 +352,12 @@ def _say(text: str) -> None:
 def _status(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..serve.status import document, frame, is_ready, look
+    from ..serve.status import document, frame, is_ready, look, others
 
+    address, keys_ = args.address or _default_address(), {"key": args.key, "server_key": args.server_key}
     try:
-        found = look(args.address or _default_address(), key=args.key, server_key=args.server_key)
+        found = look(address, **keys_)
+        siblings = others(found, address, **keys_)
     except Exception as error:  # any other exit code would mean that somebody is there
         if args.json:
             print(json.dumps({"phase": "unreachable", "error": str(error)}))
@@ -288,9 +365,9 @@ def _status(args: argparse.Namespace) -> int:
             print(f"unreachable: {error}")
         return 2
     if args.json:
-        print(json.dumps(document(found)))
+        print(json.dumps(document(found, siblings)))
     else:
-        Console().print(frame(found))
+        Console().print(frame(found, siblings=siblings))
     return 0 if is_ready(found) else 1
 
 
@@ -298,6 +375,13 @@ def _top(args: argparse.Namespace) -> None:
     from ..serve.status import show
 
     show(args.address or _default_address(), key=args.key, server_key=args.server_key)
+
+
+def _scale(args: argparse.Namespace) -> None:
+    from ..serve.scale import scale
+
+    scale(args.count, args.address or _default_address(), args.key, args.server_key)
+    print(f"{args.count} cores serve")
 
 
 def _default_address() -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..ipc.config import MODALITIES, MOST_ITEMS
 from ..ipc.errors import InvalidArgumentError, check_default, shown
 from .weight_transfer import check_transfer
 
@@ -21,27 +22,23 @@ WITHOUT_EFFECT = {
         "monokernel=false optimization_level override_attention_dtype performance_mode sparse_indexer_topk_backend "
         "specialize_active_lora=false use_fp64_gumbel=false"
     ),
-    "there is one device": (
+    "of several devices, and without a counterpart here": (
         "_api_process_count _api_process_rank all2all_backend cpu_distributed_timeout_seconds "
         "data_parallel_address data_parallel_backend data_parallel_rpc_port dbo_decode_token_threshold "
         "dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate=null "
-        "cp_kv_cache_interleave_size disable_custom_all_reduce=false disable_nccl_for_dp_synchronization=null "
-        "distributed_timeout_seconds dp_sync_interval enable_ep_weight_filter=false enable_expert_parallel=false "
+        "cp_kv_cache_interleave_size disable_nccl_for_dp_synchronization=null "
+        "distributed_timeout_seconds dp_sync_interval enable_ep_weight_filter=false "
         "enable_hc_sp=false enable_nccl_comm_suspend=false enable_shm_tensor_arena=false eplb_config "
         "eplb_log_balancedness=false eplb_step_interval eplb_window_size expert_placement_strategy "
-        "fully_sharded_loras=false master_addr master_port max_parallel_loading_workers "
+        "fully_sharded_loras=false max_parallel_loading_workers "
         "ray_workers_use_nsight=false"
     ),
-    "there is no media input yet": (
-        "allowed_local_media_path allowed_media_domains disable_chunked_mm_input=false "
-        "disable_mm_preprocessor_cache=false enable_mm_processor_stats=false "
-        "enable_multimodal_encoder_data_parallel=false ec_manager_config interleave_mm_strings=false "
-        "language_model_only=false limit_mm_per_prompt media_io_kwargs mm_device_do_normalize=true "
-        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin "
-        "mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm mm_ipc_gpu_memory_gb "
-        "mm_processor_cache_gb mm_processor_cache_type mm_processor_device mm_processor_kwargs "
-        "mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling=false video_pruning_method "
-        "video_pruning_rate"
+    "parts of a conversation keep their order": "interleave_mm_strings=false",
+    "media workers and the encoder's cache need no such choice": (
+        "disable_chunked_mm_input=false enable_mm_processor_stats=false enable_multimodal_encoder_data_parallel=false "
+        "ec_manager_config mm_device_do_normalize=true mm_encoder_attn_backend mm_encoder_attn_dtype "
+        "mm_encoder_tp_mode mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_type mm_processor_device "
+        "mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling=false"
     ),
     "models are those of transformers": "model_impl",
     "one library reads and writes the checkpoint's files": (
@@ -78,10 +75,14 @@ DEFAULT_ONLY = {
         "data_parallel_external_lb=false data_parallel_hybrid_lb=false data_parallel_multi_port_external_lb=false "
         "data_parallel_rank=0 data_parallel_size_local=1 data_parallel_start_rank=0 decode_context_parallel_size=1 "
         "device_ids elastic_ep_max_dp_size enable_dbo=false enable_elastic_ep=false enable_eplb=false "
-        "enable_fault_tolerance=false nnodes=1 node_rank=0 num_redundant_experts=0 prefill_context_parallel_size=1 "
+        "enable_fault_tolerance=false num_redundant_experts=0 prefill_context_parallel_size=1 "
         "ubatch_size=0"
     ),
-    "media input": "enable_mm_embeds=false enable_tower_connector_lora=false default_mm_loras mm_encoder_only=false",
+    "embeddings of media, and encoders without a language model": "enable_mm_embeds=false mm_encoder_only=false",
+    "adapters of encoders": "enable_tower_connector_lora=false default_mm_loras",
+    "encoders in 8 bits": "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path",
+    "leaving out tokens of videos": "video_pruning_method video_pruning_rate=0",
+    "options of decoders (num_frames and fps are mm_processor_kwargs)": "media_io_kwargs",
     "KV connectors and events": "kv_transfer_config kv_events_config ec_transfer_config",
     "choosing the logprobs' stage": 'logprobs_mode="raw_logprobs"',
     "older patterns of logits processors": "logits_processor_pattern",
@@ -133,6 +134,8 @@ MAPPED = {  # field → how it works here
     "rope_theta": "a field of hf_overrides",
     **dict.fromkeys(_SPECULATION, "a field of speculative_config"),
     "compilation_config": "its cudagraph_capture_sizes is that field; the rest has no effect",
+    "disable_mm_preprocessor_cache": "`true`: mm_processor_cache_gb is 0",
+    "language_model_only": "`true`: limit_mm_per_prompt is 0 for each modality",
     "convert": "`embed` and `classify` are a `task`; with `auto` and `none` the checkpoint decides",
     "hf_token": "set as HF_TOKEN in this process; `true`, the stored token, is what is used anyway",
     "weight_transfer_config": "the backends `nccl` and `ipc` need no configuration; others are not supported",
@@ -158,7 +161,10 @@ VALUES: dict[str, dict[Any, Any]] = {
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "task": {None: "auto"},
 }
-_NONE_IS_DEFAULT = "block_size enable_chunked_prefill enable_prefix_caching max_num_batched_tokens max_num_seqs".split()
+_NONE_IS_DEFAULT = (
+    "block_size enable_chunked_prefill enable_prefix_caching max_num_batched_tokens max_num_seqs limit_mm_per_prompt "
+    "mm_processor_kwargs allowed_media_domains allowed_local_media_path mm_processor_cache_gb"
+).split()
 
 
 def _table(rows: Mapping[str, str]) -> dict[str, tuple[str, list[Any]]]:
@@ -176,6 +182,8 @@ KNOWN = frozenset({*IGNORED, *RESTRICTED, *RENAMED, *MAPPED})
 
 def is_flag(name: str) -> bool:
     """Whether a field of `KNOWN` is True or False."""
+    if name in ("disable_mm_preprocessor_cache", "language_model_only"):
+        return True
     values = (IGNORED.get(name) or RESTRICTED.get(name) or ("", []))[1]
     return any(value is None or isinstance(value, bool) for value in values)
 
@@ -204,6 +212,10 @@ def resolve_fields(given: Mapping[str, Any], theirs: frozenset[str]) -> dict[str
         elif name == "convert":
             check_default(name, value, ("auto", "none", "embed", "classify"), "other conversions of a model")
             _set(found, "task", value if value in ("embed", "classify") else None, name)
+        elif name == "disable_mm_preprocessor_cache":
+            found |= {"mm_processor_cache_gb": 0.0} if value else {}
+        elif name == "language_model_only":
+            found |= {"limit_mm_per_prompt": dict.fromkeys(MODALITIES, 0)} if value else {}
         elif name == "hf_token":
             _use_token(value)
         elif name == "profiler_config":
@@ -221,6 +233,11 @@ def resolve_fields(given: Mapping[str, Any], theirs: frozenset[str]) -> dict[str
     for name in _NONE_IS_DEFAULT:
         if found.get(name, 0) is None:
             del found[name]
+    if isinstance(limits := found.get("limit_mm_per_prompt"), Mapping):  # beside a count, vLLM's may have sizes
+        found["limit_mm_per_prompt"] = {
+            key: limit.get("count", MOST_ITEMS) if isinstance(limit, Mapping) else limit
+            for key, limit in limits.items()
+        }
     if isinstance(names := found.get("served_model_name"), list) and names:
         found["served_model_name"] = names[0]
     if isinstance(outputs := found.get("structured_outputs_config"), Mapping):

@@ -38,6 +38,8 @@ from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, cast
 
+from msgspec.structs import replace
+
 from ..ipc.adapters import LoRARequest, PromptAdapterRequest
 from ..ipc.config import SECTIONS, EngineConfig, ModelConfig, Section, StructuredOutputsConfig
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown, unknown_argument
@@ -68,10 +70,10 @@ _KEYWORDS = (
 )
 _OLDER_KEYWORDS = ("inputs", "sampling_params", "prompt_token_ids", "prefix_pos", "prompt_adapter_request")
 _RANK = "data_parallel_rank"
-_NONE_ONLY = ("executor_class", "placement_group", "vision_language_config", "prompt_adapter_config")
+_NONE_ONLY = ("executor_class", "vision_language_config", "prompt_adapter_config")
 _ENGINE_KEYWORDS = (
     *("log_stats", "usage_context", "stat_loggers", "aggregate_engine_logging", "mm_registry", "input_registry"),
-    *("use_cached_outputs", "worker_use_ray", "engine_use_ray", *_NONE_ONLY),
+    *("use_cached_outputs", "worker_use_ray", "engine_use_ray", "placement_group", *_NONE_ONLY),
 )
 _FLAGS = ("log_stats", "aggregate_engine_logging", "use_cached_outputs")
 _PARTS: dict[str, type[Section]] = {
@@ -122,7 +124,6 @@ def resolve_add_request(
     else:
         arrival_time, lora, tokenization, trace = fourth, fifth, sixth, seventh
 
-    refuse_unsupported(data_parallel_rank=older.get(_RANK))
     if prefix_pos is not None and type(prefix_pos) is not int:
         raise InvalidRequestError(f"prefix_pos is {shown(prefix_pos)}; it must be an int")
     if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and abs(arrival_time) < 1e300):
@@ -140,6 +141,7 @@ def resolve_add_request(
         "trace_headers": trace,
         "lora_request": lora,
         "prompt_adapter_request": adapter,
+        _RANK: older.get(_RANK),
     }
 
 
@@ -188,6 +190,8 @@ class EngineCall(NamedTuple):
     vllm_config: EngineConfig
     log_stats: bool
     stat_loggers: Any
+    placement_group: Any = None
+    engine_use_ray: bool = False
 
 
 def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> EngineCall:
@@ -196,7 +200,7 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
 
     Raises:
         UnknownArgumentError: a keyword that no form has.
-        NotSupportedError: Ray, or another argument whose feature does not exist yet.
+        NotSupportedError: an argument whose feature does not exist yet.
         InvalidArgumentError: there is no configuration, or a part of it twice, or an argument of an unknown type.
     """
     for name, value in keywords.items():
@@ -204,11 +208,9 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
             raise InvalidArgumentError(f"{name} is {shown(value)}; it must be a {_PARTS[name].__name__} or None")
         if name not in (known := (*_ENGINE_KEYWORDS, *_PARTS)):
             raise unknown_argument(owner, name, known)
-    ray = [keywords.get("worker_use_ray"), keywords.get("engine_use_ray")]
+    worker_use_ray, engine_use_ray = (bool(keywords.get(name)) for name in ("worker_use_ray", "engine_use_ray"))
     if args and isinstance(args[0], bool):
-        ray, args = [*ray, *args[:2]], args[2:]
-    if any(ray):
-        raise NotSupportedError("worker_use_ray and engine_use_ray are not supported yet; leave them False")
+        worker_use_ray, engine_use_ray, args = args[0], bool(args[1:] and args[1]), args[2:]
     parts: dict[type, Any] = {}
     for part in (*args, *keywords.values()):
         if isinstance(part, Section):
@@ -221,6 +223,7 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
     if EngineConfig not in parts and ModelConfig not in parts:
         raise InvalidArgumentError("there is no vllm_config; give EngineArgs(...).create_engine_config()")
     log_stats, stat_loggers = keywords.get("log_stats"), keywords.get("stat_loggers")
+    placement_group = keywords.get("placement_group")
     flags, registries = 0, 0
     for value in args:
         if isinstance(value, bool):
@@ -228,8 +231,10 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
             flags += 1
         elif isinstance(value, (Mapping, list, tuple)):
             stat_loggers = _given_once("stat_loggers", value, stat_loggers)
+        elif isinstance(value, type) and not flags:
+            refuse_unsupported(executor_class=value)
         elif not isinstance(value, (Section, str)) and not flags:  # a str is the usage context, which has no effect
-            refuse_unsupported(**{"executor_class" if isinstance(value, type) else "placement_group": value})
+            placement_group = _given_once("placement_group", value, placement_group)
         elif not isinstance(value, (Section, str, NoneType)):
             registries += 1  # an input registry, which has no effect
             if registries > 1 or isinstance(value, (int, float, type)):
@@ -238,7 +243,10 @@ def resolve_engine(owner: str, args: tuple[Any, ...], keywords: Mapping[str, Any
         raise InvalidArgumentError(f"{owner} got {flags} flags by position; it takes {', '.join(_FLAGS)}")
     refuse_unsupported(**{name: keywords.get(name) for name in _NONE_ONLY})
     whole = parts.pop(EngineConfig, None) or EngineConfig(**{_NAMES[kind]: part for kind, part in parts.items()})
-    return EngineCall(whole, True if log_stats is None else log_stats, stat_loggers)
+    if worker_use_ray:
+        parallel = replace(whole.parallel_config, distributed_executor_backend="ray")
+        whole = replace(whole, parallel_config=parallel)
+    return EngineCall(whole, True if log_stats is None else log_stats, stat_loggers, placement_group, engine_use_ray)
 
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])

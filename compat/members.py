@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, StrEnum, auto
-from typing import NoReturn
 
 from ..ipc import config
-from ..ipc.errors import InvalidArgumentError, NotSupportedError, shown
+from ..ipc.errors import InvalidArgumentError, shown
 
 
 class UsageContext(StrEnum):
@@ -34,15 +33,10 @@ class FrontendMembers:
 
     @property
     def dp_group(self) -> None:
-        """None: there is one copy of the model."""
+        """None: copies of the model need no process group."""
 
-    def execute_dummy_batch(self) -> NoReturn:
-        """A step for the sake of other copies of the model.
-
-        Raises:
-            NotSupportedError: always, until there is data parallelism.
-        """
-        raise NotSupportedError("execute_dummy_batch is for data parallelism, which is not supported yet")
+    def execute_dummy_batch(self) -> None:
+        """A step for the sake of other copies of the model. Nothing happens, because no copy waits for another."""
 
 
 class EngineMembers:
@@ -62,7 +56,7 @@ class EngineMembers:
         return self.has_unfinished_requests()
 
     def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
-        """Whether any copy of the model has unfinished requests, if this one says so: there are no others."""
+        """The same: no copy of the model waits for another."""
         return has_unfinished
 
     def get_vllm_config(self) -> config.EngineConfig:

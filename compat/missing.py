@@ -19,7 +19,9 @@ MEMBERS = {
     "use sleep(level=1) and wake_up(tags=[...])": (
         "LLM.release_kv_cache_memory LLMEngine.release_kv_cache_memory AsyncLLM.release_kv_cache_memory"
     ),
-    "there is one device": ("AsyncLLM.scale_elastic_ep AsyncLLM.get_external_elastic_ep_status AsyncLLM.handle_fault"),
+    "mainspring scale changes the number of cores": (
+        "AsyncLLM.scale_elastic_ep AsyncLLM.get_external_elastic_ep_status AsyncLLM.handle_fault"
+    ),
     "set DO_VALIDATE_OUTPUT": "LLMEngine.validate_outputs",
     "a draft model keeps the weights of its checkpoint": (
         "LLM.start_draft_weight_update AsyncLLM.start_draft_weight_update"
@@ -54,7 +56,6 @@ class _Anything(tuple[Any, ...]):
         return True
 
 
-_MEDIA: Accepted = {"mm_processor_kwargs": ((None, {}), "media input")}
 _STEPS: Accepted = dict.fromkeys(
     ("delay_iterations", "max_iterations", "profiler_kwargs"), ((0,), "choosing which steps are recorded")
 )
@@ -76,11 +77,6 @@ _TRANSFER: Accepted = {"request": "weights"}  # which may be a request
 _DEVICE: Accepted = {"device": "reset_running_requests"}  # whose argument may be a `Device`
 # method → its arguments, see `check_accepted`
 ARGUMENTS: dict[str, Accepted] = {
-    "LLM.generate": _MEDIA,
-    "LLM.enqueue": _MEDIA,
-    "LLM.chat": _MEDIA,
-    "LLM.enqueue_chat": _MEDIA,
-    "LLM.preprocess_chat": _MEDIA,
     "LLM.beam_search": {
         "concurrency_limit": (_Anything(), "no limit"),  # prompts are queued in any case
         "priority": ((), "priorities of beams"),

@@ -32,6 +32,7 @@ from ..ipc.messages import (
     Bye,
     CoreStatus,
     Hello,
+    News,
     Outputs,
     Ready,
     StartReport,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mainspring.core")
 
 PUBLISH_SECONDS = 0.25  # seconds between two published status snapshots
+STUCK_SECONDS = 10.0  # time that the main thread has to report that a rank has died while it loaded the model
 RATE_SECONDS = 5.0  # length in seconds of the window over which the status averages tokens per second
 
 
@@ -57,6 +59,9 @@ def main() -> int:
     logs.set_up("core")
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoreLaunch)
     faulthandler.enable(launch.crash_fd)
+    if launch.number:
+        parallel = msgspec.structs.replace(launch.config.parallel_config, data_parallel_rank=launch.number)
+        launch.config = msgspec.structs.replace(launch.config, parallel_config=parallel)
     # A signal may end this process and its parent at the same moment. So this process removes the runtime folder, too.
     signal.signal(signal.SIGTERM, lambda *_: _leave(launch))
     threading.Thread(target=_end_with_parent, args=(launch,), name="mainspring-parent", daemon=True).start()
@@ -74,7 +79,9 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     # Each connection takes a file descriptor, and libzmq aborts the process when none is left.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    journal = Journal(launch.journal_fd, launch.config.scheduler_config.max_num_seqs)
+    ranks = launch.config.parallel_config.num_local_ranks
+    journal = Journal(launch.journal_fd, launch.config.scheduler_config.max_num_seqs, ranks)
+    journal.set_pid(0)
     journal.set_phase(Phase.LOADING)
     status = CoreStatus(
         launch.epoch,
@@ -84,6 +91,7 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
         launch.config.model_config.shown_name,
         launch.restarts,
         launch.last_crash,
+        core=launch.number,
     )
     server = CoreServer(
         launch.endpoints,
@@ -91,38 +99,64 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
         launch.epoch,
         status,
         launch.config.service_config,
+        launch.news_fd,
+        launch.cores,
     )
+    if gpus := launch.config.parallel_config.device_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     sys.path += [folder for folder in launch.import_path if folder not in sys.path]
     gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
     from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
     from .loop import EngineCore
     from .model.load.kept_decisions import KeptDecisions
-    from .worker.make_worker import make_worker
+    from .worker.make_worker import start_worker
+    from .worker.ranks import Death, Host
+
+    def rank_died(death: Death) -> None:
+        if not death.serving:  # the main thread reports it, unless it waits for the dead rank
+            later = threading.Timer(STUCK_SECONDS, _end, (death.error, report))
+            later.daemon = True
+            return later.start()
+        with os.fdopen(os.dup(launch.crash_fd), "w") as file:
+            file.write(f"{death.text}\n{death.trace}\n")
+        if death.killed:  # end in the same way, because what comes from outside accuses no request
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
 
     gc.freeze()
     gc.enable()
     decisions = msgspec.msgpack.decode(launch.decisions)
+    host = Host(launch.runtime_dir or None, launch.journal_fd, launch.crash_fd, rank_died)
     core = EngineCore(
         launch.config,
-        functools.partial(make_worker, decisions=decisions, kept=KeptDecisions()),
+        functools.partial(start_worker, decisions=decisions, kept=KeptDecisions(), host=host),
         journal=journal,
         suspects=launch.suspects,
         quarantined=launch.quarantined,
+        over=launch.over,
     )
     # Free what loading left. Only the core process does so: in a user's process a collection may take long.
     gc.collect()
     host_memory.trim()
     core.restore(launch.state)
     core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
+    core.meter.core = launch.number
     core.on_state = report
     core.on_model = lambda model: server.announce(
-        Ready(launch.instance_id, launch.epoch, model, msgspec.json.encode(core.config))
+        Ready(
+            launch.instance_id,
+            launch.epoch,
+            model,
+            msgspec.json.encode(core.config),
+            number=launch.number,
+            media=launch.media if model.media else [],
+        )
     )
     core.on_model(core.model)
     loop = ServeLoop(core, server, journal, status)
     if launch.drain_timeout:
         signal.signal(signal.SIGTERM, lambda *_: loop.drain(launch.drain_timeout, lambda: _leave(launch)))
-    report(StartReport(config=core.config, decisions=encode_value(core.worker.decisions)))
+    report(StartReport(config=core.config, decisions=encode_value(core.worker.decisions), media=core.model.media))
     try:
         loop.run()
     except BaseException as error:
@@ -130,6 +164,7 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
         server.stop(wire_text(error))
         return 1
     server.stop("the daemon was stopped")
+    core.close()
     return 0
 
 
@@ -225,6 +260,11 @@ def handle(core: EngineCore, server: CoreServer, event: Event) -> None:
             core.connect(frontend, message.weight, message.session, message.client_name, event.admin)
         case Credit():
             core.set_credit(frontend, message.given)
+        case News():
+            core.hear(message)
+            if [*server.cores] != message.cores:
+                server.cores = message.cores
+                core.on_model(core.model)
         case Bye():
             core.disconnect(frontend)
             server.release(frontend)
@@ -260,6 +300,13 @@ def _write_down(launch: CoreLaunch) -> None:
     """Write the traceback of the current exception to the crash file, which the supervisor reads."""
     with os.fdopen(os.dup(launch.crash_fd), "w") as file:
         traceback.print_exc(file=file)
+
+
+def _end(error: BaseException, report: Callable[[msgspec.Struct], None]) -> NoReturn:
+    """End the process, whose main thread hangs, with the error of its start."""
+    with contextlib.suppress(OSError):
+        report(StartReport(wire_name(error), wire_text(error)))
+    os._exit(1)
 
 
 def _end_with_parent(launch: CoreLaunch) -> None:

@@ -17,7 +17,7 @@ class CoreMeter(Meter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.epoch = 1
+        self.epoch, self.core = 1, 0
         self.requests_recovered = 0
         self.requests_quarantined = 0
         self.malformed_frames: Callable[[], int] = lambda: 0

@@ -58,6 +58,7 @@ class Lifecycle:
     ) -> None:
         self._scheduler, self._worker, self._busy = scheduler, worker, busy
         self._on_state, self._on_model = on_state, on_model
+        self.on_stale: Callable[[], None] = lambda: None  # called when nothing holds that was computed with the weights
         self.model = model  # with the fingerprint of the current weights
         self.state = DesiredState()
         self.held = HeldWeights(worker, later)
@@ -164,7 +165,7 @@ class Lifecycle:
         level, (falling, self._falling) = self._scheduler.sleep_level, (self._falling, [])
         try:
             if level:
-                self._scheduler.reset_prefix_cache(True)
+                self._forget_computed()
                 self._worker.control(Sleep(level))
         except Exception as error:  # host memory may be too small
             if level == 2:  # some weights may be dropped already
@@ -291,6 +292,16 @@ class Lifecycle:
         sent = self.state.weights_version is not None
         self._set(weights_label=version, weights_version=version if sent else None)
 
+    def set_num_cores(self, count: int) -> None:
+        """Let the supervisor have this many cores.
+
+        Raises:
+            InvalidRequestError: users have sent weights, which a further core would not have.
+        """
+        if self.state.weights_version is not None:
+            raise InvalidRequestError("the weights were sent by users, and a further core would not have them")
+        self._set(num_cores=count)
+
     def _set_parameters(self, parts: list[ParameterRows]) -> None:
         """Raises `InvalidRequestError` if one of them can't be set; then none is."""
         try:
@@ -303,11 +314,15 @@ class Lifecycle:
     def _serve_new(self, version: str | None) -> None:
         """The weights are complete: serve them under this name."""
         version, self._lost = version or self.state.weights_label, None
-        self._scheduler.reset_prefix_cache(True)
+        self._forget_computed()
         self._fingerprint.update(f"{self.model.fingerprint} {version}".encode())
         self.model = msgspec.structs.replace(self.model, fingerprint=self._fingerprint.hexdigest())
         self._set(weights_version=version, weights_label=version, fingerprint=self.model.fingerprint)
         self._on_model(self.model)
+
+    def _forget_computed(self) -> None:
+        self._scheduler.reset_prefix_cache(True)
+        self.on_stale()
 
     def _lose_update(self, why: str) -> None:
         assert self._update is not None

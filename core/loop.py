@@ -17,20 +17,31 @@ import numpy as np
 
 from ..ipc.codec import Frame, read_tensor
 from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, RequestFailedError
+from ..ipc.errors import (
+    EngineDeadError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    NotSupportedError,
+    OverloadedError,
+    RequestFailedError,
+)
 from ..ipc.journal import Journal, Phase, request_key
-from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, Outputs
+from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, News, Outputs
 from ..ipc.processor_names import MAX_EXTRA_ARGS_BYTES
 from ..ipc.request_check import RequestCheck, check_embeds_values
 from ..ipc.structured import MAX_SPEC_BYTES
 from ..ipc.tokenizer_files import check_tokenizer, digest_of, read_files
 from .calls import MAX_ARGUMENT_BYTES, Caller, Method, call_method
 from .features.adapters import Adapters, Wait
+from .features.encoder_cache import EncoderCache
 from .features.held_weights import rows_of
+from .features.moved import MovedRequests
+from .features.pipeline import Pipeline
 from .features.routed_experts import RoutedExperts
 from .features.speculation import speculation_of
 from .lifecycle import Lifecycle
 from .memory.cache_manager import CacheManager
+from .memory.home_caches import HomeCaches
 from .plan import request_limits
 from .plan.control import (
     CheckSampling,
@@ -56,6 +67,7 @@ MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue 
 MAX_CHECKED_BYTES = MAX_SPEC_BYTES + MAX_EXTRA_ARGS_BYTES + MAX_ARGUMENT_BYTES  # of a request for `check_request`
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
+MAX_CORES = 64  # of a daemon
 MAX_CALLS = 256  # calls of one frontend that wait for their answers
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
@@ -78,6 +90,7 @@ class EngineCore:
         suspects: keys of requests that may have crashed a core, each with an output position. Such a request runs alone
             in its steps until it has produced the token at that position.
         quarantined: keys of requests to refuse, each with the reason.
+        over: epochs of other cores of the group that have ended, see `MovedRequests`.
 
     Raises:
         MainspringError: the model can't be loaded or served.
@@ -90,6 +103,7 @@ class EngineCore:
         journal: Journal | None = None,
         suspects: Mapping[int, int] | None = None,
         quarantined: Mapping[int, str] | None = None,
+        over: Mapping[int, int] | None = None,
     ) -> None:
         started = time.monotonic()
         files = _checked_files(config)  # before the weights are read, which takes long
@@ -107,9 +121,19 @@ class EngineCore:
                 f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill a "
                 "prompt must fit in one step"
             )
-        kv = CacheManager(
-            facts.groups, cache.block_size, facts.num_blocks, cache.enable_prefix_caching, facts.num_host_blocks
+        make_cache = partial(
+            CacheManager,
+            facts.groups,
+            cache.block_size,
+            facts.num_blocks,
+            cache.enable_prefix_caching,
+            facts.num_host_blocks,
         )
+        kv = make_cache() if facts.homes == 1 else HomeCaches(facts.homes, make_cache)
+        if facts.homes > 1:  # so that one long prompt does not let the others wait
+            share = -(-budget // facts.homes)
+            chunk = min(share, scheduler.long_prefill_token_threshold or share)
+            scheduler = msgspec.structs.replace(scheduler, long_prefill_token_threshold=chunk)
         self._most_tokens = longest + (facts.pooling is not None)  # a pooled prompt has no output token
         self.scheduler = Scheduler(
             scheduler,
@@ -121,21 +145,31 @@ class EngineCore:
             on_suspects=journal.set_suspects if journal else lambda keys: None,
         )
         self.scheduler.state.on_end = self._drop_what_it_named
+        self.media: EncoderCache | None = None
+        if facts.media is not None:
+            suspected = self.scheduler.state.suspects.keys
+            self.media = EncoderCache(
+                facts.media, config.multimodal_config, scheduler.max_num_batched_tokens, suspected, self.worker.control
+            )
+            self.scheduler.serve_media(self.media)
         if config.model_config.enable_return_routed_experts:
+            assert isinstance(kv, CacheManager), "the worker records no experts where ranks have requests of their own"
             self.scheduler.attach(RoutedExperts(kv))
+        if facts.stages > 1:
+            self.scheduler.attach(Pipeline(facts.stages, self.scheduler.state.running, self.scheduler.fair))
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None
         self.num_duplicates = 0  # requests dropped because their handle was in use
         self._journal = journal
-        self._quarantined = quarantined or {}
+        self._quarantined = dict(quarantined or {})
+        self._moved = MovedRequests(over or {})
         self.stats, self.meter = self.scheduler.stats, self.scheduler.meter
         self.latencies = self.meter.latencies
         self.meter.requests_quarantined = len(self._quarantined)
         self._connections: dict[int, _Connection] = {}
         self._unanswered: defaultdict[int, set[Future[Any]]] = defaultdict(set)  # calls that need steps, by frontend
         self._draining = False
-        overlap = scheduler.async_scheduling
-        self._depth = 2 if (facts.asynchronous if overlap is None else overlap) else 1  # steps in flight
+        self._depth = facts.depth(scheduler.async_scheduling)  # steps in flight
         self._most_steps = facts.most_steps if self._depth == 1 else 1  # of one plan
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
         self._hand_out: Callable[[dict[int, Outputs]], None] = lambda outputs: None
@@ -145,6 +179,10 @@ class EngineCore:
         self.adapters = Adapters(config.lora_config, self.worker, self.scheduler, self._later)
         self.adapters.on_held = self._tell_state
         model_facts = msgspec.structs.replace(facts.model, files_digest=files)
+        if (taken := facts.media) is not None:
+            model_facts = msgspec.structs.replace(
+                model_facts, media=taken.modalities, encoder_input=taken.encoder_input
+            )
         self._checks = RequestCheck(
             model_facts,
             config,
@@ -160,9 +198,11 @@ class EngineCore:
             lambda model: self.on_model(model),
             self._later,
         )
+        if self.media is not None:
+            self.lifecycle.on_stale = self.media.reset_encoded
         self.methods = self._methods()
         logger.info(
-            "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.pool.num_blocks, kv.block_size
+            "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.num_blocks, kv.block_size
         )
 
     def _methods(self) -> dict[str, Method]:
@@ -178,6 +218,9 @@ class EngineCore:
             "is_paused": Method(lambda: lifecycle.state.paused),
             "is_sleeping": Method(lambda: lifecycle.sleeping),
             "reset_prefix_cache": Method(self.scheduler.reset_prefix_cache, admin=True),
+            "reset_encoder_cache": Method(self._reset_encoder_cache, admin=True),
+            "offer_media": Method(self._offer_media, admin=True),
+            "put_media": Method(self._put_media, admin=True, gets_arrays=True),
             "pause_generation": Method(lifecycle.pause, admin=True),
             "resume_generation": Method(lifecycle.resume, admin=True),
             "sleep": Method(lifecycle.sleep, admin=True),
@@ -192,6 +235,7 @@ class EngineCore:
             "receive_weights": Method(self._receive_weights, admin=True, gets_caller=True, max_bytes=MAX_NAMES_BYTES),
             "finish_weight_update": Method(self._finish_weight_update, admin=True, gets_caller=True),
             "set_weight_version": Method(self._set_weight_version, admin=True),
+            "scale": Method(self._scale, admin=True),
             "get_weight_version": Method(lambda: lifecycle.state.weights_label),
             "collective_rpc": Method(self.collective_rpc, admin=True),
             "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
@@ -250,8 +294,7 @@ class EngineCore:
             return
         key = request_key(connection.session, message.handle)
         try:
-            if reason := self._quarantined.get(key):
-                raise RequestFailedError(reason)
+            self._check_quarantine(key)
             if self._draining:
                 return
             self.lifecycle.check()
@@ -265,6 +308,10 @@ class EngineCore:
             request.timed = not message.age_s > MAX_AGE_S
             request_limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
             waits = self._prepare(request, message, connection.caller.owner)
+            if (released := self._moved.hold(message.moved_from)) is not None:
+                waits.append((released, lambda _: self._check_quarantine(key)))
+            if self.media is not None:
+                waits += self.media.prepare(request, message.media)
             if processors:
                 request.functions = self.worker.lend_functions(processors)
         except Exception as error:  # an error of this request must not end the core
@@ -273,6 +320,21 @@ class EngineCore:
         self.meter.requests_recovered += bool(message.output_token_ids)
         self.scheduler.add(request, ready=not waits)
         self._give_all(request, waits, self._go_on)
+
+    def _check_quarantine(self, key: int) -> None:
+        """Raises `RequestFailedError` for a request of which cores died."""
+        if reason := self._quarantined.get(key):
+            raise RequestFailedError(reason)
+
+    def hear(self, news: News) -> None:
+        """Take in what the supervisor tells of the other cores of the group."""
+        self._quarantined.update(news.quarantined)
+        self.meter.requests_quarantined = len(self._quarantined)
+        if news.suspects or news.harmless:
+            self.scheduler.state.suspects.add(news.suspects, news.harmless)
+        if self._journal:
+            self._journal.set_heard(news.number)
+        self._moved.end(news.over)
 
     def _prepare(self, request: Request, message: AddRequest, owner: bytes) -> list[Wait]:
         """Check the pooling of a request, and begin to read its adapters and to compile its grammar. Returns what is
@@ -416,13 +478,45 @@ class EngineCore:
     def _finish_weight_update(self, caller: Caller, version: Any = None, replace: Any = True) -> None:
         self.lifecycle.finish_update(caller.frontend, *_read((version, replace), tuple[str | None, bool]))
 
+    def _scale(self, count: Any) -> None:
+        if type(count) is not int or not 1 <= count <= MAX_CORES:
+            raise InvalidArgumentError(f"the number of cores is {count!r:.80}; it must be between 1 and {MAX_CORES}")
+        self.lifecycle.set_num_cores(count)
+
     def _set_weight_version(self, version: Any) -> None:
         self.lifecycle.set_weight_version(*_read((version,), tuple[str]))
+
+    def _reset_encoder_cache(self) -> None:
+        if self.media is not None:
+            self.media.reset()
+
+    def _offer_media(self, digests: Any) -> list[bytes]:
+        return self._served_media().items.offer(digests)
+
+    def _put_media(self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any) -> Future[None]:
+        kept = self._served_media().items.put(arrays, digest, modality, names)
+        if not kept.done():
+            self._later(kept, lambda _: None)  # so that the loop looks for room
+        return kept
+
+    def _served_media(self) -> EncoderCache:
+        if self.media is None:
+            raise NotSupportedError("this model takes text only: its prompts can have no media")
+        return self.media
 
     @property
     def phase(self) -> str:
         """``asleep`` or ``paused``; empty if the core serves."""
         return "asleep" if self.lifecycle.sleeping else "paused" if self.lifecycle.state.paused else ""
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the core can compute nothing any more."""
+        return self.worker.error
+
+    def close(self) -> None:
+        """End the core's other processes, if it has any. It can make no step afterwards."""
+        self.worker.close()
 
     def drain(self) -> None:
         """From now on accept no requests, and finish the present ones. A signal handler may call this."""
@@ -512,6 +606,9 @@ class EngineCore:
     def _take_prepared(self) -> None:
         """Queue the requests whose grammars and adapters are ready. If there is no other work, wait for the first one
         for at most `COMPILING_SECONDS`."""
+        self._moved.look()
+        if self.media is not None:
+            self.media.items.look()
         busy = bool(self.scheduler.has_work or self._in_flight)
         while True:
             try:
@@ -523,9 +620,9 @@ class EngineCore:
 
 
 def _local_worker(config: EngineConfig) -> Worker:
-    from .worker.make_worker import make_worker
+    from .worker.make_worker import start_worker
 
-    return make_worker(config)
+    return start_worker(config)
 
 
 def _read(args: Sequence[Any], kinds: type[T]) -> T:

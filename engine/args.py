@@ -21,9 +21,11 @@ from ..compat.forms import takes_vllm_fields
 from ..demo import MODEL_PATH
 from ..ipc import config
 from ..ipc.config import (
+    MODALITIES,
     AttentionBackend,
     EngineConfig,
     FieldInfo,
+    ParallelConfig,
     PoolerConfig,
     Section,
     SpeculativeConfig,
@@ -114,10 +116,19 @@ class EngineArgs:
     slow_frontend_timeout: float = _default("slow_frontend_timeout")
     salt_per_frontend: bool = _default("salt_per_frontend")
     tensor_parallel_size: int = _default("tensor_parallel_size")
+    enable_expert_parallel: bool = _default("enable_expert_parallel")
+    sum_parts: int = _default("sum_parts")
+    ordered_sums: bool = _default("ordered_sums")
+    disable_custom_all_reduce: bool = _default("disable_custom_all_reduce")
     pipeline_parallel_size: int = _default("pipeline_parallel_size")
     data_parallel_size: int = _default("data_parallel_size")
     distributed_executor_backend: str = _default("distributed_executor_backend")
     worker_extension_cls: str = _default("worker_extension_cls")
+    nnodes: int = _default("nnodes")
+    node_rank: int = _default("node_rank")
+    master_addr: str = _default("master_addr")
+    master_port: int = _default("master_port")
+    rank_key_file: str | None = _default("rank_key_file")
     enable_lora: bool = _default("enable_lora")
     max_loras: int = _default("max_loras")
     max_lora_rank: int = _default("max_lora_rank")
@@ -137,6 +148,15 @@ class EngineArgs:
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     structured_outputs_config: StructuredOutputsConfig | dict[str, Any] = StructuredOutputsConfig()  # noqa: RUF009
     pooler_config: PoolerConfig | dict[str, Any] | None = None
+    limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    allowed_media_domains: list[str] = field(default_factory=list)
+    allowed_local_media_path: str = _default("allowed_local_media_path")
+    media_workers: int = _default("media_workers")
+    mm_processor_cache_gb: float = _default("mm_processor_cache_gb")
+    mm_encoder_cache_gb: float = _default("mm_encoder_cache_gb")
+    max_media_bytes: int = _default("max_media_bytes")
+    max_media_pixels: int = _default("max_media_pixels")
 
     def create_engine_config(self) -> EngineConfig:
         """Check every value and group them into the configuration that travels to the core.
@@ -184,6 +204,9 @@ def _with_values(base: EngineConfig, given: dict[str, Any]) -> EngineConfig:
     values["model"] = _located("model", values["model"] or str(MODEL_PATH))
     if values["tokenizer"] is not None:
         values["tokenizer"] = _located("tokenizer", values["tokenizer"])
+    several = values["tensor_parallel_size"] * values["pipeline_parallel_size"] > 1
+    if several and values["distributed_executor_backend"] == "uni":
+        values["distributed_executor_backend"] = "mp"  # each rank is a process
     parts: dict[str, Any] = {}
     for section, members in itertools.groupby(FIELDS.values(), lambda info: info.section):
         own = {info.name: values[info.name] for info in members}
@@ -312,17 +335,21 @@ _NAMES = {
 }
 _AT_LEAST = {
     -1: "max_logprobs",
-    0: "kv_offloading_size swap_space cpu_offload_gb max_prompt_adapter_token long_prefill_token_threshold "
+    0: "sum_parts kv_offloading_size swap_space cpu_offload_gb max_prompt_adapter_token long_prefill_token_threshold "
     "max_num_queued_requests max_restarts restart_window frontend_timeout "
-    "slow_frontend_timeout",
-    1: "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "
+    "slow_frontend_timeout mm_processor_cache_gb mm_encoder_cache_gb",
+    1: "media_workers max_media_bytes max_media_pixels "
+    "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "
     "num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight max_requests_per_frontend "
     "max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
-    "tensor_parallel_size pipeline_parallel_size data_parallel_size",
+    "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes",
 }
 MOST_GUESSES = 16  # num_speculative_tokens
-# only their defaults
-_SO_FAR = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
+MOST_PROCESSES = 1024  # ranks of an engine or daemon, those of all cores together
+_SO_FAR = {  # field → the values that are supported
+    "distributed_executor_backend": ("uni", "mp", "ray", "external_launcher"),
+    "node_rank": (0,),
+}
 
 
 def check_least(name: str, value: float | None, least: int) -> None:
@@ -354,9 +381,48 @@ def _check_ranges(values: dict[str, Any]) -> None:
     if values["watchdog_timeout"]:
         # an idle core gives a sign of life once a second
         check_least("watchdog_timeout", values["watchdog_timeout"], 2)
-    for name in _SO_FAR:
-        if values[name] != (only := FIELDS[name].default):
-            raise NotSupportedError(f"{name} is {shown(values[name])}; only {only!r} is supported so far")
+    for name, supported in _SO_FAR.items():
+        if values[name] not in supported:
+            only = " and ".join(map(repr, supported))
+            verb = "are" if len(supported) > 1 else "is"
+            raise NotSupportedError(f"{name} is {shown(values[name])}; only {only} {verb} supported so far")
+    _check_pipeline(values)
+    _check_media(values)
+    if values["tensor_parallel_size"] > 1 and values["cpu_offload_gb"]:
+        raise NotSupportedError(
+            f"cpu_offload_gb is {values['cpu_offload_gb']} and tensor_parallel_size {values['tensor_parallel_size']}; "
+            "weights stay in host memory only with one rank so far"
+        )
+    for name in ("tensor_parallel_size", "data_parallel_size", "nnodes"):
+        if values[name] > MOST_PROCESSES:
+            raise InvalidArgumentError(f"{name} is {values[name]}; it may be at most {MOST_PROCESSES}")
+    ranks, stages, machines = (values[n] for n in ("tensor_parallel_size", "pipeline_parallel_size", "nnodes"))
+    copies = values["data_parallel_size"]
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
+    homes = ParallelConfig(**{name: values[name] for name in sizes}).homes
+    if homes * ranks * stages % machines:
+        more = f" and pipeline_parallel_size {stages}" if stages > 1 else ""
+        more += f" and data_parallel_size {homes}" if homes > 1 else ""
+        raise InvalidArgumentError(
+            f"tensor_parallel_size is {ranks}{more}, which can't be divided among {machines} nnodes"
+        )
+    if copies > homes and values["distributed_executor_backend"] == "ray":
+        raise NotSupportedError(
+            f"data_parallel_size is {copies}, but ranks are placed by Ray: start an engine or a "
+            "daemon for each copy of the model"
+        )
+    check_port("master_port", values["master_port"])
+    parts = values["sum_parts"]
+    if parts and (parts & (parts - 1) or parts % ranks):
+        raise InvalidArgumentError(
+            f"sum_parts is {parts}; it must be a power of 2 and a multiple of tensor_parallel_size, {ranks}"
+        )
+    if not values["ordered_sums"] and (parts or values["deterministic"]):
+        raise InvalidArgumentError(
+            f"ordered_sums is False, and {'sum_parts' if parts else 'deterministic'} needs a fixed order of sums"
+        )
+    if parts and (values["enable_lora"] or values["quantization"]):
+        raise NotSupportedError("sum_parts is set, which does not go with enable_lora or quantization")
     check_port("metrics_port", values["metrics_port"])
     check_url("otlp_traces_endpoint", values["otlp_traces_endpoint"])
     kept, most = values["max_cpu_loras"], values["max_loras"]
@@ -368,6 +434,38 @@ def _check_ranges(values: dict[str, Any]) -> None:
             f"max_num_batched_tokens is {budget}, less than max_model_len, {longest}: without chunked prefill "
             "a prompt must fit in one step"
         )
+
+
+def _check_media(values: dict[str, Any]) -> None:
+    for modality, most in values["limit_mm_per_prompt"].items():
+        if modality not in MODALITIES:
+            known = ", ".join(MODALITIES)
+            raise InvalidArgumentError(f"limit_mm_per_prompt names {modality!r:.80}; there are {known}")
+        check_least(f"limit_mm_per_prompt of {modality}", most, 0)
+    for host in values["allowed_media_domains"]:
+        if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host):
+            raise InvalidArgumentError(
+                f"allowed_media_domains holds {host!r:.80}; give names of hosts, without https://"
+            )
+    folder = values["allowed_local_media_path"]
+    if folder and not (Path(folder).is_absolute() and Path(folder).is_dir()):
+        raise InvalidArgumentError(
+            f"allowed_local_media_path is {shown(folder)}; it must be the whole path of a folder"
+        )
+
+
+def _check_pipeline(values: dict[str, Any]) -> None:
+    stages, speculation = values["pipeline_parallel_size"], values["speculative_config"]
+    if stages == 1:
+        return
+    from ..ipc.journal import STEPS  # brings numpy
+
+    if stages > STEPS:
+        raise InvalidArgumentError(f"pipeline_parallel_size is {stages}; it may be at most {STEPS}")
+    others = ("cpu_offload_gb", "enable_return_routed_experts")
+    drafts = speculation is not None and speculation.model is not None
+    for name in [*(other for other in others if values[other]), *(["speculative_config with a draft model"] * drafts)]:
+        raise NotSupportedError(f"pipeline_parallel_size is {stages}, which does not go with {name} so far")
 
 
 def _checked_speculation(given: SpeculativeConfig) -> SpeculativeConfig:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -13,7 +14,7 @@ from ..compat.members import EngineMembers, UsageContext
 from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
-from ..ipc.errors import EngineDeadError, InvalidRequestError, shown, suggests_names
+from ..ipc.errors import EngineDeadError, InvalidRequestError, NotSupportedError, shown, suggests_names
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags
@@ -23,7 +24,7 @@ from .llm_engine import LLMEngine
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import PoolingOutput, PoolingRequestOutput
-from .request.prompts import Prompt
+from .request.prompts import Prompt, has_media
 from .request.request_state import RequestState
 from .request.request_stream import RequestStream
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..ipc.async_client import AsyncClient
     from ..ipc.connection import Connection
+    from ..ipc.cores import Cores
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +58,25 @@ class AsyncEngineArgs(EngineArgs):
         return parser
 
 
+def _as_generator(method: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    """A method that gives a stream, as an asynchronous generator."""
+
+    async def generate(self: AsyncLLMEngine, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        stream = method(self, *args, **kwargs)
+        async for output in await stream if inspect.iscoroutine(stream) else stream:
+            yield output
+
+    generate.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return generate
+
+
 @knows_members("AsyncLLM")
 class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     """A frontend for one event loop, the first one it is used from, with a core of its own in another process.
 
     It may be made with no loop running; making it blocks until the core is ready. The newest call is
-    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in compat/forms.py.
+    ``AsyncLLMEngine(vllm_config, executor_class, log_stats, ...)``; older ones are resolved in compat/forms.py. As an
+    actor of Ray (``ray.remote(AsyncLLMEngine)``) it gives streams as generators.
 
     Args:
         args, kwargs: `vllm_config`, or its parts; `executor_class`: only None. `stat_loggers`: as `LLMEngine`'s.
@@ -76,6 +91,12 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         WrongProcessError: (all methods but those that only show the configuration) it belongs to another process.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__ray_actor_class__" in vars(cls):  # the subclass that Ray makes for an actor
+            for name in ("generate", "add_request", "encode"):
+                setattr(cls, name, _as_generator(getattr(cls, name)))
+
     def __init__(
         self,
         *args: Any,
@@ -86,8 +107,12 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     ) -> None:
         from ..ipc.async_client import AsyncClient
 
-        config, log_stats, stat_loggers = resolve_engine(type(self).__name__, args, kwargs)
-        self._start(config, AsyncClient.launch, log_stats, stat_loggers)
+        config, log_stats, stat_loggers, *ray = resolve_engine(type(self).__name__, args, kwargs)
+        if config.parallel_config.distributed_executor_backend == "external_launcher":
+            raise NotSupportedError(
+                'distributed_executor_backend is "external_launcher", which is for LLM and LLMEngine'
+            )
+        self._start(config, AsyncClient.launch, log_stats, stat_loggers, *ray)
         self._log_requests, self._max_log_len = log_requests, max_log_len
 
     @classmethod
@@ -120,7 +145,7 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         return cls(vllm_config, log_stats=log_stats, stat_loggers=stat_loggers, log_requests=enable_log_requests)
 
     @classmethod
-    def _client(cls, connection: Connection) -> AsyncClient:
+    def _client(cls, connection: Connection | Cores) -> AsyncClient:
         from ..ipc.async_client import AsyncClient
 
         return AsyncClient(connection)
@@ -249,7 +274,7 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
 
     def get_num_unfinished_requests(self) -> int:
         """Requests in flight of this engine."""
-        return len(self.output_processor)
+        return len(self.output_processor) + self._reader.num_preparing
 
     def get_num_queued_tokens(self) -> int:
         """Prompt tokens of this engine's requests that have no first token so far."""
@@ -301,12 +326,28 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
 
     async def _add(self, call: Call) -> RequestState:
         self._enter()
+        if has_media(call["prompt"]) or self.input_processor.model.encoder_input:
+            self._check_id(call["request_id"])
+            begin = partial(self.input_processor.prepare_media, call["prompt"], call["tokenization_kwargs"])
+            if (prepared := await self._reader.prepared(call["request_id"], begin)) is None:
+                return self._aborted(call)
+            call = {**call, "prompt": prepared}
         request = self._make_request(call)
         if self._log_requests:
             tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
             logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)
         state, messages, tensors = self._register(request)
         await self._reader.send(state, messages, tensors)
+        if request.media is not None:
+            self._media.deliver(request.media, request.data_parallel_rank or 0)
+        return state
+
+    def _aborted(self, call: Call) -> RequestState:
+        """A request that was aborted while its media were prepared: it has ended, and its prompt has no tokens."""
+        text = call["prompt"].get("prompt")
+        request = self._make_request({**call, "prompt": {"prompt": text, "prompt_token_ids": [0]}})
+        state, *_ = self._register(replace(request, prompt_token_ids=[]))
+        self._reader.aborted(state)
         return state
 
 

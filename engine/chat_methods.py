@@ -10,8 +10,9 @@ from ..ipc.errors import InvalidRequestError, names_prompt, shown
 from ..ipc.params import SamplingParams
 from .pooling_methods import OnError
 from .request.outputs import RequestOutput
-from .request.prompts import TokensPrompt
+from .request.prompts import TextPrompt, TokensPrompt, with_processor_kwargs
 from .request_queue import Progress
+from .text.chat_media import media_of, take_media
 
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
@@ -44,11 +45,13 @@ class ChatMethods:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: ContentFormat = "auto",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation or to many, through the model's chat template.
 
         Args:
-            messages: dicts with ``role`` and ``content``; a list of such lists is several conversations.
+            messages: dicts with ``role`` and ``content``; a list of such lists is several conversations. A content may
+                have parts that are media, see docs/media.md.
             chat_template: the template's text, or the name of one of the model's; None: that of this object.
             add_generation_prompt: end the prompt where the assistant's reply begins.
             continue_final_message: have the last message continued instead; needs `add_generation_prompt=False`.
@@ -58,6 +61,7 @@ class ChatMethods:
             priority, tokenization_kwargs: as `generate`; special tokens are not added unless asked for.
             chat_template_content_format: contents of messages are given to the template as text (``"string"``), as
                 lists of parts (``"openai"``), or as the template reads them (``"auto"``).
+            mm_processor_kwargs: as `generate`.
 
         Returns, raises: as `generate`.
         """
@@ -69,6 +73,7 @@ class ChatMethods:
             continue_final_message,
             tools,
             chat_template_kwargs,
+            mm_processor_kwargs,
         )
         more: dict[str, Any] = {"priority": priority, "on_error": on_error}
         more["tokenization_kwargs"] = _without_special_tokens(tokenization_kwargs)
@@ -90,6 +95,7 @@ class ChatMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         on_error: OnError = "raise",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """`enqueue` with the prompts of conversations. Arguments as `chat`; returns and raises as `enqueue`."""
         prompts = self._chat_prompts(
@@ -100,6 +106,7 @@ class ChatMethods:
             continue_final_message,
             tools,
             chat_template_kwargs,
+            mm_processor_kwargs,
         )
         kwargs = _without_special_tokens(tokenization_kwargs)
         return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, kwargs, on_error=on_error)
@@ -113,6 +120,8 @@ class ChatMethods:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[TokensPrompt]:
         """The prompt of each conversation, with its text and token ids, as `chat` makes it. Arguments and errors as
         `chat`."""
@@ -124,14 +133,16 @@ class ChatMethods:
             continue_final_message,
             tools,
             chat_template_kwargs,
+            mm_processor_kwargs,
         )
         made = []
         for at, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
+            given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+            if "prompt_token_ids" not in given:
                 with names_prompt(at, len(prompts)):
-                    ids = self.llm_engine.input_processor.encode(prompt, add_special_tokens=False)
-                prompt = TokensPrompt(prompt_token_ids=ids, prompt=prompt)
-            made.append(prompt)
+                    ids = self.llm_engine.input_processor.encode(given["prompt"], add_special_tokens=False)
+                given = {"prompt_token_ids": ids, **given}
+            made.append(cast(TokensPrompt, given))
         return made
 
     def _chat_prompts(
@@ -143,31 +154,47 @@ class ChatMethods:
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> list[str | TokensPrompt]:
-        """The prompt of each conversation: text, or tokens if the tokenizer can encode conversations only."""
-        tokenizer = self.get_tokenizer()
+        mm_processor_kwargs: Mapping[str, Any] | None,
+    ) -> list[str | TextPrompt | TokensPrompt]:
+        """The prompt of each conversation."""
         if not isinstance(messages, (list, tuple)):
             raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
-        prompts: list[str | TokensPrompt] = []
+        prompts: list[str | TextPrompt | TokensPrompt] = []
         for at, conversation in enumerate(conversations):
             with names_prompt(at, len(conversations)):
-                made = tokenizer.apply_chat_template(
+                prompt = chat_prompt(
+                    self.get_tokenizer(),
                     conversation,
                     tools=tools,
                     chat_template=self.chat_template if chat_template is None else chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    tokenize=tokenizer.chats_in_tokens,
                     chat_template_content_format=content_format,
                     **(chat_template_kwargs or {}),
                 )
-                if tokenizer.chats_in_tokens:
-                    ids = cast("list[int]", made)
-                    made = TokensPrompt(prompt_token_ids=ids, prompt=tokenizer.decode(ids))
-            prompts.append(cast("str | TokensPrompt", made))
+                prompts += with_processor_kwargs([prompt], mm_processor_kwargs)
         return prompts
+
+
+def chat_prompt(
+    tokenizer: Tokenizer, conversation: Sequence[Message], **options: Any
+) -> str | TextPrompt | TokensPrompt:
+    """The prompt of a conversation: text, with the conversation's media if it has some, or tokens if the tokenizer can
+    encode conversations only.
+
+    Args:
+        options: of `Tokenizer.apply_chat_template`.
+
+    Raises: as that.
+    """
+    messages, parts = take_media(conversation, tokenizer.media)
+    made = tokenizer.apply_chat_template(messages, tokenize=tokenizer.chats_in_tokens, **options)
+    if tokenizer.chats_in_tokens:
+        ids = cast("list[int]", made)
+        return TokensPrompt(prompt_token_ids=ids, prompt=tokenizer.decode(ids))
+    return cast(TextPrompt, {"prompt": made, **media_of(parts)}) if parts else cast(str, made)
 
 
 def _without_special_tokens(tokenization_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:

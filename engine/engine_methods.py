@@ -75,7 +75,7 @@ class AsyncEngineMethods:
         place for temporary files.
 
         Returns:
-            The file, on the core's machine.
+            The file, on the core's machine. Those of other ranks lie beside it, with ``-rank-N`` in their names.
 
         Raises:
             InvalidRequestError: no profile is under way.
@@ -105,12 +105,18 @@ class AsyncEngineMethods:
         return bool(await self._engine._call("reset_prefix_cache", *of))
 
     async def reset_mm_cache(self) -> None:
-        """Forget what was made of images and the like. Nothing is, as long as there are no multi-modal prompts."""
+        """Forget what was prepared of images, videos and sounds, and the names (`multi_modal_uuids`) of those that this
+        engine was given. Media of unfinished requests are kept."""
         self._engine._enter()
+        self._engine._media.reset()
 
     async def reset_encoder_cache(self) -> None:
-        """Forget what encoders have made of prompts. Nothing of it is kept beyond a request."""
-        self._engine._enter()
+        """Forget what encoders have made of images, videos and sounds. Running requests keep theirs.
+
+        Raises:
+            NotPermittedError: this connection may not change the engine for everyone.
+        """
+        await self._engine._call("reset_encoder_cache")
 
     async def pause_generation(
         self, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
@@ -183,10 +189,11 @@ class AsyncEngineMethods:
         Args:
             method: its name; with the core in this process also a function, which is given the worker first.
             timeout: seconds to wait for the answer.
-            args, kwargs: of plain types, if the core is in another process; the result too.
+            args, kwargs: of plain types, if the core is in another process; the result too. With several ranks, what
+                can be pickled.
 
         Returns:
-            The result of each worker; there is one.
+            The result of each rank.
 
         Raises:
             NotSupportedError: a function, and the core is in another process.
@@ -203,7 +210,7 @@ class AsyncEngineMethods:
         """``func(model)`` with the module of transformers, in the core; what it changes of the parameters is kept.
 
         Returns:
-            The result of each worker; there is one.
+            The result of each rank.
 
         Raises:
             NotSupportedError: the core is in another process.

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
@@ -34,19 +35,23 @@ from ..ipc.messages import AddRequest, Stats
 from ..ipc.tokenizer_files import cached_folder, checkpoint_folder
 from .args import FIELDS, check_url, checked, typed
 from .observe.metrics import StatLoggerBase, StatLoggerManager, StatLoggers
+from .placement import place
 from .request.input_processor import EngineCoreRequest, InputProcessor, core_messages
 from .request.output_processor import OutputProcessor
+from .request.prompt_media import PromptMedia
 from .request.request_state import RequestState
 from .text.model_files import eos_token_ids, generation_config
-from .text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
+from .text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer, media_tokens
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..ipc.async_client import AsyncClient
     from ..ipc.client import CoreClient
-    from ..ipc.connection import Connection
+    from ..ipc.connection import Connection, CoreOwner
+    from ..ipc.cores import Cores
     from ..ipc.inproc_client import InprocClient
+    from ..ipc.media_client import MediaClient
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +64,23 @@ CONNECT_OPTIONS = (*_CONNECTION, "tokenizer", "tokenizer_mode", "skip_tokenizer_
 
 def read_files(model: ModelConfig, folder: Path, download_dir: str | None = None) -> ModelFiles:
     """Tokenizer and generation config of a checkpoint. The configuration may name another folder for the tokenizer."""
-    found = generation_config(folder, model)
+    found, place = generation_config(folder, model), folder
     if model.skip_tokenizer_init:
         return None, found
     if model.tokenizer is not None:
-        folder = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
-    return load_tokenizer(folder, model.tokenizer_mode, model.trust_remote_code), found
+        place = checkpoint_folder(model.tokenizer, model.tokenizer_revision, download_dir)
+    tokenizer = load_tokenizer(place, model.tokenizer_mode, model.trust_remote_code)
+    tokenizer.media = media_tokens(folder, tokenizer)
+    return tokenizer, found
+
+
+def open_media(client: Any) -> MediaClient:
+    """What prepares media for a core: in this process, if the core is here, too."""
+    if client.in_process:
+        from ..media.local import LocalMedia
+
+        return LocalMedia(client.config, client.call)
+    return cast("MediaClient", client.media())
 
 
 class Frontend(FrontendMembers, Generic[C]):
@@ -81,6 +97,7 @@ class Frontend(FrontendMembers, Generic[C]):
         tokenizer_mode: str = "auto",
         skip_tokenizer_init: bool = False,
         otlp_traces_endpoint: str | None = None,
+        beside: Self | None = None,
         **options: Any,
     ) -> Self:
         """An engine on a running daemon. Only the tokenizer is loaded here; the daemon sends its files.
@@ -91,6 +108,7 @@ class Frontend(FrontendMembers, Generic[C]):
             tokenizer_mode, skip_tokenizer_init: as in `EngineArgs`.
             otlp_traces_endpoint: where traces of this frontend's requests are sent; None: to the daemon's endpoint;
                 an empty str: nowhere.
+            beside: another engine on the same daemon, whose tokenizer this one shares.
             options: ``key`` and ``server_key`` for a daemon with keys; ``weight``, this frontend's share among those
                 that compete; ``name``, shown by `mainspring status`; ``connect_timeout`` and ``reconnect_timeout``,
                 seconds.
@@ -104,10 +122,10 @@ class Frontend(FrontendMembers, Generic[C]):
                 raise unknown_argument("connect", name, CONNECT_OPTIONS)
         typed(FIELDS["tokenizer_mode"], tokenizer_mode)
         check_url("otlp_traces_endpoint", otlp_traces_endpoint or None)
-        from ..ipc.connection import Connection  # imports zmq, which `import mainspring` must not
+        from ..ipc.client import connect  # imports zmq, which `import mainspring` must not
         from ..ipc.sync_client import SyncClient
 
-        connection = Connection(address, **options)
+        connection = connect(address, **options)
         try:
             config, elsewhere = connection.config, tokenizer is not None or skip_tokenizer_init
             has_files = bool(connection.model.files_digest) or not elsewhere
@@ -122,9 +140,12 @@ class Frontend(FrontendMembers, Generic[C]):
                 generation_config="auto" if has_files and config.model_config.generation_config != "none" else "none",
             )
             digest, folder = connection.model.files_digest, Path()
-            if has_files:
-                folder = cached_folder(digest, lambda: SyncClient(connection).call("tokenizer_files"))
-            files = read_files(theirs, folder)
+            if beside is not None:
+                files = beside.tokenizer, beside.generation_config
+            else:
+                if has_files:
+                    folder = cached_folder(digest, lambda: SyncClient(connection).call("tokenizer_files"))
+                files = read_files(theirs, folder)
             engine = cls.__new__(cls)
             told = config.observability_config
             engine._open(cls._client(connection), files, not told.disable_log_stats, None, None, otlp_traces_endpoint)
@@ -139,20 +160,39 @@ class Frontend(FrontendMembers, Generic[C]):
         return engine
 
     @classmethod
-    def _client(cls, connection: Connection) -> C:
+    def _client(cls, connection: Connection | Cores) -> C:
         from ..ipc.sync_client import SyncClient
 
         return cast(C, SyncClient(connection))
 
+    @classmethod
+    def _client_of(cls, core: CoreOwner, **options: Any) -> C:
+        from ..ipc.client import connect
+
+        return cls._client(connect(core, **options))
+
     def _start(
-        self, config: EngineConfig, launch: Callable[[EngineConfig], C], log_stats: bool, loggers: StatLoggers | None
+        self,
+        config: EngineConfig,
+        launch: Callable[[EngineConfig], C],
+        log_stats: bool,
+        loggers: StatLoggers | None,
+        placement_group: Any = None,
+        engine_use_ray: bool = False,
     ) -> None:
-        """A constructor, with a core that `launch` starts."""
+        """A constructor, with a core that `launch` starts, in the place that the rest asks for."""
         config = checked(config)
         model, download_dir, told = config.model_config, config.load_config.download_dir, config.observability_config
         folder = checkpoint_folder(str(model.model), model.revision, download_dir)
         files = read_files(model, folder, download_dir)  # before a core is started in vain
-        self._open(launch(config), files, log_stats, loggers, told.metrics_port, told.otlp_traces_endpoint)
+        placement = place(config, placement_group, engine_use_ray)
+        try:
+            client = placement.client(launch, self._client_of)
+        except BaseException:
+            placement.close()
+            raise
+        shown = (told.metrics_port, told.otlp_traces_endpoint)
+        self._open(client, files, log_stats, loggers, *shown, placement.close)
 
     def _open(
         self,
@@ -162,13 +202,15 @@ class Frontend(FrontendMembers, Generic[C]):
         stat_loggers: StatLoggers | None = None,
         metrics_port: int | None = None,
         traces: str | None = None,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
-        """The second half of a constructor: everything that needs the client."""
+        """The second half of a constructor: everything that needs the client. end: called when the client is closed."""
         from ..ipc.request_check import RequestCheck  # imported here to keep `import mainspring` fast
 
         self.engine_core = client
         self._pid = os.getpid()
         self._closing = contextlib.ExitStack()
+        self._closing.callback(end)
         self._closing.callback(client.close)
         self._finalizer = weakref.finalize(self, _in_process, self._pid, self._closing.close)
         self._lock = threading.RLock()  # guards the state; never held while waiting for the core
@@ -179,7 +221,12 @@ class Frontend(FrontendMembers, Generic[C]):
         eos = eos_token_ids(self.generation_config) or client.model.eos_token_ids
         check = RequestCheck(client.model, client.config)
         interval = client.config.scheduler_config.stream_interval
-        self.input_processor = InputProcessor(tokenizer, check, eos, interval)
+        # the client, not the engine: an engine that is not used any more is collected
+        self._media = PromptMedia(client.config.multimodal_config, client.model.media, partial(open_media, client))
+        self._closing.callback(self._media.close)
+        if tokenizer is not None:
+            tokenizer.media = {modality: tokenizer.media.get(modality, "") for modality in client.model.media}
+        self.input_processor = InputProcessor(tokenizer, check, eos, interval, self._media)
         self._handles = itertools.count(1)
         self.output_processor = OutputProcessor(tokenizer, self._handles)
         self.logger_manager: StatLoggerManager | None = None
@@ -213,12 +260,16 @@ class Frontend(FrontendMembers, Generic[C]):
 
     def _make_request(self, call: Call) -> EngineCoreRequest:
         """Turn a call into a checked request."""
-        prompt, headers = call["prompt"], call["trace_headers"]
+        prompt, rank = call["prompt"], call["data_parallel_rank"]
         if isinstance(prompt, EngineCoreRequest):
             if prompt.request_id != call["request_id"]:
                 given = call["request_id"]
                 logger.warning("request_id %r: the prepared request keeps its own, %r", given, prompt.request_id)
-            return prompt if headers is None else replace(prompt, trace_headers=headers)
+            headers, rank = (
+                call["trace_headers"] or prompt.trace_headers,
+                prompt.data_parallel_rank if rank is None else rank,
+            )
+            return replace(prompt, trace_headers=headers, data_parallel_rank=rank)
         return self.input_processor.process_inputs(**call)
 
     def _register(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
@@ -227,14 +278,17 @@ class Frontend(FrontendMembers, Generic[C]):
             self._core_here(
                 "logits_processors are functions, which cannot go to another process", "logit_bias, or bad_words"
             )
-        if request.request_id in self.output_processor:
-            raise DuplicateRequestError(f"request_id {request.request_id!r} is still running; ids must be unique")
+        self._check_id(request.request_id)
         if request.trace_headers and self.output_processor.tracer is None and not self._warned_of_trace_headers:
             self._warned_of_trace_headers = True
             logger.warning("trace_headers have no effect, for otlp_traces_endpoint is not set; this is said once")
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
         return state, messages, () if request.embeds is None else (request.embeds.values,)
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self.output_processor:
+            raise DuplicateRequestError(f"request_id {request_id!r} is still running; ids must be unique")
 
     def _statistics(self) -> StatLoggerManager:
         self._check_process()
@@ -257,7 +311,8 @@ class Frontend(FrontendMembers, Generic[C]):
     def _take_stats(self, stats: Any) -> None:
         """Keep statistics that did not come with an output."""
         if self.logger_manager is not None:
-            self.logger_manager.stats = msgspec.convert(stats, Stats)
+            for one in stats if isinstance(stats[0], list) else [stats]:  # of several cores there is a list
+                self.logger_manager.take(msgspec.convert(one, Stats))
 
     def _core_here(
         self, why: str, instead: str = "give collective_rpc the name of a method of worker_extension_cls"
@@ -284,6 +339,8 @@ class Frontend(FrontendMembers, Generic[C]):
         with self._lock:
             if unfinished := len(self.output_processor):
                 raise InvalidRequestError(f"{unfinished} requests are unfinished; set a tokenizer when they have ended")
+            if self.tokenizer is not None:
+                tokenizer.media = self.tokenizer.media
             self.input_processor.use_tokenizer(tokenizer)
             self.output_processor.use_tokenizer(tokenizer)
 

@@ -22,9 +22,9 @@ from .engine_methods import EngineMethods
 from .frontend import CONNECT_OPTIONS
 from .llm_engine import LLMEngine
 from .pooling_methods import OnError, PoolingMethods, check_on_error
-from .request.input_processor import EngineCoreRequest, InputProcessor, check_message
+from .request.input_processor import Ahead, EngineCoreRequest, InputProcessor, check_message
 from .request.outputs import RequestOutput, raise_first_failure
-from .request.prompts import Prompt, listed_prompts
+from .request.prompts import Prompt, listed_prompts, with_processor_kwargs
 from .request_queue import OutputType, Progress, ProgressBar, RequestQueue
 from .text.model_files import default_sampling_params
 
@@ -87,6 +87,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         prompt_adapter_request: PromptAdapterRequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many. Nothing is computed before every prompt, grammar and adapter has been checked.
 
@@ -101,6 +102,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
             tokenization_kwargs: ``add_special_tokens`` (default True) for prompts that are text.
             on_error: ``"raise"``, or ``"return"``: an output whose finish reason is ``error`` holds the error of its
                 request, with the text in `stop_reason`; grammars and adapters are then not checked in advance.
+            mm_processor_kwargs: arguments of the checkpoint's processor, for prompts with media.
 
         Returns:
             One output for each prompt, in order.
@@ -121,6 +123,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
             if len(texts) != len(ids):
                 raise InvalidArgumentError(f"prompt_token_ids has {len(ids)} entries for {len(texts)} prompts")
             listed = [one_prompt(text, None, tokens) for text, tokens in zip(texts, ids, strict=True)]
+        listed = with_processor_kwargs(listed, mm_processor_kwargs)
         more = (tokenization_kwargs, on_error, prompt_adapter_request)
         requests = self._requests(listed, sampling_params, lora_request, priority, *more)
         outputs = self._queue.run(requests, use_tqdm)
@@ -138,6 +141,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         on_error: OnError = "raise",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Send one prompt or many, and go on; `wait_for_completion` gives the outputs. Nothing is sent before every
         prompt, grammar and adapter has been checked. The core begins at once, unless it is in this process: it then
@@ -155,7 +159,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
             EngineDeadError: the core is gone.
         """
         check_on_error(on_error)
-        listed = listed_prompts(prompts)
+        listed = with_processor_kwargs(listed_prompts(prompts), mm_processor_kwargs)
         with ProgressBar(use_tqdm, len(listed), "Checking prompts") as progress:
             more = (tokenization_kwargs, on_error, None, progress)
             requests = self._requests(listed, sampling_params, lora_request, priority, *more)
@@ -257,8 +261,10 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         return self.llm_engine.renderer
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """The number of devices: 1."""
-        return 1
+        """The number of ranks that compute, those of all copies of the model with `include_dp`."""
+        parallel = self.llm_engine.get_parallel_config()
+        copies = parallel.data_parallel_size if include_dp else 1
+        return parallel.tensor_parallel_size * parallel.pipeline_parallel_size * copies
 
     def do_log_stats(self) -> None:
         """As `LLMEngine.do_log_stats`."""
@@ -284,8 +290,10 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         loras = _one_each("lora_request", lora_request, len(prompts))
         requests = []
-        for at, prompt in enumerate(prompts):
+        ahead = Ahead(self.llm_engine.input_processor, prompts, tokenization_kwargs)
+        for at in range(len(prompts)):
             with names_prompt(at, len(prompts)):
+                prompt = ahead.prompt(at)
                 request = self.llm_engine.input_processor.process_inputs(
                     str(next(self._numbers)),
                     prompt,

@@ -14,7 +14,7 @@ from ..compat.members import EngineMembers, UsageContext
 from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, shown, wire_text
+from ..ipc.errors import EngineDeadError, EngineStartError, MainspringError, NotSupportedError, shown, wire_text
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from ..ipc.processor_names import stay_here
@@ -36,6 +36,8 @@ def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
         from ..ipc.sync_client import SyncClient
 
         return SyncClient.launch(config)
+    if config.parallel_config.num_cores > 1:
+        raise NotSupportedError("data_parallel_size is above 1, but the core is to run in this process")
     from ..core.loop import EngineCore
     from ..ipc.inproc_client import InprocClient
 
@@ -64,6 +66,8 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
         aggregate_engine_logging, usage_context, mm_registry, use_cached_outputs: without effect.
         stat_loggers: further receivers of statistics: name → logger, or factories ``(vllm_config, engine_index)``.
         multiprocess_mode: False: the core runs in this process, one iteration for each `step`.
+        placement_group: of Ray, for `distributed_executor_backend="ray"`; a bundle for each rank.
+        engine_use_ray: let the core run in an actor of Ray.
 
     Raises:
         MainspringError: the model is not found, not supported, or the core did not start.
@@ -83,9 +87,12 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
         mm_registry: Any = None,
         use_cached_outputs: bool = False,
         multiprocess_mode: bool = True,
+        placement_group: Any = None,
+        engine_use_ray: bool = False,
     ) -> None:
         refuse_unsupported(executor_class=executor_class)
-        self._start(vllm_config, lambda config: make_client(config, multiprocess_mode), log_stats, stat_loggers)
+        where = (placement_group, engine_use_ray)
+        self._start(vllm_config, lambda config: make_client(config, multiprocess_mode), log_stats, stat_loggers, *where)
 
     def _open(self, client: CoreClient, *more: Any) -> None:
         super()._open(client, *more)
@@ -167,9 +174,13 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
             send: Callable[..., None] = self.engine_core.add_request
             if processors := request.params.logits_processors:  # the core is in this process
                 send = partial(send, processors=processors)
+            if request.data_parallel_rank is not None:
+                send = partial(send, rank=request.data_parallel_rank)
             try:
                 for message in messages:
                     send(message, tensors)
+                if request.media is not None:
+                    self._media.deliver(request.media, request.data_parallel_rank or 0)
             except BaseException:
                 self._end_requests([request.request_id])
                 raise

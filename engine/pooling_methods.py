@@ -183,13 +183,13 @@ class PoolingMethods:
             if (truncate_prompt_tokens, getattr(pooling_params, "truncate_prompt_tokens", None)) != (None, None):
                 raise NotSupportedError("truncate_prompt_tokens is not supported for pairs yet; leave it out")
             pairs = [
-                self._pair(one, two, chat_template)
+                pair_prompt(self.get_tokenizer(), one, two, chat_template)
                 for one, two in zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
             ]
             found = self._asked("classify", pairs, *more)
             return [one.with_outputs(make, ScoringOutput(float(one.outputs.data[0]))) for one in found]
         found = self._asked("token_embed" if self._by_token else "embed", firsts + seconds, *more)
-        similarity = _late_interaction if self._by_token else _cosine
+        similarity = late_interaction if self._by_token else cosine
         ones, twos = found[: len(firsts)], found[len(firsts) :]
         scored = []
         for one, two in zip(ones * (len(twos) // len(ones)), twos, strict=True):
@@ -216,25 +216,32 @@ class PoolingMethods:
         """Whether embeddings are those of tokens."""
         return self.llm_engine.get_supported_tasks()[0] == "token_embed"
 
-    def _pair(self, one: Any, two: Any, chat_template: str | None) -> TokensPrompt:
-        if not (isinstance(one, str) and isinstance(two, str)):
-            raise InvalidRequestError("a cross-encoder scores pairs of text; one of a pair is something else")
-        if chat_template is not None:
-            messages = [{"role": "query", "content": one}, {"role": "document", "content": two}]
-            tokenizer = self.get_tokenizer()
-            text = cast(str, tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
-            return TokensPrompt(prompt_token_ids=tokenizer.encode(text))
-        token_ids, types = self.get_tokenizer().encode_pair(one, two)
-        return TokensPrompt(prompt_token_ids=token_ids, token_type_ids=types)
+
+def pair_prompt(tokenizer: Tokenizer, one: Any, two: Any, chat_template: str | None = None) -> TokensPrompt:
+    """The prompt of two texts for a cross-encoder.
+
+    Raises:
+        InvalidRequestError: one of them is no text.
+    """
+    if not (isinstance(one, str) and isinstance(two, str)):
+        raise InvalidRequestError("a cross-encoder scores pairs of text; one of a pair is something else")
+    if chat_template is not None:
+        messages = [{"role": "query", "content": one}, {"role": "document", "content": two}]
+        text = cast(str, tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+        return TokensPrompt(prompt_token_ids=tokenizer.encode(text))
+    token_ids, types = tokenizer.encode_pair(one, two)
+    return TokensPrompt(prompt_token_ids=token_ids, token_type_ids=types)
 
 
-def _late_interaction(one: np.ndarray, two: np.ndarray) -> float:
+def late_interaction(one: np.ndarray, two: np.ndarray) -> float:
+    """For each token of the first text the largest product with a token of the second, summed."""
     import numpy as np
 
     return float((np.asarray(one) @ np.asarray(two).T).max(axis=1).sum())
 
 
-def _cosine(one: np.ndarray, two: np.ndarray) -> float:
+def cosine(one: np.ndarray, two: np.ndarray) -> float:
+    """The cosine of two embeddings; 0 if one of them is 0."""
     import numpy as np
 
     norms = float(np.linalg.norm(one)) * float(np.linalg.norm(two))

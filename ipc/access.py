@@ -52,8 +52,8 @@ class Access:
         return None
 
     def _allowed(self, key: str) -> AllowedKey | None:
-        if key == self._own_key:  # the daemon itself, for a status call
-            return AllowedKey("daemon")
+        if key == self._own_key:  # the daemon itself, for a status call, or a media worker
+            return AllowedKey("daemon", admin=True)
         return load_allowed(self._allowed_keys).get(key)
 
     def authenticate(self) -> None:

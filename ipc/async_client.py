@@ -11,8 +11,9 @@ import numpy as np
 from .client import ConnectedClient
 from .codec import Array
 from .connection import Connection, result_of
-from .errors import WrongEventLoopError
-from .messages import AddRequest, Outputs
+from .cores import Cores
+from .errors import MainspringError, WrongEventLoopError
+from .messages import AddRequest, MediaItem, Outputs
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class AsyncClient(ConnectedClient):
         WrongEventLoopError: used from another loop.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection | Cores) -> None:
         super().__init__(connection)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: set[asyncio.Future[None]] = set()  # one for each waiting task
@@ -32,9 +33,11 @@ class AsyncClient(ConnectedClient):
         self._watched_socket = 0  # number of the socket they belong to
         self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
 
-    async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+    async def add_request(
+        self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None
+    ) -> None:
         self._enter()
-        self._connection.add_request(request, tensors)
+        self._connection.add_request(request, tensors, rank)
         self._take_in()
 
     async def abort(self, handles: Sequence[int]) -> None:
@@ -68,6 +71,15 @@ class AsyncClient(ConnectedClient):
         self._watch_only(())
         self._connection.close()
         self._take_in()
+
+    def _fail_media(self, media: Sequence[MediaItem], error: MainspringError) -> None:
+        def fail() -> None:
+            if not self._connection.closed:
+                self._connection.fail_media(media, error)
+                self._take_in()
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(fail)
 
     async def _wait_for(self, take: Callable[[], T | None]) -> T:
         """Wait until `take` finds something among the messages that have arrived."""
@@ -107,8 +119,8 @@ class AsyncClient(ConnectedClient):
     def _take_in(self) -> None:
         """Receive, and wake the tasks that wait for a message. A zmq descriptor signals a change only once, so every
         send is followed by this."""
+        changed = self._receive()
         connection = self._connection
-        changed = connection.receive()
         self._watch_only(connection.fds)
         if connection.poll_seconds is not None and self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(connection.poll_seconds, self._look_again)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 
 from .codec import Array
 from .config import EngineConfig
-from .connection import Connection
-from .errors import EngineDeadError
-from .messages import AddRequest, ModelFacts, Outputs
-from .supervisor import EmbeddedCore
+from .connection import Connection, CoreOwner
+from .core_group import EmbeddedCores
+from .cores import Cores
+from .errors import EngineDeadError, MainspringError
+from .media_client import MediaClient
+from .messages import AddRequest, MediaItem, ModelFacts, Outputs
+
+SIBLINGS_SECONDS = 1.0  # longest wait for the other cores of a group at the start
+
+
+def connect(core: CoreOwner | str, **options: Any) -> Connection | Cores:
+    """Connect to a core, and to the others of its group if there are any. Arguments and errors as for `Connection`."""
+    connection = Connection(core, **options)
+    if not connection.cores:
+        return connection
+    cores = Cores(connection)
+    cores.wait(SIBLINGS_SECONDS)  # otherwise the first requests would all go to one core
+    return cores
 
 
 class CoreClient(Protocol):
@@ -24,10 +39,12 @@ class CoreClient(Protocol):
     config: EngineConfig  # as the core filled it in
     model: ModelFacts
 
-    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
-        """Send a request; `tensors` are the arrays its `Tensor` fields refer to by index.
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
+        """Send a request; `tensors` are the arrays its `Tensor` fields refer to by index. Of several cores, `rank` is
+        the number of the one that gets it; None: any.
 
         Raises:
+            InvalidRequestError: there is no core of that number.
             EngineDeadError: the core is gone for good. If it died and is restarted, the request goes on.
             WrongProcessError: called in a forked child.
         """
@@ -64,10 +81,35 @@ class ConnectedClient:
 
     in_process = False
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection | Cores) -> None:
         self._connection = connection
         self.config = connection.config
         self.model = connection.model
+
+    def media(self) -> MediaClient:
+        """A client of the media workers beside the core.
+
+        Raises:
+            NotSupportedError: there are none.
+        """
+        mine = weakref.ref(self)
+
+        def failed(media: Sequence[MediaItem], error: MainspringError) -> None:
+            if (found := mine()) is not None:
+                found._fail_media(media, error)
+
+        return self._connection.open_media(failed)
+
+    def _fail_media(self, media: Sequence[MediaItem], error: MainspringError) -> None:
+        """Called in the thread of the media client: end the requests that wait for these items."""
+        raise NotImplementedError
+
+    def _receive(self) -> bool:
+        """Receive what has arrived. Connects to further cores when the first one tells of them."""
+        changed = self._connection.receive()
+        if self._connection.cores:
+            self._connection = Cores(cast(Connection, self._connection))
+        return changed
 
     @classmethod
     def launch(cls, config: EngineConfig) -> Self:
@@ -76,9 +118,9 @@ class ConnectedClient:
         Raises:
             MainspringError: the core did not start.
         """
-        core = EmbeddedCore(config)
+        core = EmbeddedCores(config)
         try:
-            return cls(Connection(core))
+            return cls(connect(core))
         except BaseException:
             core.close()
             raise
@@ -87,3 +129,8 @@ class ConnectedClient:
     def error(self) -> EngineDeadError | None:
         """Why the core is gone for good, if it is."""
         return self._connection.error
+
+    @property
+    def lost_since(self) -> float | None:
+        """Since when no core answers, on the monotonic clock; None: one does."""
+        return self._connection.lost_since

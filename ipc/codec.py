@@ -104,6 +104,7 @@ def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
     if not 0 <= tensor.frame < len(frames):
         raise ProtocolError(f"tensor frame {tensor.frame} of {len(frames)}")
     names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8"}
+    names |= {"uint8": "|u1", "bool": "|b1"}
     if tensor.dtype not in names:
         raise ProtocolError(f"tensor dtype {tensor.dtype!r} is not one of {', '.join(names)}")
     if any(n < 0 for n in tensor.shape):

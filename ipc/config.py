@@ -131,12 +131,14 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     gpu_memory_utilization: Annotated[float, "Share of the GPU's memory the core may use, in (0, 1]."] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None, "Size of the KV cache in bytes; none: profiled on a GPU, a safe share of free memory on a CPU."
+        int | None,
+        "Size of the KV cache in bytes, on each rank; none: profiled on a GPU, a safe share of free memory on a CPU.",
     ] = None
     num_gpu_blocks_override: Annotated[int | None, "Number of blocks, instead of one that fits in memory."] = None
     enable_prefix_caching: Annotated[bool, "Keep finished blocks and reuse them for equal prefixes."] = True
     kv_offloading_size: Annotated[
-        float | None, "GiB of host memory for cached blocks and snapshots that were evicted; none: 0."
+        float | None,
+        "GiB of host memory, of all ranks together, for cached blocks and snapshots that were evicted; none: 0.",
     ] = None
     swap_space: Annotated[float | None, "The older name of `kv_offloading_size`."] = None
     cpu_offload_gb: Annotated[
@@ -197,15 +199,87 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
-    """Several devices. Only one is supported so far."""
+    """Several devices."""
 
-    tensor_parallel_size: Annotated[int, "Devices a layer is split over; only 1 so far."] = 1
-    pipeline_parallel_size: Annotated[int, "Devices the layers are split over; only 1 so far."] = 1
-    data_parallel_size: Annotated[int, "Copies of the model; only 1 so far."] = 1
-    distributed_executor_backend: Annotated[str, "`uni`: one process; others are not supported so far."] = "uni"
+    tensor_parallel_size: Annotated[
+        int,
+        "Ranks that compute the model together: processes that hold a part of each layer, on a GPU or on their share "
+        "of the CPU's threads each.",
+    ] = 1
+    enable_expert_parallel: Annotated[bool, "Let each rank hold some experts whole, not a part of each."] = False
+    sum_parts: Annotated[
+        int,
+        "Of how many products each sum over inputs is made, whatever the number of ranks, so that any "
+        "`tensor_parallel_size` that divides it gives the same tokens; a power of 2; 0: one for each rank.",
+    ] = 0
+    ordered_sums: Annotated[
+        bool,
+        "Add the parts of ranks in a fixed order, so that a request's tokens do not depend on others in its steps; if "
+        "false, the library adds them (NCCL, gloo), which moves fewer bytes.",
+    ] = True
+    disable_custom_all_reduce: Annotated[
+        bool, "Let no sum read the memory of other GPUs, which is faster than NCCL for the few rows of decode steps."
+    ] = False
+    pipeline_parallel_size: Annotated[
+        int, "Stages that the layers are divided among; each is of `tensor_parallel_size` ranks."
+    ] = 1
+    data_parallel_size: Annotated[
+        int,
+        "Cores that each hold a copy of the model; requests are spread over them. With `enable_expert_parallel`, and "
+        "one rank for each copy: ranks of one core, which share the experts.",
+    ] = 1
+    distributed_executor_backend: Annotated[
+        str, "`mp`: a process for each rank of `tensor_parallel_size`; `uni`: the same, and one process for one rank."
+    ] = "uni"
     worker_extension_cls: Annotated[
         str, "A class, as `package.module.Class`, whose methods `collective_rpc` can call, too."
     ] = ""
+    nnodes: Annotated[
+        int, "Machines that the ranks are divided among; on each but the first one, `mainspring rank` offers them."
+    ] = 1
+    node_rank: Annotated[int, "The number of this machine; the engine runs on number 0."] = 0
+    master_addr: Annotated[str, "With several machines: the address of this one."] = "127.0.0.1"
+    master_port: Annotated[
+        int, "With several machines: the port at which ranks join; core N of several takes this port plus N."
+    ] = 29501
+    rank_key_file: Annotated[
+        str | None, "With several machines: a file of `mainspring keys new`, of which each machine has a copy."
+    ] = None
+    data_parallel_rank: Annotated[int, "The number of this copy of the model.", SET_BY_CORE] = 0
+    device_ids: Annotated[list[str], "GPUs of this machine that the core may use; none: all.", SET_BY_CORE] = []
+
+    @property
+    def homes(self) -> int:
+        """Ranks that each keep the requests of their own and some of the experts; 1: requests are at home on all."""
+        whole_layers = self.tensor_parallel_size == self.pipeline_parallel_size == 1
+        return self.data_parallel_size if self.enable_expert_parallel and whole_layers else 1
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model."""
+        return self.data_parallel_size // self.homes
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks that the core starts on its machine, itself included."""
+        elsewhere = self.distributed_executor_backend in ("ray", "external_launcher")
+        return 1 if elsewhere else self.num_ranks // self.nnodes
+
+    @property
+    def rank_address(self) -> str:
+        """Where the core takes in ranks of other machines. Of several cores, each listens at a port of its own."""
+        own = self.data_parallel_rank if self.distributed_executor_backend == "mp" else 0
+        return f"tcp://{self.master_addr}:{self.master_port + own}"
+
+    @property
+    def num_cores(self) -> int:
+        """Copies of the model that the engine or daemon runs itself; a launcher starts an engine for each."""
+        return 1 if self.distributed_executor_backend == "external_launcher" else self.num_copies
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.homes
 
 
 class LoRAConfig(Section, frozen=True, kw_only=True):
@@ -309,6 +383,27 @@ def merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+MODALITIES = ("image", "video", "audio")
+ENCODER_TEXT = "text"  # the modality of a text that is the input of an encoder
+MOST_ITEMS = 32  # of a modality in a prompt, unless `limit_mm_per_prompt` says otherwise
+
+
+class MultiModalConfig(Section, frozen=True, kw_only=True):
+    """Images, videos and sound in prompts."""
+
+    limit_mm_per_prompt: Annotated[
+        dict[str, int], "Most items of each modality in a prompt; a modality that is not named: 32."
+    ] = {}
+    mm_processor_kwargs: Annotated[dict[str, Any], "Arguments of the checkpoint's processor, for all requests."] = {}
+    allowed_media_domains: Annotated[list[str], "Hosts from which media may be fetched; none: no URLs."] = []
+    allowed_local_media_path: Annotated[str, "Folder that file:// URLs may name; none: no files."] = ""
+    media_workers: Annotated[int, "Processes that decode and prepare media, started when there are some."] = 1
+    mm_processor_cache_gb: Annotated[float, "GiB of prepared media that each media worker keeps."] = 1.0
+    mm_encoder_cache_gb: Annotated[float, "GiB of encoded media that the core keeps."] = 1.0
+    max_media_bytes: Annotated[int, "Most bytes of a media file."] = 32 << 20
+    max_media_pixels: Annotated[int, "Most pixels of an image, or of all frames of a video."] = 50_000_000
+
+
 class EngineConfig(Section, frozen=True, kw_only=True):
     """The whole configuration, as it travels to the core and back."""
 
@@ -324,6 +419,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     speculative_config: SpeculativeConfig | None = None
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     pooler_config: PoolerConfig | None = None
+    multimodal_config: MultiModalConfig = MultiModalConfig()
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -8,6 +8,8 @@ so far. A core that is only silent is not taken for lost.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import logging
 import os
 import time
@@ -29,6 +31,7 @@ from .errors import (
     InvalidArgumentError,
     InvalidRequestError,
     MainspringError,
+    NotSupportedError,
     OverloadedError,
     ProtocolError,
     RequestFailedError,
@@ -36,16 +39,20 @@ from .errors import (
     from_wire,
 )
 from .keys import client_keys
-from .ledger import Ledger
+from .ledger import Entry, Ledger
 from .link import UNLISTED, Link
+from .media_remote import Failed, RemoteMedia
 from .messages import (
     MAX_ABORTED,
     PROTOCOL_VERSION,
     Abort,
     AddRequest,
     Bye,
+    CorePlace,
     Fault,
+    Finished,
     Hello,
+    MediaItem,
     ModelFacts,
     Outputs,
     Ready,
@@ -56,7 +63,8 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
-from .transport import ipc_path, lock_holder, make_dealer, readable
+from .routing import check_rank
+from .transport import address_at, ipc_path, lock_holder, make_dealer, readable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +79,7 @@ HEADROOM_BYTES = 16 << 10  # that a body may grow until it is sent: the fields b
 
 
 class CoreOwner(Protocol):
-    """What starts an embedded core again; see `EmbeddedCore`."""
+    """What starts an embedded core again; see `EmbeddedCores`."""
 
     address: str
     token: bytes
@@ -102,6 +110,7 @@ class Connection:
         name: shown by `mainspring status`.
         reconnect_timeout: seconds that a lost daemon has to answer again; after that the engine is dead.
         connect_timeout: seconds that a daemon has for its first answer.
+        keys: instead of `key` and `server_key`: own public, own secret, and the server's public key.
 
     Raises:
         ConnectError: no daemon answers, or it refuses the key, or it has no room for a further connection.
@@ -118,6 +127,7 @@ class Connection:
         name: str = "",
         reconnect_timeout: float = RECONNECT_SECONDS,
         connect_timeout: float = CONNECT_SECONDS,
+        keys: tuple[str, str, str] | None = None,
     ) -> None:
         self._core = None if isinstance(core, str) else core  # None for a daemon
         self._address = core if isinstance(core, str) else core.address
@@ -131,20 +141,38 @@ class Connection:
         self.reconnections = 0
         self._ledger = Ledger()
         self._calls: dict[int, _Call] = {}
-        self._next_call = 0
+        self.call_ids = itertools.count(1)
+        self.number = 0  # of the core, in its group
+        self.cores: list[CorePlace] | None = None  # those that the core has told of, until somebody takes the list
+        self._ready_at = 0.0
         self._ready: Ready | None = None  # from the connected core; None while the connection is lost
         self._last_ready: Ready | None = None
         self._lost_at = time.monotonic()
         self._refused: MainspringError | None = None
         self.error: EngineDeadError | None = None  # the error to raise, if there will be no further core
         self.closed = False
-        self._link = Link(self._address, _keys(self._address, key, server_key))
+        self._keys = keys or _keys(self._address, key, server_key)
+        self.media: RemoteMedia | None = None  # what lets cores have the items of requests that are sent
+        self._link = Link(self._address, self._keys)
         try:
             self._introduce()
             self._wait_for_ready(connect_timeout)
         except BaseException:
             self._link.close(0)
             raise
+
+    def beside(self, number: int, address: str) -> Connection:
+        """A connection to another core of the group, under the same session. Outputs and results of both come together.
+        It is returned before the core has answered."""
+        other = copy.copy(self)
+        other.number, other._address = number, address
+        other._ledger, other._calls, other._ready, other.cores = Ledger(), {}, None, None
+        other._refused = other.error = None
+        other.closed, other.reconnections = False, -1  # its first connection counts as one
+        other._lost_at = time.monotonic()
+        other._link = Link(address, self._keys)
+        other._introduce()
+        return other
 
     def _wait_for_ready(self, connect_timeout: float) -> None:
         link = self._link
@@ -179,6 +207,33 @@ class Connection:
         return msgspec.json.decode(self._last_ready.config, type=EngineConfig)
 
     @property
+    def address(self) -> str:
+        return self._address
+
+    def open_media(self, failed: Failed) -> RemoteMedia:
+        """A client of the media workers beside the core, which then gets to know of each request that is sent.
+
+        Raises:
+            NotSupportedError: there are none.
+        """
+        assert self._last_ready is not None
+        addresses = [address_at(self._address, place) for place in self._last_ready.media]
+        if not addresses:
+            raise NotSupportedError(f"no media workers run beside the core at {self._address}: see media_workers")
+        self.media = RemoteMedia(addresses, self._hello.token, self._keys, failed)
+        return self.media
+
+    def fail_media(self, media: Sequence[MediaItem], error: MainspringError) -> None:
+        """End the requests that wait for items that can't be delivered."""
+        for handle, entry in list(self._ledger.items()):
+            if entry.request.media == media and not entry.tokens:
+                self._ledger.end(handle)
+                if self._ready is not None:
+                    self._send(Abort([handle]))
+                ended = Finished(handle, "error", error=type(error).__name__, error_text=str(error))
+                self.outputs.append(Outputs([], [], finished=[ended]))
+
+    @property
     def fds(self) -> tuple[int, ...]:
         """Descriptors that become readable when something has changed; then call `receive` until it returns False. They
         change with a reconnection."""
@@ -196,13 +251,20 @@ class Connection:
 
     # ------------------------------------------------------------------ sending
 
-    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
+        check_rank(rank, (self.number,))
         self._check()
         given = codec.encode_arguments("add_request", request)  # raises for what could not be sent again
         self._check_sizes("the request", given, tensors)
         entry = self._ledger.add(request, tensors)
-        if self._ready is not None:
-            self._send(entry.message(), entry.tensors)
+        self._send_entry(entry)
+
+    def _send_entry(self, entry: Entry) -> None:
+        if (ready := self._ready) is not None:
+            self._send(entry.message(ready.instance_id), entry.tensors)
+            entry.sent_to = ready.instance_id, self.number, ready.epoch
+            if entry.request.media and self.media is not None:
+                self.media.sent(entry.request.media, self.number)
 
     def abort(self, handles: Sequence[int]) -> None:
         self._check()
@@ -221,13 +283,12 @@ class Connection:
         self._check()
         given = codec.encode_arguments(method, list(args))
         self._check_sizes(f"the call of {method!r}", given, [array.values for array in arrays])
-        self._next_call += 1
         tensors = [Tensor(i, array.dtype, list(array.values.shape)) for i, array in enumerate(arrays)]
-        call = UtilityCall(self._next_call, method, given, tensors)
-        self._calls[self._next_call] = asked = _Call(call, [array.values for array in arrays])
+        call = UtilityCall(next(self.call_ids), method, given, tensors)
+        self._calls[call.call_id] = asked = _Call(call, [array.values for array in arrays])
         if self._ready is not None:
             self._send_call(asked)
-        return self._next_call
+        return call.call_id
 
     def _send_call(self, asked: _Call) -> None:
         """Send a call to the connected core. A call of a `SEND_ONCE` method that was sent before fails instead."""
@@ -329,6 +390,7 @@ class Connection:
     def _resume(self, ready: Ready) -> None:
         before, again = self._last_ready, self._ready is not None
         self._ready = self._last_ready = ready
+        self.number, self.cores, self._ready_at = ready.number, ready.cores, time.monotonic()
         self._link.trouble = ""
         if before is None or again:
             return
@@ -340,9 +402,47 @@ class Connection:
         self.reconnections += 1
         logger.info("connected to epoch %d; %d requests are resumed", ready.epoch, len(self._ledger))
         for entry in self._ledger.values():
-            self._send(entry.message(), entry.tensors)
+            self._send_entry(entry)
         for asked in list(self._calls.values()):
             self._send_call(asked)
+
+    # ------------------------------------------------------------------ for the other connections of a group
+
+    @property
+    def load(self) -> int:
+        """Tokens that the requests here may take."""
+        return self._ledger.cost
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._ledger or self._calls)
+
+    @property
+    def ready_at(self) -> float | None:
+        """Since when the core answers, on the monotonic clock; None: it does not."""
+        return None if self._ready is None else self._ready_at
+
+    @property
+    def lost_since(self) -> float | None:
+        """Since when the core does not answer; None: it does."""
+        return None if self._ready is not None else self._lost_at
+
+    @property
+    def lost_at(self) -> float:
+        """When the core answered last, if it does not."""
+        return self._lost_at
+
+    def take_over(self, entry: Entry) -> None:
+        """Go on with a request that another connection has given up."""
+        self._ledger.put(entry)
+        self._send_entry(entry)
+
+    def give_up(self) -> list[Entry]:
+        """The requests of a connection that is lost. They are forgotten here."""
+        given, self._ledger = list(self._ledger.values()), Ledger()
+        for entry in given:
+            entry.moved_from, entry.sent_to = entry.sent_to or entry.moved_from, None
+        return given
 
     def _end_aborted(self) -> None:
         """End aborted requests here, instead of sending them again."""
@@ -378,13 +478,21 @@ class Connection:
     def close(self) -> None:
         if self.closed or not self.is_mine:
             return
+        self.leave()
+        self.end_core()
+
+    def end_core(self) -> None:
+        """End an embedded core."""
+        if self._core is not None:
+            self._core.close()
+
+    def leave(self) -> None:
+        """Disconnect. An embedded core goes on."""
         self.closed = True
         self.error = EngineDeadError("the engine was shut down")
         if self._ready is not None:
             self._send(Bye("closed"))
         self._link.close(CLOSE_MS if self._ready is not None else 0)
-        if self._core is not None:
-            self._core.close()
 
     def _check(self) -> None:
         self.check_process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .journal import Journal
@@ -17,7 +18,7 @@ class _Strikes(NamedTuple):
 
 
 class CrashSuspects:
-    """The supervisor keeps this object across restarts of its core.
+    """The supervisor keeps this object across restarts of its core; those of several cores share it.
 
     After a crash during a step, all requests of that step are suspects. The next core computes each suspect alone until
     the suspect has produced the token that it was computing. A suspect is quarantined after `STRIKES` crashes at the
@@ -30,16 +31,30 @@ class CrashSuspects:
         self.quarantined: dict[int, str] = {}  # key → reason
         self._strikes: dict[int, _Strikes] = {}
 
-    def crashed(self, journal: Journal, cause: str, killed: bool) -> bool:
+    def settle(self, journal: Journal, told: dict[int, int]) -> list[int]:
+        """The suspects that a core has found harmless or that have ended there. They are removed, also from `told`.
+
+        Args:
+            told: those that the core was told of: key → number of the message that named it.
+        """
+        heard, left = journal.heard, set(journal.suspects())
+        found = [key for key, number in told.items() if number <= heard and key not in left]
+        for key in found:
+            del told[key]
+            self.suspects.pop(key, None)
+        return found
+
+    def crashed(self, journal: Journal, cause: str, killed: bool, told: Mapping[int, int] | None = None) -> bool:
         """Record a crash. Returns whether a request is quarantined because of it.
 
         Args:
             cause: completes the sentence "the core died …".
             killed: whether the crash was by a SIGKILL that the supervisor did not send.
+            told: as for `settle`; None: the core knew all suspects.
         """
         accused = journal.accused()
-        untried = {key: self.suspects[key] for key in journal.suspects() if key in self.suspects}
-        self.suspects = {**untried, **{one.key: one.position for one in accused}}
+        self.settle(journal, dict.fromkeys(self.suspects, 0) if told is None else dict(told))
+        self.suspects |= {one.key: one.position for one in accused}
         strikes = {}
         for key, position, solo in accused:
             if not solo:

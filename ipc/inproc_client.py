@@ -16,6 +16,7 @@ from .codec import Array, decode_value, encode_arguments
 from .config import EngineConfig
 from .errors import EngineDeadError, check_process
 from .messages import AddRequest, ModelFacts, Outputs
+from .routing import check_rank
 from .saving import SavesWeights
 
 
@@ -34,11 +35,14 @@ class Core(Protocol):
         self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]: ...
     def step(self) -> dict[int, Outputs]: ...
+    def close(self) -> None: ...
     def collective_rpc(
         self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]: ...
     @property
     def model(self) -> ModelFacts: ...
+    @property
+    def error(self) -> EngineDeadError | None: ...
     @property
     def has_work(self) -> bool: ...
 
@@ -62,9 +66,11 @@ class InprocClient(SavesWeights):
         self,
         request: AddRequest,
         tensors: Sequence[np.ndarray] = (),
+        rank: int | None = None,
         processors: Sequence[Callable[..., Any]] = (),
     ) -> None:
         """`processors` are the user's functions on logits. They can only be passed to a core in this process."""
+        check_rank(rank, (0,))
         self._check()
         with self._lock:
             arrays = [np.ascontiguousarray(t).data.cast("B") for t in tensors]
@@ -105,10 +111,11 @@ class InprocClient(SavesWeights):
         if not self._closed:
             self._closed = True
             self.core.disconnect(0)
+            self.core.close()
 
     @property
     def error(self) -> EngineDeadError | None:
-        return EngineDeadError("the engine was shut down") if self._closed else None
+        return EngineDeadError("the engine was shut down") if self._closed else self.core.error
 
     def _check(self) -> None:
         if self.error is not None:

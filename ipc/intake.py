@@ -19,7 +19,17 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from .codec import Frame
-from .messages import KIND_OF, MAX_ABORTED, Abort, AddRequest, ModelFacts, Sampling, UtilityCall
+from .messages import (
+    KIND_OF,
+    MAX_ABORTED,
+    MAX_MEDIA_ITEMS,
+    Abort,
+    AddRequest,
+    MediaItem,
+    ModelFacts,
+    Sampling,
+    UtilityCall,
+)
 from .params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .processor_names import MAX_EXTRA_ARGS_BYTES
 from .structured import MAX_SPEC_BYTES
@@ -38,6 +48,7 @@ WAITING_BYTES = 2 << 20  # messages that wait; above this nothing is received
 MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body
 FIRST_BYTES = 16  # from the start of a body, which hold its first integer
 _INTEGER_BYTES, _FLOAT_BYTES = 9, 9  # the longest encodings in msgpack
+_ITEM_BYTES = 64  # of a media item
 _LARGEST_FLOAT = 4  # bytes of an element of prompt embeddings
 _ADD_REQUEST, _ABORT, _UTILITY_CALL = KIND_OF[AddRequest], KIND_OF[Abort], KIND_OF[UtilityCall]
 # The whole text is matched, because msgspec quotes what a peer sent in other errors.
@@ -61,6 +72,7 @@ class BodyLimits:
             + (_INTEGER_BYTES + _FLOAT_BYTES) * vocabulary  # logit_bias
             + MAX_SPEC_BYTES
             + MAX_EXTRA_ARGS_BYTES
+            + (_ITEM_BYTES * MAX_MEDIA_ITEMS if model.media else 0)
             + SMALL_BODY_BYTES
         )
         embeds_bytes = _LARGEST_FLOAT * longest * model.hidden_size
@@ -75,7 +87,15 @@ class BodyLimits:
             grammar=_at_most(list[str], 2),
             extra_args=_at_most(bytes, MAX_EXTRA_ARGS_BYTES),
         )
-        request = _narrowed(AddRequest, prompt_token_ids=ids, output_token_ids=ids, sampling=sampling)
+        two = _at_most(list[int], 2)
+        request = _narrowed(
+            AddRequest,
+            prompt_token_ids=ids,
+            output_token_ids=ids,
+            sampling=sampling,
+            moved_from=two,
+            media=_at_most(list[MediaItem], MAX_MEDIA_ITEMS),
+        )
         self._request_decoder = msgspec.msgpack.Decoder(request)
 
     def of(self, kind: int, admin: bool) -> int:

@@ -22,11 +22,11 @@ class Link:
     """Sends and receives frames without waiting, and reads libzmq's events of the connection.
 
     Args:
-        keys: for CURVE, see `make_dealer`.
+        keys, queue: see `make_dealer`.
     """
 
-    def __init__(self, address: str, keys: tuple[str, str, str] | None) -> None:
-        self._address, self._keys = address, keys
+    def __init__(self, address: str, keys: tuple[str, str, str] | None, queue: int = 0) -> None:
+        self._address, self._keys, self._queue = address, keys, queue
         self._context: zmq.Context[Socket] = zmq.Context()
         self._sockets: list[Socket] = []  # the one in use, and its monitor
         self._end = weakref.finalize(self, _abandon, self._context, self._sockets, os.getpid())
@@ -43,7 +43,7 @@ class Link:
         self.lost = False
         dealer: Socket | None = None
         try:
-            dealer = make_dealer(self._context, self._keys)
+            dealer = make_dealer(self._context, self._keys, self._queue)
             self._sockets[:] = dealer, dealer.get_monitor_socket(_EVENTS)
         except zmq.ZMQError as error:  # the process may have too many open files; the next attempt may succeed
             if dealer is not None:

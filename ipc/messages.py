@@ -13,6 +13,7 @@ from .config import EngineConfig
 
 PROTOCOL_VERSION = 1
 MAX_ABORTED = 65_536  # handles in one Abort
+MAX_MEDIA_ITEMS = 4_096  # in one prompt
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -96,10 +97,20 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
     fingerprint: str = ""  # identifies the weights: cores with equal fingerprints give the same tokens
     files_digest: str = ""  # digest of the tokenizer's files, which the method "tokenizer_files" returns
     tasks: list[str] = []  # tasks of a pooling model; empty: the model generates
+    media: list[str] = []  # what a prompt may have beside text: "image", "video", "audio"; or "text", for an encoder
+    encoder_input: bool = False  # each prompt has one item, which an encoder reads and which has no tokens in it
+
+
+class CorePlace(msgspec.Struct, array_like=True, frozen=True):
+    """Where one of several cores listens: beside the core that sends this."""
+
+    number: int
+    place: str  # the name of its socket in the same folder, or its port on the same host
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """The core accepts the frontend. A second Ready in the same epoch says that the model's facts have changed."""
+    """The core accepts the frontend. A second Ready in the same epoch says that the model's facts or the list of cores
+    have changed."""
 
     instance_id: bytes  # random per supervisor
     epoch: int  # grows at every core start
@@ -107,6 +118,9 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     config: bytes  # EngineConfig as the core completed it, in JSON
     capabilities: list[str] = []  # "admin": the frontend may change the engine for all frontends
     max_frame_bytes: int = 256 << 20  # that the frontend may send; a larger frame ends its connection
+    number: int = 0  # of this core
+    cores: list[CorePlace] = []  # all cores of the daemon that take requests, this one too; empty: it is the only one
+    media: list[str] = []  # where its media workers listen, as in `CorePlace.place`; empty: there are none
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -114,6 +128,15 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
 
     error: str  # name of the error type
     reason: str
+
+
+class MediaItem(msgspec.Struct, array_like=True, frozen=True):
+    """An image, a video or a sound in a prompt. A media worker sends its arrays to the core under the digest."""
+
+    digest: bytes  # 16 bytes, of the content and of all that its preprocessing depends on
+    modality: str  # of `ModelFacts.media`
+    offset: int  # index in the prompt of its first placeholder
+    length: int  # tokens up to its last placeholder, with what stands between them
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -133,6 +156,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True):
     lora: Adapter | None = None
     prompt_adapter: Adapter | None = None
     patient: bool = False  # tokens are not needed before the request ends: one message may hold those of many steps
+    moved_from: list[int] = []  # number and epoch of the core that had it before, if that was another one
+    media: list[MediaItem] = []  # in the order of their offsets; prompt_token_ids then has placeholders
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -201,6 +226,12 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     host_hits: int = 0  # prompt tokens of `prefix_hits` that were in host memory
     running_loras: list[str] = []  # names
     waiting_loras: list[str] = []
+    core: int = 0  # number of the core
+    encoder_queries: int = 0  # media items that requests named
+    encoder_hits: int = 0  # those of `encoder_queries` that were encoded already
+    encoded_items: int = 0
+    encoder_seconds: float = 0.0  # that encoding took
+    encoder_bytes: int = 0  # of memory for what is encoded
 
 
 class Pooled(msgspec.Struct, array_like=True, frozen=True):
@@ -320,6 +351,8 @@ class CoreStatus(msgspec.Struct, frozen=True):
     stats: Stats = Stats()
     frontends: list[FrontendStatus] = []
     malformed_frames: int = 0
+    core: int = 0  # its number
+    cores: list[CorePlace] = []  # as in `Ready`
 
 
 class Distribution(msgspec.Struct, array_like=True, frozen=True):
@@ -354,6 +387,7 @@ class StartReport(msgspec.Struct, array_like=True, frozen=True):
     error_text: str = ""
     config: EngineConfig | None = None  # as the core completed it; the next core starts with it
     decisions: msgspec.Raw = msgspec.Raw(b"\xc0")  # the worker's `Decisions`; the next core reuses them
+    media: list[str] = []  # of the model, as in `ModelFacts`
 
 
 class HeldAdapter(msgspec.Struct, array_like=True, frozen=True):
@@ -374,6 +408,26 @@ class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     fingerprint: str = ""  # of the model with these weights
     adapters: list[HeldAdapter] = []
     weights_label: str = "default"  # what users call the weights that are served, or served last
+    num_cores: int | None = None  # cores that the daemon is to have; None: as configured
+
+
+class Listening(msgspec.Struct, array_like=True, frozen=True):
+    """A core of a group, and where it listens."""
+
+    number: int
+    address: str
+    admin_address: str = ""
+
+
+class News(msgspec.Struct, array_like=True, frozen=True):
+    """What a supervisor tells a core of a group while it runs, over a pipe."""
+
+    number: int  # counts the messages to this core
+    cores: list[Listening] = []  # those that take requests
+    over: dict[int, int] = {}  # number of a core → last epoch that has ended and whose suspects are known
+    suspects: dict[int, int] = {}  # further suspects: key → position, see `CoreLaunch`
+    harmless: list[int] = []  # keys of earlier suspects
+    quarantined: dict[int, str] = {}  # further ones: key → reason
 
 
 # The kind byte in a header. Numbers are never reused.

@@ -132,8 +132,13 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing mutable but `logits_processors` and `extra_args`."""
-        shared = (*(self.logits_processors or ()), self.extra_args)
-        return copy.deepcopy(self, {id(one): one for one in shared})
+        found = copy.copy(self)
+        for name, value in vars(self).items():
+            if name == "logits_processors":
+                setattr(found, name, copy.copy(value))
+            elif value is not None and type(value) not in _PLAIN and name != "extra_args":
+                setattr(found, name, copy.deepcopy(value))
+        return found
 
     def validate(self) -> None:
         """Check every field again: fields may have been assigned since construction."""
@@ -302,6 +307,7 @@ CORE_RANGES: dict[str, tuple[float, float]] = {  # field of `messages.Sampling` 
     "logprobs": (-1, 2**62),
     "prompt_logprobs": (-1, 2**62),
 }
+_PLAIN = frozenset({int, float, str, bool, RequestOutputKind})  # types of values that can't be changed
 _FLAGS = [field.name for field in fields(SamplingParams) if field.type == "bool"]
 
 

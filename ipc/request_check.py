@@ -6,11 +6,12 @@ same code for every request that arrives, because there are clients in other lan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from .adapters import PromptAdapterRequest
-from .config import EngineConfig
+from .config import MOST_ITEMS, EngineConfig
 from .errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
 from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
 from .params import CORE_RANGES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS
@@ -39,6 +40,8 @@ class RequestCheck(NamedTuple):
         self._check_task(message.pooling)
         self.check_adapters(message.lora, message.prompt_adapter)
         self._check_prompt(message)
+        if message.media or self.model.encoder_input:
+            self._check_media(message)
         self._check_tokens(message)
         self._check_sampling(message.sampling)
         self._check_logprobs(message.sampling)
@@ -94,6 +97,33 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError(f"{has}: raise that, or give truncate_prompt_tokens")
         if not pools and num_tokens + num_done >= limit:
             raise InvalidRequestError(f"{has}, so with at least one token of output it may have at most {limit - 1}")
+
+    def _check_media(self, message: AddRequest) -> None:
+        takes, limits = self.model.media, self.config.multimodal_config.limit_mm_per_prompt
+        if not takes:
+            raise InvalidRequestError("the prompt has media, but this model takes text only")
+        if message.pooling or message.prompt_embeds or message.prompt_adapter:
+            raise NotSupportedError("media can't be used in a pooling request, with prompt_embeds or a prompt adapter")
+        if self.model.encoder_input and len(message.media) != 1:
+            count, kinds = len(message.media), " or ".join(takes)
+            raise InvalidRequestError(
+                f"the prompt has {count} inputs for this model's encoder; it must have one {kinds}"
+            )
+        end, num_tokens = 0, len(message.prompt_token_ids)
+        for item in message.media:
+            if item.modality not in takes:
+                raise InvalidRequestError(f"the prompt has {item.modality:.80}; this model takes {', '.join(takes)}")
+            if len(item.digest) != 16:
+                raise InvalidRequestError(f"a media item's digest has {len(item.digest)} bytes; it must have 16")
+            if item.offset < end or item.length < 1 or item.offset + item.length > num_tokens:
+                raise InvalidRequestError(
+                    f"a media item has {shown(item.length)} tokens from {shown(item.offset)} on; the prompt has "
+                    f"{num_tokens}, and the item before ends at {end}"
+                )
+            end = item.offset + item.length
+        for modality, count in Counter(item.modality for item in message.media).items():
+            if count > (most := limits.get(modality, MOST_ITEMS)):
+                raise InvalidRequestError(f"the prompt has {count} of {modality}; limit_mm_per_prompt allows {most}")
 
     def _check_prompt_adapter(self, adapter: Adapter, is_embeds: bool) -> None:
         PromptAdapterRequest(adapter.name, adapter.number, adapter.path, adapter.num_virtual_tokens)

@@ -50,6 +50,7 @@ from .messages import (
     CoreStatus,
     Fault,
     Hello,
+    Listening,
     Measured,
     Probe,
     Ready,
@@ -59,7 +60,8 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
-from .transport import MAX_MESSAGE_BYTES, MAX_PATH_BYTES, Endpoints, Waker, bind, bind_router, ipc_path
+from .siblings import NewsReader
+from .transport import MAX_MESSAGE_BYTES, MAX_PATH_BYTES, Endpoints, Waker, bind, bind_router, ipc_path, places
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,8 @@ class CoreServer:
         endpoints: where to listen, and which frontends may connect.
         instance_id, epoch: written in every header; frames with others are dropped.
         status: the answer to status calls until the first `publish`.
+        news_fd: where the supervisor's `News` come from; -1: nowhere.
+        cores: of the group; a frontend is told of them in `Ready`.
 
     Raises:
         MainspringError: an address can't be opened.
@@ -111,8 +115,12 @@ class CoreServer:
         epoch: int,
         status: CoreStatus,
         service: ServiceConfig,
+        news_fd: int = -1,
+        cores: Sequence[Listening] = (),
     ) -> None:
         self._endpoints, self._service = endpoints, service
+        self._news, self._news_fd = NewsReader(news_fd) if news_fd >= 0 else None, news_fd
+        self.cores = cores  # set before `announce`
         self._instance_id, self._epoch, self._status = instance_id, epoch, Status(status)
         self._inbox = Inbox()
         self._turns: Turns[list[zmq.Frame]] = Turns()
@@ -211,8 +219,8 @@ class CoreServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for one in (self._waker.fd, *self._monitors, self._access.zap):
-            if one is not None:
+        for one in (self._waker.fd, *self._monitors, self._access.zap, self._news_fd):
+            if one not in (None, -1):
                 poller.register(one, zmq.POLLIN)
         more = False
         while True:
@@ -227,6 +235,7 @@ class CoreServer:
             if self._stopping and self._farewell is None:
                 return self._close(0)
             self._access.authenticate()
+            self._read_news(poller)
             self._watch_connections()
             self._restore_socket_files()
             self._raise_frame_limit()
@@ -245,6 +254,16 @@ class CoreServer:
                 for peer in list(self._peers.values()):
                     self._send(peer, self._encode(self._farewell))
                 return self._close(FAREWELL_MS)
+
+    def _read_news(self, poller: zmq.Poller) -> None:
+        if self._news is None:
+            return
+        if (news := self._news.read()) is None:  # the supervisor has ended, and this core will
+            poller.unregister(self._news_fd)
+            self._news = None
+            return
+        for one in news:
+            self._inbox.put(Event(0, one))
 
     def _close(self, linger_ms: int) -> None:
         for router, monitor in zip(self._routers, self._monitors, strict=True):
@@ -352,7 +371,8 @@ class CoreServer:
             return
         if isinstance(message, StatusCall):
             self._access.admit(frames[0], message.token)
-            core = msgspec.structs.replace(self._status.core, malformed_frames=self.malformed_frames)
+            cores = places(self.cores, bool(origin[0]), self._status.core.core)
+            core = msgspec.structs.replace(self._status.core, malformed_frames=self.malformed_frames, cores=cores)
             self._reply(origin, Status(core, self._status.measured))
             return
         if peer is None or not is_ours:
@@ -436,8 +456,12 @@ class CoreServer:
 
     def _send_ready(self, peer: _Peer, ready: Ready) -> None:
         capabilities = ["admin"] if peer.admin else []
+        socket = peer.origin[0]
         own = msgspec.structs.replace(
-            ready, capabilities=capabilities, max_frame_bytes=self._frame_bytes[peer.origin[0]]
+            ready,
+            capabilities=capabilities,
+            max_frame_bytes=self._frame_bytes[socket],
+            cores=places(self.cores, bool(socket), ready.number),
         )
         self._send(peer, self._encode(own))
 

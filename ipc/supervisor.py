@@ -1,6 +1,6 @@
 """The supervisor: it starts a core, watches it, and starts the next one when it dies.
 
-In a daemon the main thread runs it, in an engine with its own core a background thread.
+A group of cores has one for each, see core_group.py.
 """
 
 from __future__ import annotations
@@ -8,36 +8,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
+import re
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import weakref
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import IO
 
 import msgspec
 
 from .config import EngineConfig
-from .crash_suspects import CrashSuspects
 from .errors import EngineDeadError, EngineStartError, from_wire
 from .journal import Journal, Phase
 from .messages import DesiredState, StartReport
-from .transport import (
-    CoreLaunch,
-    Endpoints,
-    Waker,
-    describe_exit,
-    ipc_address,
-    make_runtime_dir,
-    process_fd,
-    readable,
-    remove_runtime_dir,
-)
+from .siblings import Sibling, Siblings
+from .transport import CoreLaunch, Endpoints, Waker, describe_exit, process_fd, readable
 
 logger = logging.getLogger(__name__)
 
@@ -68,33 +57,51 @@ class Supervisor:
         endpoints: where the cores listen.
         runtime_dir: a folder that a core removes if this process dies.
         drain_timeout: seconds that a core has after `stop` to finish its requests.
+        number: of the core in its group.
+        siblings: what it shares with the supervisors of the other cores; None: there are none.
+        environment: variables of the core's process, beside this one's.
+        on_state: called with the state that users have set, before and after a change.
     """
 
     def __init__(
-        self, config: EngineConfig, endpoints: Endpoints, runtime_dir: str = "", drain_timeout: float = 0.0
+        self,
+        config: EngineConfig,
+        endpoints: Endpoints,
+        runtime_dir: str = "",
+        drain_timeout: float = 0.0,
+        number: int = 0,
+        siblings: Siblings | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_state: Callable[[DesiredState, DesiredState], None] | None = None,
     ) -> None:
         self._service = config.service_config
-        self._journal = Journal.create(config.scheduler_config.max_num_seqs)
-        self._suspects = CrashSuspects()
+        ranks = config.parallel_config.num_local_ranks
+        self._journal = Journal.create(config.scheduler_config.max_num_seqs, ranks)
+        self._siblings = siblings or Siblings()
+        self._sibling: Sibling | None = None  # the present core, as the others know it
+        self._environment, self._on_state = environment or {}, on_state
         self._waker = Waker()
         self._crash_file = tempfile.TemporaryFile(prefix="mainspring-crash-", buffering=0)  # noqa: SIM115
         self.launch = CoreLaunch(  # kept up to date for the next core
             config,
             endpoints,
-            instance_id=secrets.token_bytes(8),
+            instance_id=self._siblings.instance_id,
             parent_pid=os.getpid(),
             journal_fd=self._journal.fd,
             crash_fd=self._crash_file.fileno(),
             runtime_dir=runtime_dir,
             drain_timeout=drain_timeout,
             import_path=[os.path.abspath(p) for p in sys.path] if config.model_config.logits_processors else [],
+            number=number,
+            epoch=self._siblings.last_epoch(number),
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._reports: int | None = None  # from the core; None when it has closed its end
-        self._hung = False
+        self._hung, self._behind = False, ""  # whether the watchdog killed the core; which rank held it up
         self._stops = 0
         self._restarted_at: deque[float] = deque()
         self.ready = False
+        self.media: list[str] = []  # what the model takes beside text; known when the first core has started
         self.dead_error: EngineDeadError | None = None
 
     @property
@@ -107,8 +114,8 @@ class Supervisor:
 
     @property
     def num_quarantined(self) -> int:
-        """Requests that cores refuse because they have crashed earlier ones."""
-        return len(self._suspects.quarantined)
+        """See `Siblings`."""
+        return self._siblings.num_quarantined
 
     def start(self) -> None:
         """Start the first core, and wait until it serves.
@@ -119,7 +126,7 @@ class Supervisor:
         try:
             self._start_core()
         except BaseException:
-            self._end_core()
+            self.end()
             raise
 
     def run(self) -> None:
@@ -152,7 +159,7 @@ class Supervisor:
             self.dead_error = EngineDeadError(f"the supervisor failed: {error!r}")
             raise
         finally:
-            self._end_core()
+            self.end()
 
     def stop(self) -> None:
         """Let the core finish its requests, for at most `drain_timeout` seconds, and let `run` return. A second call
@@ -166,11 +173,10 @@ class Supervisor:
     # ------------------------------------------------------------------ starting
 
     def _start_core(self) -> None:
-        launch, suspects = self.launch, self._suspects
+        launch = self.launch
         launch.epoch += 1
-        launch.suspects, launch.quarantined = suspects.suspects, suspects.quarantined
         self._hung = False
-        self._journal.clear(launch.suspects)
+        self._sibling = self._siblings.starts(launch, self._journal)
         self._crash_file.seek(0)
         self._crash_file.truncate()
         self._close_reports()
@@ -181,12 +187,13 @@ class Supervisor:
                     [sys.executable, "-P", "-m", "mainspring.core"],
                     stdin=message,
                     stdout=2,  # the code of a model may print; keep that out of our standard output
-                    pass_fds=[launch.report_fd, launch.journal_fd, launch.crash_fd],
+                    pass_fds=[launch.report_fd, launch.journal_fd, launch.crash_fd, launch.news_fd],
                     process_group=0,  # so that Ctrl-C reaches only the frontend
-                    env={**CORE_ENVIRONMENT, **os.environ},
+                    env={**CORE_ENVIRONMENT, **os.environ, **self._environment},
                 )
         finally:
             os.close(launch.report_fd)
+            os.close(launch.news_fd)
         if self._stops:  # `stop` was called before there was a process
             process.terminate()
         data = self._first_report(process, self._reports)
@@ -201,10 +208,11 @@ class Supervisor:
             process.wait()
             raise from_wire(report.error, report.error_text)
         if report.config is not None:
-            launch.config = _repeatable(report.config)
+            launch.config = repeatable(report.config)
             launch.decisions = msgspec.Raw(bytes(report.decisions))
+        self.media = report.media
         self.ready = True
-        logger.info("the core (pid %d) serves, epoch %d", process.pid, launch.epoch)
+        logger.info("core %d (pid %d) serves, epoch %d", launch.number, process.pid, launch.epoch)
 
     def _first_report(self, process: subprocess.Popen[bytes], reports: int) -> bytes | None:
         """The core's first report; None if the core ended without one, or had to be killed."""
@@ -231,6 +239,8 @@ class Supervisor:
                 readable([fd for fd in fds if fd is not None], _LOOK_SECONDS)
                 self._waker.clear()
                 self._read_states()
+                if self._sibling is not None:
+                    self._siblings.flush(self._sibling)
                 if self._stops:
                     give_up_at = give_up_at or time.monotonic() + self.launch.drain_timeout + END_SECONDS
                     if time.monotonic() > give_up_at:
@@ -238,8 +248,10 @@ class Supervisor:
                 looks = looks + 1 if self._is_silent() else 0
                 if not self._hung and looks > 1:
                     self._hung = True
-                    silent_s = self._journal.silent_s
-                    logger.error("the core (pid %d) has made no progress for %.0f s: killed", process.pid, silent_s)
+                    silent_s, behind = self._journal.silent_s, self._journal.behind()
+                    self._behind = f" ({behind})" if behind else ""
+                    text = "the core (pid %d) has made no progress for %.0f s%s: killed"
+                    logger.error(text, process.pid, silent_s, self._behind)
                     _end_process(process, signal.SIGABRT, ABORT_SECONDS)  # faulthandler writes down where it hangs
         finally:
             self.ready = False
@@ -251,7 +263,9 @@ class Supervisor:
         """Read the reports that have arrived."""
         while self._reports is not None and readable([self._reports], 0):
             if (data := _read(self._reports)) is not None:
-                self.launch.state = msgspec.msgpack.decode(data, type=DesiredState)
+                before, self.launch.state = self.launch.state, msgspec.msgpack.decode(data, type=DesiredState)
+                if self._on_state is not None:
+                    self._on_state(before, self.launch.state)
             else:  # the core has closed its end
                 self._close_reports()
 
@@ -272,13 +286,9 @@ class Supervisor:
         if process.returncode is None:  # it lives, but its start failed
             process.kill()
             process.wait()
-        cause = "by hanging" if self._hung else describe_exit(process.returncode) + trouble
-        if process.returncode:  # 0: it was told to end, which is no crash
-            killed = process.returncode == -signal.SIGKILL and not self._hung
-            if self._suspects.crashed(self._journal, cause, killed):
-                self._restarted_at.clear()  # crashes with a quarantined cause do not count towards the limit
+        trace = self._trace()
+        cause = self._tell_end(trouble)
         self.launch.last_crash = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {cause}"
-        trace = os.pread(self.launch.crash_fd, 100_000, 0).decode(errors="replace").strip()
         logger.error("the core (pid %d) ended %s%s", process.pid, cause, f"\n{trace}" if trace else "")
         now = time.monotonic()
         window, most = self._service.restart_window, self._service.max_restarts
@@ -292,6 +302,23 @@ class Supervisor:
         self._restarted_at.append(now)
         self.launch.restarts += 1
 
+    def _tell_end(self, trouble: str = "") -> str:
+        """Let the siblings know how the core ended, and of which requests. Returns how, after "the core ended"."""
+        assert self._process is not None
+        code = self._process.returncode or 0
+        killed = code == -signal.SIGKILL and not self._hung
+        cause = "by hanging" + self._behind if self._hung else describe_exit(code) + trouble
+        if (rank := re.search(r"^rank \d+ ended .*", self._trace(), re.MULTILINE)) and not self._hung:
+            cause += f" ({rank[0]})"
+        crashed = bool(code) and not (killed and self._stops)  # 0: it was told to end
+        if self._siblings.ended(self.launch, cause, crashed, killed):
+            self._restarted_at.clear()  # crashes with a quarantined cause do not count towards the limit
+        return cause
+
+    def _trace(self) -> str:
+        """What the core wrote down of its end."""
+        return os.pread(self.launch.crash_fd, 100_000, 0).decode(errors="replace").strip()
+
     def _wait_to_restart(self, seconds: float) -> bool:
         """Wait before the next start. False if `stop` was called."""
         if seconds and not self._stops:
@@ -299,10 +326,14 @@ class Supervisor:
             self._waker.clear()
         return not self._stops
 
-    def _end_core(self) -> None:
+    def end(self) -> None:
+        """End the core, and close what belongs to it. `run` does this by itself."""
         self.ready = False
         if self._process is not None and self._process.poll() is None:
             _end_process(self._process, signal.SIGTERM, END_SECONDS)
+        self._on_state = None  # a reference to the owner of this object
+        if self._process is not None:
+            self._tell_end()
         self._close_reports()
         self._crash_file.close()
         self._journal.close()
@@ -311,38 +342,6 @@ class Supervisor:
         if self._reports is not None:
             os.close(self._reports)
             self._reports = None
-
-
-class EmbeddedCore:
-    """A core that belongs to this process, with a supervisor in a thread. It ends with this process, however that ends.
-
-    The core is a fresh interpreter, so scripts and notebooks need no ``__main__`` guard. Its configuration comes over
-    standard input. It watches this process and exits when this one has ended.
-
-    Raises:
-        MainspringError: the core did not start; the error it raised, under its own type.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.token = secrets.token_bytes(16)
-        folder = make_runtime_dir()
-        try:
-            self.address = ipc_address(folder)
-            self.supervisor = Supervisor(config, Endpoints(self.address, token=self.token), folder)
-            self.supervisor.start()
-        except BaseException:
-            remove_runtime_dir(folder)
-            raise
-        self._thread = threading.Thread(target=_run, args=(self.supervisor,), name="mainspring-supervisor", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _end, self.supervisor, self._thread, folder, os.getpid())
-
-    def dead_error(self) -> EngineDeadError | None:
-        return self.supervisor.dead_error
-
-    def close(self) -> None:
-        """End the core and remove its socket. A second call does nothing."""
-        self._end()
 
 
 def _file_with(data: bytes) -> IO[bytes]:
@@ -354,20 +353,7 @@ def _file_with(data: bytes) -> IO[bytes]:
     return file
 
 
-def _run(supervisor: Supervisor) -> None:
-    with contextlib.suppress(EngineDeadError):  # kept in `dead_error`
-        supervisor.run()
-
-
-def _end(supervisor: Supervisor, thread: threading.Thread, folder: str, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # in a forked child: the core belongs to its parent
-    supervisor.stop()
-    thread.join()
-    remove_runtime_dir(folder)
-
-
-def _repeatable(config: EngineConfig) -> EngineConfig:
+def repeatable(config: EngineConfig) -> EngineConfig:
     """The configuration of the next core, with the block count of this one, so that both serve the same."""
     cache = config.cache_config
     blocks = msgspec.structs.replace(cache, num_gpu_blocks_override=cache.num_gpu_blocks)

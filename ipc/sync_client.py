@@ -12,7 +12,9 @@ import numpy as np
 from .client import ConnectedClient
 from .codec import Array
 from .connection import Connection, result_of
-from .messages import AddRequest, Outputs
+from .cores import Cores
+from .errors import MainspringError
+from .messages import AddRequest, MediaItem, Outputs
 from .saving import SavesWeights
 from .transport import Waker, readable, seconds_left
 
@@ -26,15 +28,15 @@ class SyncClient(SavesWeights, ConnectedClient):
     descriptor signals a change only once, so a thread that sends must also receive, and then wakes the reader.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection | Cores) -> None:
         super().__init__(connection)
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._has_reader = False
         self._waker = Waker()
 
-    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
-        self._with_socket(lambda: self._connection.add_request(request, tensors))
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
+        self._with_socket(lambda: self._connection.add_request(request, tensors, rank))
 
     def abort(self, handles: Sequence[int]) -> None:
         self._with_socket(lambda: self._connection.abort(handles))
@@ -62,11 +64,19 @@ class SyncClient(SavesWeights, ConnectedClient):
             self._arrived.notify_all()
         self._waker.wake()
 
+    def _fail_media(self, media: Sequence[MediaItem], error: MainspringError) -> None:
+        with self._lock:
+            if self._connection.closed:
+                return
+            self._connection.fail_media(media, error)
+            self._arrived.notify_all()
+        self._waker.wake()
+
     def _with_socket(self, act: Callable[[], T]) -> T:
         self._connection.check_process()
         with self._lock:
             result = act()
-            arrived = self._connection.receive()
+            arrived = self._receive()
             if arrived:
                 self._arrived.notify_all()
         if arrived:
@@ -79,7 +89,7 @@ class SyncClient(SavesWeights, ConnectedClient):
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while True:
-                if self._connection.receive():
+                if self._receive():
                     self._arrived.notify_all()
                     if self._has_reader:  # its descriptors do not signal what was just received
                         self._waker.wake()

@@ -25,6 +25,7 @@ PATTERNS = (
     "*.model.v*",
     "tekken.json",
     "*.jinja",
+    "chat_template.json",
     "chat_templates/*.jinja",
 )
 MODEL_PATTERNS = ("config.json", "generation_config.json")

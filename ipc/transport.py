@@ -9,10 +9,11 @@ import os
 import select
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ import zmq
 
 from .config import EngineConfig
 from .errors import AddressInUseError, InvalidArgumentError
-from .messages import DesiredState
+from .messages import CorePlace, DesiredState, Listening
 
 MAX_PATH_BYTES = 107  # of a Unix socket's path, a limit of the kernel
 MAX_MESSAGE_BYTES = 256 << 20  # of one frame, if nothing else limits it
@@ -38,6 +39,11 @@ class Endpoints(msgspec.Struct, frozen=True):
     secret_key: str = ""  # the server's CURVE key in Z85; empty: no CURVE
     allowed_keys: str = ""  # path of the list of public keys, read anew for each connection
     token: bytes = b""  # a secret that every Hello must hold; then every connection is an admin's
+
+    def of(self, number: int) -> Endpoints:
+        """Those of core `number` of a group, whose first core listens here."""
+        address, admin = beside(self.address, number), beside(self.admin_address, number)
+        return msgspec.structs.replace(self, address=address, admin_address=admin)
 
 
 class CoreLaunch(msgspec.Struct):
@@ -60,6 +66,27 @@ class CoreLaunch(msgspec.Struct):
     restarts: int = 0
     last_crash: str = ""
     import_path: list[str] = []  # folders, after the core's own, with the modules of `logits_processors`
+    number: int = 0  # of the core in its group
+    news_fd: int = -1  # where the supervisor's `News` come from
+    cores: list[Listening] = []  # as in `News`
+    over: dict[int, int] = {}  # as in `News`
+    media: list[str] = []  # where media workers listen, as in `Ready`
+
+
+def free_port(host: str) -> int:
+    """A port of this machine at which nobody listens now."""
+    with socket.create_server((host, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that `host` can reach: that of the network on the way there. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        found: str = probe.getsockname()[0]
+        return found
 
 
 def make_runtime_dir() -> str:
@@ -124,6 +151,35 @@ def ipc_address(folder: str | Path) -> str:
     address = f"ipc://{folder}/core.sock"
     ipc_path(address)
     return address
+
+
+def beside(address: str, number: int) -> str:
+    """Where core `number` of a group listens, whose first core listens at `address`: at a socket beside that one, or at
+    a further port."""
+    if not number or not address:
+        return address
+    if ipc_path(address) is not None:
+        return f"{address}.{number}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}"
+
+
+def place_of(address: str) -> str:
+    """The part of an address in which the cores of a group differ, see `CorePlace`."""
+    path = ipc_path(address)
+    return address.rpartition(":")[2] if path is None else path.name
+
+
+def address_at(own: str, place: str) -> str:
+    """The address of a core of the group whose other core is reached at `own`."""
+    path = ipc_path(own)
+    return f"{own.rpartition(':')[0]}:{place}" if path is None else f"ipc://{path.with_name(place)}"
+
+
+def places(cores: Sequence[Listening], admin: bool, number: int) -> list[CorePlace]:
+    """The cores of a group as core `number` tells a frontend; none if it is the only one."""
+    where = [CorePlace(one.number, place_of((admin and one.admin_address) or one.address)) for one in cores]
+    return [] if [one.number for one in where] == [number] else where
 
 
 def lock_address(address: str) -> int | None:
@@ -227,25 +283,25 @@ def bind(router: Socket, address: str) -> None:
         os.umask(old)
 
 
-def _keep_alive(socket: Socket, timeout: float) -> None:
+def _keep_alive(one: Socket, timeout: float) -> None:
     """Let the kernels detect, within `timeout` seconds, that the other machine is gone. Nothing else ends a connection:
     a peer that is stopped or busy is not lost. (ZMTP's heartbeats would end its connection; and with heartbeats libzmq
     4.3.5 aborts the process when a peer goes away while its messages wait to be read.)"""
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(timeout / 2)))
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(timeout / 6)))
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_MAXRT, int(timeout * 1000))
+    one.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    one.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(timeout / 2)))
+    one.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(timeout / 6)))
+    one.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    one.setsockopt(zmq.TCP_MAXRT, int(timeout * 1000))
 
 
-def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None = None) -> Socket:
+def make_dealer(context: zmq.Context[Socket], keys: tuple[str, str, str] | None = None, queue: int = 0) -> Socket:
     """A frontend's socket. Connect it after its monitor is made, or the monitor misses the first events. Make a new one
     for each connection, because frames queued in an old one would reach the next core. `keys`: own public, own secret,
-    and the server's public key."""
+    and the server's public key. `queue`: most messages that libzmq receives ahead; 0: no limit."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.SNDHWM, 0)
-    dealer.setsockopt(zmq.RCVHWM, 0)  # outputs are received without a limit, even while step() is not called
+    dealer.setsockopt(zmq.RCVHWM, queue)  # outputs are received without a limit, even while step() is not called
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     _keep_alive(dealer, CORE_TIMEOUT)

@@ -223,3 +223,34 @@ class Decoder(Protocol):
     def logits(self, steps: DecodeSteps) -> torch.Tensor:
         """Make the next step up to its logits, ``[rows, vocab]``. The tokens chosen of them must be written to
         `DecodeSteps.ids`."""
+
+
+class LayeredDecoder:
+    """A decoder around another one's products. It runs layer by layer."""
+
+    runs_steps = False
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    @property
+    def weights(self) -> Mapping[int, PackedWeight]:
+        return self._decoder.weights
+
+    def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
+        self._decoder.bind(caches, sources)
+
+    def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._decoder.bind_states(states)
+
+    def give_back(self) -> None:
+        self._decoder.give_back()
+
+    def run(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, bool]:
+        raise NotImplementedError
+
+    def logits(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError

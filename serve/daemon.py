@@ -13,8 +13,10 @@ import msgspec
 import zmq
 
 from ..engine.observe.metrics import OF_SUPERVISOR, PREFIX, Metric, metrics_of
+from ..engine.placement import place
 from ..ipc.config import EngineConfig
 from ..ipc.connection import ask_status
+from ..ipc.core_group import CoreGroup
 from ..ipc.errors import AddressInUseError, InvalidArgumentError, MainspringError
 from ..ipc.journal import Phase
 from ..ipc.keys import default_allowed, load_allowed, load_keypair
@@ -26,10 +28,10 @@ from .health import heartbeat, notify, probes
 
 
 def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str], None]) -> None:
-    """Keep a core running until SIGTERM or SIGINT, or until it has died too often. For the main thread.
+    """Keep the cores running until SIGTERM or SIGINT, or until all have died too often. For the main thread.
 
     Args:
-        on_ready: called once, with how to connect, when the first core serves.
+        on_ready: called once, with how to connect, when the cores serve.
 
     Raises:
         InvalidArgumentError: the options contradict each other, or a key can't be read.
@@ -47,40 +49,46 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
         nonlocal stopping
         stopping = True
         notify("STOPPING=1")
-        supervisor.stop()
+        group.stop()
 
     def ready() -> bool:
-        listens = all(path.is_socket() for path in paths)  # the core makes a deleted socket file again
+        supervisor, listens = group.first, all(path.is_socket() for path in paths)  # a core makes a deleted file again
         return supervisor.ready and not stopping and supervisor.phase is not Phase.DRAINING and listens
 
     def status() -> str:
         phase = "stopping" if stopping else "serving" if ready() else "starting"
-        return f"{phase} at {endpoints.address}, core pid {supervisor.core_pid}, {supervisor.launch.restarts} restarts"
+        pids = ", ".join(f"core pid {one.core_pid}" for one in group.running)
+        return f"{phase} at {endpoints.address}, {pids}, {sum(one.launch.restarts for one in group.running)} restarts"
 
     with contextlib.ExitStack() as stack:
-        for address in filter(None, (endpoints.address, endpoints.admin_address)):
-            _claim(address, stack)
-        supervisor = Supervisor(config, endpoints, drain_timeout=options.drain_timeout)
+        for number in range(config.parallel_config.num_cores):
+            each = endpoints.of(number)
+            for address in filter(None, (each.address, each.admin_address)):
+                _claim(address, stack)
+        placement = place(config)
+        stack.callback(placement.close)
+        config = placement.config
+        group = CoreGroup(config, endpoints, drain_timeout=options.drain_timeout, claim=partial(_claim, stack=stack))
         if options.http_port is not None:
             stack.enter_context(probes(options.http_host, options.http_port, ready))
         if (port := config.observability_config.metrics_port) is not None:
             from ..engine.observe.prometheus import serve_metrics
 
             keys = {"key": options.key, "server_key": load_keypair(options.key).public} if options.key else {}
-            tell = partial(_metrics, supervisor, config, endpoints.address.replace("//*:", "//127.0.0.1:"), keys)
+            tell = partial(_metrics, group, config, keys)
             stack.callback(serve_metrics(options.http_host, port, tell)[1])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         stack.enter_context(heartbeat(status))
         try:
-            supervisor.start()
+            group.start()
         except Exception:
             if stopping:  # we ended it ourselves
                 return
             raise
-        notify(f"READY=1\nSTATUS={status()}")
         on_ready(_how_to_connect(endpoints.address, options))
-        supervisor.run()
+        notify(f"READY=1\nSTATUS={status()}")
+        group.run()
 
 
 def endpoints_of(options: DaemonOptions) -> Endpoints:
@@ -118,19 +126,28 @@ def endpoints_of(options: DaemonOptions) -> Endpoints:
     return Endpoints(address, admin, load_keypair(options.key).secret, allowed)
 
 
-def _metrics(supervisor: Supervisor, config: EngineConfig, address: str, keys: dict[str, Any]) -> list[Metric]:
-    """The metrics of the core. While it does not answer, only those that the supervisor knows."""
-    ours: dict[str, Any] = {"epoch": supervisor.launch.epoch, "requests_quarantined": supervisor.num_quarantined}
+def _metrics(group: CoreGroup, config: EngineConfig, keys: dict[str, Any]) -> list[Metric]:
+    """The metrics of all cores."""
+    return [metric for one in group.running for metric in _metrics_of_core(one, config, keys)]
+
+
+def _metrics_of_core(supervisor: Supervisor, config: EngineConfig, keys: dict[str, Any]) -> list[Metric]:
+    """The metrics of a core. While it does not answer, only those that the supervisor knows."""
+    launch = supervisor.launch
+    address = launch.endpoints.address.replace("//*:", "//127.0.0.1:")
+    ours: dict[str, Any] = {
+        "epoch": launch.epoch,
+        "requests_quarantined": supervisor.num_quarantined,
+        "core": launch.number,
+    }
     model, lora = config.model_config.shown_name, config.lora_config
     try:
         status = ask_status(address, **keys)
     except MainspringError:
-        found = metrics_of(Stats(**ours), Measured(), model, supervisor.launch.restarts)
+        found = metrics_of(Stats(**ours), Measured(), model, launch.restarts)
         return [one for one in found if one.name.removeprefix(PREFIX) in OF_SUPERVISOR]
     stats = msgspec.structs.replace(status.core.stats, malformed_frames=status.core.malformed_frames, **ours)
-    return metrics_of(
-        stats, status.measured, model, supervisor.launch.restarts, lora.max_loras if lora.enable_lora else 0
-    )
+    return metrics_of(stats, status.measured, model, launch.restarts, lora.max_loras if lora.enable_lora else 0)
 
 
 def _absolute(address: str) -> str:

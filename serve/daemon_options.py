@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..engine.args import FIELDS, EngineArgs, add_flags, all_names, check_least, check_port, typed
-from ..ipc.config import EngineConfig, Section, fields_of
+from ..ipc.config import EngineConfig, FieldInfo, Section, fields_of
 from ..ipc.errors import InvalidArgumentError, unknown_argument
 
 if TYPE_CHECKING:
     import argparse
 
 # Defaults of a daemon. They are far above what is good for latency, and bound the memory that a mistake can take.
-_DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384}
+DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384}
 
 
 class DaemonOptions(Section, frozen=True, kw_only=True):
@@ -42,13 +43,13 @@ class DaemonOptions(Section, frozen=True, kw_only=True):
 
 
 OPTIONS = {info.name: info for info in fields_of(DaemonOptions, "daemon")}
-_ALL = {**OPTIONS, **FIELDS}
+Options = Mapping[str, FieldInfo]
 
 
-def add_cli_args(command: argparse.ArgumentParser) -> None:
+def add_cli_args(command: argparse.ArgumentParser, options: Options = OPTIONS) -> None:
     """A flag for each option, the engine's included; see `add_flags`."""
     command.add_argument("--config", metavar="FILE", help="TOML file of the names here, with underscores; flags win")
-    add_flags(command, _ALL.values())
+    add_flags(command, {**options, **FIELDS}.values())
 
 
 def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig]:
@@ -57,18 +58,27 @@ def from_cli_args(args: argparse.Namespace) -> tuple[DaemonOptions, EngineConfig
     Raises:
         MainspringError: as `EngineArgs.create_engine_config`; or the file can't be read or holds what is unknown.
     """
-    names = all_names()
-    flags = {name: getattr(args, name) for name in (*OPTIONS, *names) if hasattr(args, name)}
-    given = {**_DEFAULTS, **(_read(args.config) if args.config else {}), **flags}
-    options = {name: typed(field, given[name]) for name, field in OPTIONS.items() if name in given}
-    engine = EngineArgs(**{name: value for name, value in given.items() if name in names})
+    options, engine = given_options(args, OPTIONS)
     found = DaemonOptions(**options)
     check_least("drain_timeout", found.drain_timeout, 0)
     check_port("http_port", found.http_port)
-    return found, engine.create_engine_config()
+    return found, EngineArgs(**{**DEFAULTS, **engine}).create_engine_config()
 
 
-def _read(path: str) -> dict[str, Any]:
+def given_options(args: argparse.Namespace, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of these, and those of the engine, that are given by flags or in the file named in `config`.
+
+    Raises:
+        InvalidArgumentError: the file can't be read or holds what is unknown, or a value has the wrong type.
+    """
+    names = all_names()
+    flags = {name: getattr(args, name) for name in (*options, *names) if hasattr(args, name)}
+    given = {**(_read(args.config, {**options, **FIELDS}) if args.config else {}), **flags}
+    own = {name: typed(field, given[name]) for name, field in options.items() if name in given}
+    return own, {name: value for name, value in given.items() if name in names and name not in own}
+
+
+def _read(path: str, options: Options) -> dict[str, Any]:
     """The entries of all tables in one, each checked to be known, and where it belongs."""
     try:
         found = tomllib.loads(Path(path).read_text())
@@ -76,10 +86,10 @@ def _read(path: str) -> dict[str, Any]:
         raise InvalidArgumentError(f"config is {path}, which can't be read: {error.strerror}") from None
     except ValueError as error:  # also what is no UTF-8
         raise InvalidArgumentError(f"config is {path}, which is not TOML: {error}") from None
-    sections = {field.section for field in _ALL.values()}
+    sections = {field.section for field in options.values()}
     for section in sections & found.keys():
         table = found.pop(section)
-        known = [name for name, field in _ALL.items() if field.section == section]
+        known = [name for name, field in options.items() if field.section == section]
         if not isinstance(table, dict):
             raise InvalidArgumentError(f"{path}: {section} is {table!r}; it must be a table, [{section}]")
         for name, value in table.items():
@@ -89,6 +99,6 @@ def _read(path: str) -> dict[str, Any]:
                 raise InvalidArgumentError(f"{path} sets {name} twice")
             found[name] = value
     for name in found:
-        if name not in _ALL:
-            raise unknown_argument(path, name, [*_ALL, *sections])
+        if name not in options:
+            raise unknown_argument(path, name, [*options, *sections])
     return found

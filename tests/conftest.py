@@ -35,11 +35,11 @@ def pytest_collection_finish() -> None:
 
 
 def _cores_left() -> list[psutil.Process]:
-    """Core processes that this process, or a child of it, started."""
+    """Core processes and media workers that this process, or a child of it, started."""
     cores = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "mainspring.core" in process.cmdline():
+            if {"mainspring.core", "mainspring.media"} & set(process.cmdline()):
                 cores.append(process)
         except psutil.Error:  # it ended meanwhile
             continue

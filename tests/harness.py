@@ -13,7 +13,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -22,18 +22,21 @@ import pytest
 from msgspec.structs import replace
 
 from invariants import check_host, check_pool
+from mainspring.core.features.encoder_cache import EncoderCache
+from mainspring.core.features.pipeline import Pipeline
 from mainspring.core.features.speculation import Speculation
 from mainspring.core.loop import EngineCore
 from mainspring.core.memory.block_pool import NULL_BLOCK
 from mainspring.core.memory.cache_manager import CacheManager
+from mainspring.core.memory.home_caches import HomeCaches
 from mainspring.core.memory.updates import NO_COPIES, NO_TABLES, LayerGroup
-from mainspring.core.plan.control import WorkerFacts
+from mainspring.core.plan.control import DropMedia, KeepMedia, MediaFacts, WorkerFacts
 from mainspring.core.plan.need import cuts_are_ruled
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.scheduler import Scheduler
-from mainspring.core.plan.step import IN_FLIGHT, NewSequence, Step, StepPlan, StepResult
-from mainspring.ipc.config import EngineConfig, SchedulerConfig, ServiceConfig
-from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Sampling, Started, Stats
+from mainspring.core.plan.step import IN_FLIGHT, Encoded, NewSequence, Step, StepPlan, StepResult
+from mainspring.ipc.config import EngineConfig, MultiModalConfig, SchedulerConfig, ServiceConfig
+from mainspring.ipc.messages import AddRequest, Finished, MediaItem, ModelFacts, Outputs, Sampling, Started, Stats
 
 VOCAB = 50
 Windows = Sequence[int | LayerGroup | None]  # per group: a window size, None for full attention, or a recurrent group
@@ -74,9 +77,21 @@ def next_token(seen: Sequence[Sequence[int]], banned: Collection[int] = ()) -> i
     return token
 
 
+def row_of(seed: int, index: Any) -> Any:
+    """What the stand-in's layers see of a media item in the place of its placeholder of this index."""
+    return 1000 + 1000 * seed + index
+
+
+def media_item(seed: int, offset: int, length: int) -> MediaItem:
+    return MediaItem(seed.to_bytes(16, "little"), "image", offset, length)
+
+
 def expected_output(message: AddRequest, windows: Windows, max_model_len: int) -> tuple[list[int], str]:
     """The output and the finish reason, computed without blocks, batches or steps."""
     tokens = message.prompt_token_ids + message.output_token_ids
+    for one in message.media:
+        rows = row_of(int.from_bytes(one.digest, "little"), np.arange(one.length)).tolist()
+        tokens[one.offset : one.offset + one.length] = rows
     stops, sampling, prompt = message.sampling.stop_token_ids, message.sampling, len(message.prompt_token_ids)
     output: list[int] = []
     while True:
@@ -101,7 +116,10 @@ class StandInModel:
         slots: int,
         max_model_len: int,
         host_blocks: int = 0,
+        homes: int = 1,
     ) -> None:
+        self._blocks_of_home, self._homes = num_blocks, np.zeros(slots, np.int64)
+        num_blocks *= homes
         self._windows = windows
         self._size = block_size
         columns = -(-max_model_len // block_size)
@@ -116,6 +134,8 @@ class StandInModel:
         self._row_states: dict[int, list[int]] = {}  # by slot: the state after each token of its row in this step
         self._last = np.zeros(slots, np.int64)
         self._sequences: dict[int, NewSequence] = {}
+        self._arrays: dict[int, int] = {}  # by number of a media item: its seed
+        self.encoded: dict[int, int] = {}  # the same, of those that a step has encoded
         self._in_flight: deque[tuple[int, dict[int, tuple[NewSequence, frozenset[int]]]]] = deque()
 
     def begin(self, step: StepPlan) -> None:
@@ -126,6 +146,21 @@ class StandInModel:
         self._tables[group, slot, column] = block
         for sequence in step.admitted:
             self._sequences[sequence.slot] = sequence
+            self._homes[sequence.slot] = -1
+            assert all(one.number in self.encoded for one in sequence.media), "a slot is given before media are encoded"
+
+    def control(self, record: Any) -> None:
+        if isinstance(record, KeepMedia):
+            assert record.number not in self._arrays, "a number is used twice"
+            self._arrays[record.number] = int(record.arrays[0][0])
+        elif isinstance(record, DropMedia):
+            del self._arrays[record.number]
+            self.encoded.pop(record.number, None)
+
+    def encode(self, step: StepPlan) -> None:
+        for number in step.encodes.tolist():
+            assert number not in self.encoded, "an item is encoded twice"
+            self.encoded[number] = self._arrays[number]
 
     def _copy(self, step: StepPlan) -> None:
         self._copied = step.id
@@ -155,11 +190,16 @@ class StandInModel:
     def execute(self, step: StepPlan) -> np.ndarray:
         """Run `step`; → the sampled tokens."""
         self.begin(step)
+        self.encode(step)
         ends = np.cumsum(step.counts)
         rows = [
             (int(slot), int(start), step.token_ids[end - count : end].astype(np.int64))
             for slot, start, count, end in zip(step.slots, step.starts, step.counts, ends, strict=True)
         ]
+        homes = step.homes if step.homes.size else np.zeros_like(step.slots)
+        known = self._homes[step.slots]
+        assert ((known == -1) | (known == homes)).all(), "a running request changed its home"
+        self._homes[step.slots] = homes
         self._check_reuse(step.id, rows)
         for slot, start, tokens in rows:
             self._write(slot, start, tokens)
@@ -177,17 +217,26 @@ class StandInModel:
         assert self._in_flight[0][0] == step.id
         self._in_flight.popleft()
 
+    def _blocks(self, group: int, slot: int, columns: np.ndarray) -> np.ndarray:
+        """Blocks of a sequence's home, where each is another one."""
+        blocks = self._tables[group, slot, columns]
+        return np.where(blocks == NULL_BLOCK, NULL_BLOCK, blocks + self._homes[slot] * self._blocks_of_home)
+
     def _first_seen(self, window: int | None, position: int) -> int:
         return 0 if window is None else max(0, position - window + 1)
 
     def _write(self, slot: int, start: int, tokens: np.ndarray) -> None:
         tokens[tokens == IN_FLIGHT] = self._last[slot]
         positions = np.arange(start, start + len(tokens))
+        for one in self._sequences[slot].media:
+            inside = (positions >= one.offset) & (positions < one.offset + one.length)
+            assert not inside.any() or one.number in self.encoded, "a row of an item that is not encoded"
+            tokens[inside] = row_of(self.encoded.get(one.number, 0), positions[inside] - one.offset)
         for group, window in enumerate(self._windows):
             if isinstance(window, LayerGroup):
                 self._advance_state(slot, start, tokens)
                 continue
-            blocks = self._tables[group, slot, positions // self._size]
+            blocks = self._blocks(group, slot, positions // self._size)
             assert (blocks != NULL_BLOCK).all(), "a token is written to the null block"
             self._tokens[group, blocks, positions % self._size] = tokens
             self._positions[group, blocks, positions % self._size] = positions
@@ -206,7 +255,7 @@ class StandInModel:
                 seen.append(split(self._row_states[slot][count - 1]))
                 continue
             positions = np.arange(self._first_seen(window, start), end)  # visible to queries up to this one
-            blocks = self._tables[group, slot, positions // self._size]
+            blocks = self._blocks(group, slot, positions // self._size)
             read = self._positions[group, blocks, positions % self._size]
             assert (read == positions).all(), f"group {group} reads positions {read} for {positions}"
             tokens = self._tokens[group, blocks, positions % self._size]
@@ -227,8 +276,8 @@ class StandInModel:
                 columns = np.arange(
                     self._first_seen(window, start) // self._size, (start + len(tokens) - 1) // self._size + 1
                 )
-                named |= set(self._tables[group, slot, columns].tolist())
-                written |= set(self._tables[group, slot, columns[columns >= start // self._size]].tolist())
+                named |= set(self._blocks(group, slot, columns).tolist())
+                written |= set(self._blocks(group, slot, columns[columns >= start // self._size]).tolist())
             request = self._sequences[slot]
             for _, others in self._in_flight:
                 for other_slot, (other, blocks) in others.items():
@@ -261,6 +310,10 @@ class Engine:
         guesses: maximum draft tokens of a request in a step; 0: no speculation.
         guessed_right: probability that a draft token is right.
         most_steps: of one plan, which sometimes ends early; with one step in flight.
+        stages: of a pipeline.
+        media: facts of a model whose prompts may have media; each item is one array, with its seed.
+        media_bytes: of the encoder's cache.
+        homes: ranks that each keep requests of their own, in `num_blocks` blocks.
         limits: fields of `SchedulerConfig`.
     """
 
@@ -280,6 +333,10 @@ class Engine:
         guesses: int = 0,
         guessed_right: float = 0.7,
         most_steps: int = 1,
+        stages: int = 1,
+        media: MediaFacts | None = None,
+        media_bytes: int = 1 << 30,
+        homes: int = 1,
         **limits: Any,
     ) -> None:
         limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **limits}
@@ -288,7 +345,9 @@ class Engine:
         if num_blocks is None:
             num_blocks = 2 * blocks_for(windows, block_size, max_model_len, self.budget)
         groups = [group_of(window) for window in windows]
-        self.kv = CacheManager(groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
+        make = partial(CacheManager, groups, block_size, num_blocks + 1, prefix_caching, host_blocks)
+        self.kv: Any = make() if homes == 1 else HomeCaches(homes, make)
+        self.caches: list[CacheManager] = [self.kv] if homes == 1 else self.kv._homes
         self.now = 0.0
         self.suspects = set(range(suspects))  # keys; all other requests have larger keys
         self.told_suspects = set(self.suspects)  # remaining suspects, as reported by the scheduler
@@ -305,12 +364,28 @@ class Engine:
             suspects=dict.fromkeys(self.suspects, accused_at),
             on_suspects=lambda keys: setattr(self, "told_suspects", set(keys)),
         )
+        if stages > 1:
+            self.scheduler.attach(Pipeline(stages, self.scheduler.state.running, self.scheduler.fair))
+        self.media: EncoderCache | None = None
+        if media is not None:
+            limit, suspected = (
+                MultiModalConfig(mm_encoder_cache_gb=media_bytes / (1 << 30)),
+                self.scheduler.state.suspects,
+            )
+            self.media = EncoderCache(
+                media, limit, self.budget, suspected.keys, lambda record: self.model.control(record)
+            )
+            self.scheduler.serve_media(self.media)
+        self.media_bytes = media_bytes
+        self.coming: list[tuple[Request, list[MediaItem]]] = []  # requests that wait for arrays
         state = self.scheduler.state
         state.most_steps, state.hands_out, state.step_seconds = most_steps if depth == 1 else 1, True, 1e-3
+        self.encoding: dict[int, int] = {}  # by number of an item: the step that encoded it last
+        self.encodes: Callable[[int], Encoded] = lambda number: Encoded(number, 10)
         self.num_several = 0  # plans of several steps
         seats = limits["max_num_seqs"]
         self._guessed_right, self._luck = guessed_right, random.Random(1)
-        self.model = StandInModel(windows, block_size, num_blocks + 1, seats, max_model_len, host_blocks)
+        self.model = StandInModel(windows, block_size, num_blocks + 1, seats, max_model_len, host_blocks, homes)
         for frontend, weight in enumerate(weights):
             self.scheduler.fair.register(frontend, weight)
         self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
@@ -348,15 +423,28 @@ class Engine:
         output: Sequence[int] = (),
         salt: str = "",
         suspect: bool = False,
+        media: Sequence[MediaItem] = (),
     ) -> Key:
         handle = len(self.messages)
         sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=list(stop))
         message = AddRequest(
-            handle, str(handle), list(prompt), sampling, priority, list(output), salt, patient=handle % 3 > 0
+            handle,
+            str(handle),
+            list(prompt),
+            sampling,
+            priority,
+            list(output),
+            salt,
+            patient=handle % 3 > 0,
+            media=list(media),
         )
         self.now += 1.0
         key = self.keys[frontend, handle] = next(self._suspect_keys) if suspect else 1_000_000 + handle
-        self.scheduler.add(Request(message, frontend, self.now, self.max_model_len, key=key))
+        request = Request(message, frontend, self.now, self.max_model_len, key=key)
+        waits = self.media.prepare(request, message.media) if self.media is not None else []
+        self.scheduler.add(request, ready=not waits)
+        if waits:
+            self.coming.append((request, message.media))
         self.messages[frontend, handle] = message
         return frontend, handle
 
@@ -365,6 +453,15 @@ class Engine:
         for frontend, handle in keys:
             self._forget_suspect((frontend, handle))
             self.scheduler.abort(frontend, [handle])
+
+    def bring(self) -> None:
+        """A media worker brings the arrays that a request waits for."""
+        assert self.media is not None
+        request, media = self.coming.pop(0)
+        for digest in self.media.items.offer([one.digest for one in media]):
+            seed = np.array([int.from_bytes(digest, "little")])
+            assert self.media.items.put([seed], digest, "image", ["pixel_values"]).done()
+        self.scheduler.queue(request)
 
     def set_credit(self, frontend: int, given: bool) -> None:
         (self.slow.discard if given else self.slow.add)(frontend)
@@ -393,6 +490,8 @@ class Engine:
             assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot stands twice in a step"
             assert (plan.counts > 0).all()
             assert plan.num_tokens == plan.counts.sum() <= self.budget, "the budget is exceeded"
+            if self.media is not None:
+                self._check_media(plan)
             sent: Counter[Key] = Counter()
             for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
                 request = self.scheduler.state.running.requests[slot]
@@ -401,11 +500,14 @@ class Engine:
             for (frontend, _), count in sent.items():
                 by_frontend[frontend] += count
             self.steps.append(Sent(plan.num_tokens, by_frontend, dict(sent)))
+            self.encoding.update(dict.fromkeys(plan.encodes.tolist(), plan.id))
             if self.lacks_memory(plan):
                 self.model.begin(plan)
+                self.model.encode(plan)
                 while self.in_flight:
                     self.retire()
-                self._tell(self.scheduler.update(step, result_of(plan, [], lack="as ordered")))
+                lacking = result_of(plan, [], lack="as ordered", encoded=self._encoded(plan))
+                self._tell(self.scheduler.update(step, lacking))
             else:
                 self.in_flight.append((step, self.model.execute(plan)))
         self.check()
@@ -417,11 +519,12 @@ class Engine:
     def _check_step(self, step: Step, ran: set[Key]) -> None:
         """Check that a suspect runs alone and that no request runs that may not."""
         requests = [self.scheduler.state.running.requests[slot] for slot in step.plan.slots.tolist()]
-        assert step.keys.tolist() == [r.key for r in requests]
+        waiting = self._waiting_for(step.plan) if self.media is not None else []
+        assert step.keys.tolist() == [r.key for r in (*requests, *waiting)]
         assert not any(other.solo for other, _ in self.in_flight), "something was launched beside a suspect"
-        assert step.solo == any(r.key in self.suspects for r in requests)
+        assert step.solo == any(r.key in self.suspects for r in (*requests, *waiting))
         if step.solo:
-            assert len(requests) == 1, "a suspect runs with others"
+            assert len(requests) + len(step.plan.encodes) == 1, "a suspect runs with others"
             assert not self.in_flight, "a suspect runs beside a step in flight"
         assert not any(r.frontend in self.slow for r in requests), "something is computed for a frontend without credit"
         assert self.scheduler.paused in (None, "wait"), "something is computed during a pause"
@@ -433,9 +536,25 @@ class Engine:
             for request, end in zip(requests, (step.plan.starts + step.plan.counts).tolist(), strict=True):
                 assert end >= request.prompt_len or end % chunk == 0, "a prompt is cut inside of a chunk"
         if not self.in_flight:
-            for request, position in zip(requests, step.output_index.tolist(), strict=True):
+            for request, position in zip((*requests, *waiting), step.output_index.tolist(), strict=True):
                 key = request.frontend, request.handle
                 assert position == len(self.messages[key].output_token_ids) + len(self.outputs[key])
+
+    def _waiting_for(self, plan: StepPlan) -> list[Request]:
+        assert self.media is not None
+        items = [self.media._numbers[number] for number in plan.encodes.tolist()]
+        users = sorted((user for item in items for user in item.users), key=lambda r: r.key not in self.suspects)
+        return list(dict.fromkeys(users))[: len(self.scheduler.state.rows.alive)]
+
+    def _check_media(self, plan: StepPlan) -> None:
+        """Check the budget of the encoder, and that no span is cut."""
+        assert self.media is not None
+        lengths = [self.media._numbers[number].length for number in plan.encodes.tolist()]
+        assert sum(lengths) <= self.budget or len(lengths) == 1, "too much is encoded in a step"
+        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            for first, end in self.scheduler.state.running.requests[slot].spans:
+                assert not first < start < end, "a step begins inside of a span"
+                assert not first < start + count < end, "a step ends inside of a span"
 
     def _forget_suspect(self, key: Key) -> None:
         if key in self._requests():
@@ -447,8 +566,15 @@ class Engine:
         self.model.retire(step.plan)
         if step.plan.num_steps > 1:
             return self._retire_several(step, sampled)
-        self._tell(self.scheduler.update(step, result_of(step.plan, sampled)))
+        self._tell(self.scheduler.update(step, result_of(step.plan, sampled, encoded=self._encoded(step.plan))))
         self.check()
+
+    def _encoded(self, plan: StepPlan) -> list[Encoded]:
+        encoded = [self.encodes(number) for number in plan.encodes.tolist()]
+        for one in encoded:
+            if one.error:
+                self.model.encoded.pop(one.number, None)
+        return encoded
 
     def _retire_several(self, step: Step, sampled: np.ndarray) -> None:
         plan, stops, wanted = step.plan, set(map(tuple, step.plan.stops.tolist())), self._luck.choice([1, 2, 99, 99])
@@ -483,10 +609,12 @@ class Engine:
 
     def run(self, steps: int = 5_000) -> None:
         """Step until no work is left."""
-        while self.scheduler.has_work or self.in_flight:
+        while self.scheduler.has_work or self.in_flight or self.coming:
             assert steps, "the scheduler is stuck"
             steps -= 1
-            moved = self.step()
+            if self.coming and not steps % 3:
+                self.bring()
+            moved = self.step() or bool(self.coming)
             assert moved or not self.scheduler.has_work, "there is work, and nothing moves"
 
     def _tell(self, outputs: dict[int, Outputs]) -> None:
@@ -516,12 +644,14 @@ class Engine:
 
     def check(self) -> None:
         """Check invariant 1 over the blocks of running requests and the blocks that are freed when a step retires."""
-        listed = Counter(b for r in self.scheduler.state.running.requests.values() for table in r.tables for b in table)
-        listed.update(block for _, blocks in self.kv._deferred for block in blocks)
-        del listed[NULL_BLOCK]
-        check_pool(self.kv.pool, listed)
-        if self.kv.host is not None:
-            check_host(self.kv.host)
+        for home, cache in enumerate(self.caches):
+            there = [r for r in self.scheduler.state.running.requests.values() if r.home == home]
+            listed = Counter(b for r in there for table in r.tables for b in table)
+            listed.update(block for _, blocks in cache._deferred for block in blocks)
+            del listed[NULL_BLOCK]
+            check_pool(cache.pool, listed)
+            if cache.host is not None:
+                check_host(cache.host)
         if (state := self.kv.recurrent) is not None:
             running = set(self.scheduler.state.running.requests.values())
             assert state._taken.keys() | state._newest.keys() <= running, "a snapshot is kept for a request that left"
@@ -539,6 +669,16 @@ class Engine:
         for request in self.scheduler.state.running.requests.values():
             held[request.frontend] += sum(b != NULL_BLOCK for table in request.tables for b in table)
         assert +self.kv.blocks_used == held, "the blocks of a frontend are miscounted"
+        if (media := self.media) is not None:
+            items = list(media.items)
+            assert media._num_bytes == sum(item.num_bytes for item in items), "bytes of encoded items are miscounted"
+            row_bytes = media._facts.row_bytes
+            largest = max((sum(one.length for one in m.media) for m in self.messages.values()), default=0) * row_bytes
+            assert media._num_bytes <= max(self.media_bytes, largest), "the encoder's cache is too full"
+            assert media.items._array_bytes == sum(item.array_bytes for item in items), "bytes of arrays are miscounted"
+            assert set(media._numbers) == set(self.model._arrays), "the worker has other items"
+            named = {digest for r in self._requests().values() for digest in (one.digest for one in r.media)}
+            assert named == {item.digest for item in items if item.users}, "users are miscounted"
 
     def check_outputs(self) -> None:
         """Check invariants 2 and 3: every request ended exactly once, with the tokens of `expected_output`. Aborted
@@ -550,9 +690,17 @@ class Engine:
                 assert self.outputs[key] == output[: len(self.outputs[key])]
             else:
                 assert (self.outputs[key], self.finished[key].reason) == (output, reason)
-        assert self.kv.pool.num_in_use == 0, "blocks are left behind"
+        assert self.kv.num_in_use == 0, "blocks are left behind"
         assert self.kv.recurrent is None or self.kv.recurrent.snapshots.num_in_use == 0, "snapshots are left behind"
         assert self.stats.num_running == self.stats.num_waiting == 0
+        if self.media is not None:
+            assert not self.media._held, "a request that has ended holds media"
+            for item in self.media.items:
+                item.offers = 0
+            self.media.reset()
+            assert not list(self.media.items), "items are left behind"
+            assert not self.model._arrays, "the worker keeps arrays"
+            assert not self.model.encoded, "the worker keeps what it encoded"
 
 
 def blocks_for(windows: Windows, block_size: int, num_tokens: int, budget: int) -> int:
@@ -598,20 +746,28 @@ class StandInPending(NamedTuple):
     def wait(self) -> StepResult:
         if not self.lack:
             self.model.retire(self.plan)
-        return result_of(self.plan, self.tokens, lack=self.lack)
+        encoded = [Encoded(number, 10) for number in self.plan.encodes.tolist()]
+        return result_of(self.plan, self.tokens, lack=self.lack, encoded=encoded)
 
 
 class StandInWorker:
     """The stand-in model as the worker of an `EngineCore`. `launched` is called with each plan before it is computed; a
     returned text is the reason why the device lacks memory for the plan."""
 
-    def __init__(self, config: EngineConfig, launched: Callable[[StepPlan], str | None] = lambda plan: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        launched: Callable[[StepPlan], str | None] = lambda plan: None,
+        media: MediaFacts | None = None,
+    ) -> None:
         self.decisions: dict[str, Any] = {}
         self.interrupt = np.zeros(1, np.int32)
+        self.error = None
         self.controls: list[Any] = []
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs
         num_blocks, longest = cache.num_gpu_blocks_override or 200, 64
         self.facts = WorkerFacts(ModelFacts(VOCAB, 8, longest, "float32"), [group_of(None)], num_blocks, longest)
+        self.facts = replace(self.facts, media=media)
         self._model = StandInModel((None,), cache.block_size, num_blocks, slots, longest)
         self._launched = launched
 
@@ -620,6 +776,10 @@ class StandInWorker:
 
     def control(self, record: Any) -> Any:
         self.controls.append(record)
+        self._model.control(record)
+
+    def close(self) -> None:
+        pass
 
     def lend_functions(self, functions: Sequence[Any]) -> tuple[int, ...]:
         return ()
@@ -633,6 +793,8 @@ class StandInWorker:
     def launch(self, plan: StepPlan) -> StandInPending:
         self._model.begin(plan)
         lack = self._launched(plan)
+        if lack:
+            self._model.encode(plan)
         tokens = np.zeros(0, np.int64) if lack else self._model.execute(plan)
         return StandInPending(self._model, plan, tokens, lack or "")
 
@@ -643,19 +805,26 @@ def make_core(
     """An `EngineCore` over the stand-in model. `rest`: fields of `SchedulerConfig` and other arguments of
     `EngineCore`."""
     more = {name: rest.pop(name) for name in ("journal", "suspects", "quarantined") if name in rest}
-    config = EngineConfig(scheduler_config=SchedulerConfig(**rest), service_config=service or ServiceConfig())
-    return EngineCore(config, lambda config: StandInWorker(config, launched), **more)
+    media, limits = rest.pop("media", None), rest.pop("multimodal", MultiModalConfig())
+    config = EngineConfig(
+        scheduler_config=SchedulerConfig(**rest),
+        service_config=service or ServiceConfig(),
+        multimodal_config=limits,
+    )
+    return EngineCore(config, lambda config: StandInWorker(config, launched, media), **more)
 
 
 def message(handle: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **fields: Any) -> AddRequest:
     return AddRequest(handle, str(handle), list(prompt), Sampling(max_tokens), **fields)
 
 
-def run_core(core: EngineCore, steps: int = 1000) -> dict[Key, tuple[list[int], Finished]]:
-    """Step until no work is left; → the tokens and the `Finished` of every request that ended."""
+def run_core(
+    core: EngineCore, steps: int = 1000, until: Callable[[dict[Key, Any]], bool] = lambda ended: False
+) -> dict[Key, tuple[list[int], Finished]]:
+    """Step until no work is left, or until `until`; → the tokens and the `Finished` of every request that ended."""
     tokens: dict[Key, list[int]] = defaultdict(list)
     ended: dict[Key, tuple[list[int], Finished]] = {}
-    while core.has_work:
+    while core.has_work and not until(ended):
         assert steps, "the core is stuck"
         steps -= 1
         for frontend, out in core.step().items():

@@ -54,6 +54,11 @@ class StandInCore:
     def set_credit(self, frontend: int, given: bool) -> None:
         self.credits.append((frontend, given))
 
+    error = None
+
+    def close(self) -> None:
+        pass
+
     def disconnect(self, frontend: int) -> None:
         self.disconnected.append(frontend)
         for key in [key for key in self._requests if key[0] == frontend]:

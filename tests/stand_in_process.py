@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import stat
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mainspring.core.features.moved import MovedRequests
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig
 from mainspring.ipc.errors import InvalidArgumentError
@@ -28,6 +30,7 @@ from mainspring.ipc.messages import (
     FrontendStatus,
     Latency,
     ModelFacts,
+    News,
     Outputs,
     Stats,
 )
@@ -60,8 +63,9 @@ class ScriptedCore(StandInCore):
         config: EngineConfig,
         make_worker: Callable[[EngineConfig], _Worker],
         journal: Journal,
-        suspects: Collection[int],
+        suspects: Mapping[int, int],
         quarantined: Mapping[int, str],
+        over: Mapping[int, int],
     ) -> None:
         super().__init__()
         self.worker = make_worker(config)
@@ -76,7 +80,8 @@ class ScriptedCore(StandInCore):
         self.config = replace(config, cache_config=replace(cache, num_gpu_blocks=blocks))
         self.on_state: Callable[[DesiredState], None] = lambda state: None
         self.on_model: Callable[[ModelFacts], None] = lambda model: None
-        self._journal, self._suspects, self._quarantined = journal, set(suspects), quarantined
+        self._journal, self._suspects, self._quarantined = journal, dict(suspects), dict(quarantined)
+        self._moved = MovedRequests(over)
         self._sessions: dict[int, bytes] = {}
         self._order = HARMLESS
         self._steps = 0
@@ -95,7 +100,19 @@ class ScriptedCore(StandInCore):
             ended = Finished(request.handle, "error", error="RequestFailedError", error_text=reason)
             self._notices.append((frontend, ended))
         elif not self._draining:
-            super().add_request(frontend, request, tensors)
+            if (released := self._moved.hold(request.moved_from)) is None:
+                super().add_request(frontend, request, tensors)
+            else:
+                unmoved = msgspec.structs.replace(request, moved_from=[])
+                released.add_done_callback(lambda _: self.add_request(frontend, unmoved))
+
+    def hear(self, news: News) -> None:
+        self._quarantined |= news.quarantined
+        self._suspects |= news.suspects
+        self._suspects = {key: at for key, at in self._suspects.items() if key not in news.harmless}
+        self._journal.set_suspects(self._suspects)
+        self._journal.set_heard(news.number)
+        self._moved.end(news.over)
 
     phase = ""
 
@@ -114,6 +131,8 @@ class ScriptedCore(StandInCore):
         elif method == "resume_generation":
             self.paused.clear()
             self.on_state(DesiredState(False))
+        elif method == "scale":
+            self.on_state(DesiredState(num_cores=decode_value(args)[0]))
         elif method == "suspects":
             return encode_value(len(self._suspects))
         elif method == "facts":
@@ -142,7 +161,9 @@ class ScriptedCore(StandInCore):
         self._requests = {place: mine[place] for place in chosen}
         outputs = super().step()
         self._requests = {p: self._requests.get(p, mine[p]) for p in mine if p not in chosen or p in self._requests}
-        self._suspects -= {self._key(*place) for place in tried}
+        for place in tried:
+            if mine[place][1] >= self._suspects[self._key(*place)]:
+                del self._suspects[self._key(*place)]
         self._journal.set_suspects(self._suspects)
         self._journal.retired(self._steps)
         self._steps += 1
@@ -165,13 +186,22 @@ class ScriptedCore(StandInCore):
         return []
 
 
-def make_worker(config: EngineConfig, decisions: Any = None, kept: Any = None) -> _Worker:
+def replace_cores(folder: Path, monkeypatch: Any) -> None:
+    """Let supervisors start this file instead of a core: `sys.executable` becomes a script that runs it."""
+    script, here = folder / "python", Path(__file__)
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="{here.parent}:$PYTHONPATH" exec "{sys.executable}" -P "{here}"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr("mainspring.ipc.supervisor.sys.executable", str(script))
+    monkeypatch.setattr("mainspring.ipc.supervisor.SETTLED_SECONDS", 0.0)  # no delays between restarts
+
+
+def start_worker(config: EngineConfig, decisions: Any = None, kept: Any = None, host: Any = None) -> _Worker:
     return _Worker(secrets.token_hex(4) if decisions is None else decisions)
 
 
 if __name__ == "__main__":
     loop, worker = types.ModuleType("loop"), types.ModuleType("make_worker")
-    loop.EngineCore, worker.make_worker = ScriptedCore, make_worker  # type: ignore[attr-defined]
+    loop.EngineCore, worker.start_worker = ScriptedCore, start_worker  # type: ignore[attr-defined]
     sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.worker.make_worker"] = loop, worker
     from mainspring.core.__main__ import main
 

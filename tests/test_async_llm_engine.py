@@ -78,7 +78,9 @@ class ScriptedClient:
         self._said: deque[Outputs] = deque()
         self._news = asyncio.Event()
 
-    async def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+    async def add_request(
+        self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None
+    ) -> None:
         if self.error is not None:
             raise self.error
         self.added.append(request)
@@ -453,7 +455,7 @@ def test_a_request_of_which_only_a_part_could_be_sent_is_aborted(
 ) -> None:
     client = core(engine)
 
-    async def add_request(request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+    async def add_request(request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
         if len(client.added) == 2:
             raise OSError("no more")
         client.added.append(request)
@@ -786,8 +788,10 @@ def test_every_generation_of_the_constructor_makes_an_engine(monkeypatch: pytest
         assert engine.vllm_config.scheduler_config.max_num_seqs == 3
         assert engine.log_stats is (at == 0)
         engine.shutdown()
-    with pytest.raises(NotSupportedError, match="worker_use_ray"):
-        AsyncLLMEngine(True, False, config)
+    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
+    for flags in (True, False), (False, True):  # worker_use_ray and engine_use_ray
+        with pytest.raises(NotSupportedError, match="Ray is asked for, but not installed"):
+            AsyncLLMEngine(*flags, config)
     with pytest.raises(NotSupportedError, match="executor_class"):
         AsyncLLMEngine(config, object)
     with pytest.raises(InvalidArgumentError, match="no vllm_config"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,11 +61,13 @@ class Silent:
         self.config = config
         self.model = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=64, dtype="float32", eos_token_ids=[2])
         self.added: list[AddRequest] = []
+        self.ranks: list[int | None] = []
         self.aborted: list[int] = []
         self.calls: list[tuple[Any, ...]] = []
         self.closed = False
 
-    def add_request(self, request: AddRequest, tensors: Sequence[Any] = ()) -> None:
+    def add_request(self, request: AddRequest, tensors: Sequence[Any] = (), rank: int | None = None) -> None:
+        self.ranks.append(rank)
         self.added.append(request)
 
     def abort(self, handles: Sequence[int]) -> None:
@@ -82,8 +85,10 @@ class Silent:
 
 
 class SilentAsync(Silent):
-    async def add_request(self, request: AddRequest, tensors: Sequence[Any] = ()) -> None:  # type: ignore[override]
-        self.added.append(request)
+    async def add_request(  # type: ignore[override]
+        self, request: AddRequest, tensors: Sequence[Any] = (), rank: int | None = None
+    ) -> None:
+        super().add_request(request, tensors, rank)
 
     async def abort(self, handles: Sequence[int]) -> None:  # type: ignore[override]
         self.aborted += handles
@@ -250,7 +255,7 @@ def test_an_adapter_is_recognised_where_each_form_has_it(engine: LLMEngine, call
         ((IDS, P), InvalidRequestError("is still running")),
         (((), P), InvalidRequestError("empty")),
         ((None, P), InvalidRequestError("no prompt")),
-        (({"prompt": "x", "multi_modal_data": {"image": 1}}, P), NotSupportedError("multi-modal")),
+        (({"prompt": "x", "multi_modal_data": {"image": 1}}, P), NotSupportedError("multi_modal_data")),
         ((ExplicitEncoderDecoderPrompt(encoder_prompt="x", decoder_prompt="y"), P), NotSupportedError("encoder")),
         ((IDS, None), InvalidRequestError("params is None")),
     ],
@@ -263,10 +268,17 @@ def test_arguments_of_no_call_form_are_refused(
         engine.add_request("r" if "running" in str(error) else "s", *call)
     with pytest.raises(UnknownArgumentError, match="did you mean 'priority'"):
         engine.add_request("s", IDS, P, priorty=1)
-    with pytest.raises(NotSupportedError, match="data_parallel_rank"):
-        engine.add_request("s", IDS, P, data_parallel_rank=1)
     engine.add_request("s", {"prompt_token_ids": IDS, "multi_modal_data": None}, P, data_parallel_rank=None)
     assert engine.get_num_unfinished_requests() == 2
+
+
+def test_the_rank_of_a_request_goes_to_the_client_also_of_a_prepared_one(engine: LLMEngine) -> None:
+    engine.add_request("a", IDS, P, data_parallel_rank=1)
+    prepared = engine.input_processor.process_inputs("b", IDS, P, data_parallel_rank=2)
+    engine.add_request("b", prepared)
+    engine.add_request("c", replace(prepared, request_id="c"), data_parallel_rank=3)
+    engine.add_request("d", IDS, P)
+    assert engine.engine_core.ranks == [1, 2, 3, None]  # type: ignore[attr-defined]
 
 
 def test_a_prepared_request_takes_the_trace_of_its_call(engine: LLMEngine) -> None:
@@ -391,8 +403,12 @@ def test_arguments_of_no_constructor_are_refused(make: Any) -> None:
         ((), {}, InvalidArgumentError("no vllm_config")),
         (("a model",), {}, InvalidArgumentError("no vllm_config")),
         ((), {**p, "cache_config": p["load_config"]}, InvalidArgumentError("cache_config is LoadConfig")),
-        ((), {**p, "placement_group": object()}, NotSupportedError("placement_group")),
-        ((p["model_config"], object(), False), {}, NotSupportedError("placement_group")),
+        ((), {**p, "placement_group": object()}, InvalidArgumentError("placement_group is <object")),
+        (
+            (p["model_config"], object(), False),
+            {},
+            InvalidArgumentError("placement_group is <object"),
+        ),
         ((p["model_config"], object, False), {}, NotSupportedError("executor_class")),
         ((whole, object), {}, NotSupportedError("executor_class")),
         ((), {**p, "prompt_adapter_config": object()}, NotSupportedError("prompt_adapter_config")),
@@ -416,8 +432,7 @@ def test_small_members_return_the_current_state(engine: LLMEngine) -> None:
     assert engine.renderer.tokenizer is engine.tokenizer
     with pytest.raises(NotSupportedError, match="model_executor lives in the core's process"):
         _ = engine.model_executor
-    with pytest.raises(NotSupportedError, match="data parallelism"):
-        engine.execute_dummy_batch()
+    engine.execute_dummy_batch()  # without effect
     for unfinished in (False, True):
         assert engine.has_unfinished_requests_dp(unfinished) is unfinished
         assert engine.has_unfinished_requests_for_virtual_engine(0) is unfinished

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,7 +65,7 @@ def test_version(capsys: Capture) -> None:
         (["generate", "--max-num-seqs=0", "hi"], 2, "max_num_seqs is 0"),
         (["chat", "--min-tokens=9", "--max-tokens=3"], 2, "min_tokens is 9"),
         (["generate", "--model=/no/such/model", "hi"], 1, "'/no/such/model'"),
-        (["generate", "--tensor-parallel-size=2", "hi"], 1, "tensor_parallel_size is 2"),
+        (["generate", "--node-rank=1", "hi"], 1, "node_rank is 1"),
         (["generate", "--key=x", "hi"], 2, "--key and --server-key are for --connect"),
         (["chat", "--server-key=x"], 2, "--key and --server-key are for --connect"),
         (["generate", "--connect=nonsense", "hi"], 2, "'nonsense' is no address"),
@@ -164,9 +165,10 @@ def test_a_conversation_grows_until_new_and_ends_with_exit(
     prompts: list[int] = []
     add_request = llm_engine.LLMEngine.add_request
 
-    def seen(self: llm_engine.LLMEngine, request_id: str, prompt: dict[str, list[int]], params: object) -> str:
-        prompts.append(len(prompt["prompt_token_ids"]))
-        return add_request(self, request_id, prompt, params)  # type: ignore[arg-type]
+    def seen(self: llm_engine.LLMEngine, request_id: str, prompt: str, params: Any, **options: Any) -> str:
+        assert options == {"tokenization_kwargs": {"add_special_tokens": False}}
+        prompts.append(len(prompt))
+        return add_request(self, request_id, prompt, params, **options)
 
     monkeypatch.setattr(llm_engine.LLMEngine, "add_request", seen)
     monkeypatch.setattr(

@@ -28,7 +28,6 @@ from mainspring.ipc.errors import (
     EngineDeadError,
     InvalidArgumentError,
     InvalidRequestError,
-    NotSupportedError,
     RequestFailedError,
 )
 from mainspring.ipc.inproc_client import InprocClient
@@ -108,8 +107,6 @@ def test_nothing_is_sent_if_a_prompt_or_grammar_is_wrong(llm: LLM) -> None:
         llm.enqueue(["a", "b"], [GREEDY, BAD], **QUIET)
     with pytest.raises(InvalidRequestError, match="prompt 1: a conversation is 5"):
         llm.enqueue_chat([[{"role": "user", "content": "a"}], [5]], GREEDY, **QUIET)  # type: ignore[list-item]
-    with pytest.raises(NotSupportedError, match="mm_processor_kwargs"):
-        llm.enqueue("a", mm_processor_kwargs={"a": 1})  # type: ignore[call-arg]
     with pytest.raises(InvalidArgumentError, match="on_error is 'no'"):
         llm.enqueue("a", on_error="no")  # type: ignore[arg-type]
     assert llm.wait_for_completion(**QUIET) == []

@@ -19,7 +19,7 @@ import torch
 
 from flashinfer_double import Call, FlashInferDouble, tile_of
 from mainspring.kernels.contract import AttentionSpec, PagedBatch
-from mainspring.kernels.flashinfer import latents, prebuilt
+from mainspring.kernels.flashinfer import latents, prebuilt, shared_sums
 from mainspring.kernels.flashinfer.partition import CUDA_CORE_GROUPS, LARGEST_TILE, QUERY_TILE
 from test_flashinfer import AMPERE, BF16, FP8, HOPPER, PAGE, Layer, make, on_device, spec_of, staged
 
@@ -409,3 +409,40 @@ def test_a_top_k_of_the_whole_vocabulary_changes_nothing_and_equals_stay() -> No
     kernel = source[source.index("RadixTopKMaskLogitsKernel_MultiCTA") :]
     assert "if (k >= vocab_size) {" in kernel
     assert "(val >= pivot) ? val : neg_inf" in kernel
+
+
+def test_sums_over_gpus_call_what_is_there() -> None:
+    """See shared_sums.py. Of the two algorithms, the first one, which adds in the order of ranks, runs up to the sizes
+    that the table has; the second one begins at its own rank."""
+    from flashinfer import comm
+
+    calls: dict[str, tuple[Any, ...]] = {
+        "vllm_meta_size": (),
+        "vllm_init_custom_ar": ([1, 2], torch.zeros(1), 0, True),
+        "vllm_register_buffer": (1, [1, 2]),
+        "vllm_all_reduce": (1, torch.zeros(1), torch.zeros(1), 1, 16, 36),
+    }
+    for name, args in calls.items():
+        inspect.signature(getattr(comm, name)).bind(*args)
+    from flashinfer.comm.cuda_ipc import CudaRTLibrary, cudaIpcMemHandle_t
+
+    for name, args in {
+        "cudaMalloc": (16,),
+        "cudaMemset": (None, 0, 16),
+        "cudaIpcGetMemHandle": (None,),
+        "cudaIpcOpenMemHandle": (None,),
+    }.items():
+        inspect.signature(getattr(CudaRTLibrary, name)).bind(None, *args)
+    assert bytes(cudaIpcMemHandle_t.from_buffer_copy(bytes(range(128)))) == bytes(range(128))
+    source = " ".join((HEADERS / "comm" / "vllm_custom_all_reduce.cuh").read_text().replace("\\\n", " ").split())
+    rule = source[source.index("if (world_size_ == 2) {") :]
+    assert rule.startswith(
+        "if (world_size_ == 2) { KL(ngpus, cross_device_reduce_1stage); } else if (full_nvlink_) { "
+        "if ((world_size_ <= 4 && bytes < 512 * 1024) || (world_size_ <= 8 && bytes < 256 * 1024)) { "
+        "KL(ngpus, cross_device_reduce_1stage);"
+    )
+    assert shared_sums.LARGEST == {2: 8 << 20, 4: 512 * 1024 - 1, 8: 256 * 1024 - 1}
+    first = source[source.index("cross_device_reduce_1stage(RankData") :].partition("__global__")[0]
+    assert "(const P**)&dp.ptrs[0], idx)" in first
+    assert "upcast(ptrs[0][idx])" in source
+    assert int(re.search(r"kMaxBlocks = (\d+)", source)[1]) >= shared_sums.CTAS  # type: ignore[index]

@@ -46,7 +46,9 @@ def test_decode_and_paged_prefill_compile_for_hopper(tmp_path: Path, monkeypatch
     except KernelsError as error:
         pytest.fail(str(error), pytrace=False)
     of_model = prebuilt.modules_needed
-    monkeypatch.setattr(prebuilt, "modules_needed", lambda kinds: of_model(kinds)[-3:-1])  # not the small ones, nor fa3
+    monkeypatch.setattr(
+        prebuilt, "modules_needed", lambda *given: of_model(*given)[-3:-1]
+    )  # not the small ones, nor fa3
     folder, told = tmp_path / "kernels", []
     kind = Attention(torch.bfloat16, torch.bfloat16, 128)
     manifest = prebuilt.compile_ahead([kind], ["9.0a"], folder, told.append)
@@ -71,7 +73,7 @@ def test_attention_over_latents_compiles_for_hopper(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "cache"))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     of_model = prebuilt.modules_needed
-    monkeypatch.setattr(prebuilt, "modules_needed", lambda kinds: of_model(kinds)[-2:])
+    monkeypatch.setattr(prebuilt, "modules_needed", lambda *given: of_model(*given)[-2:])
     folder = tmp_path / "kernels"
     kind = Attention(torch.bfloat16, torch.float8_e4m3fn, 512, latent=True)
     manifest = prebuilt.compile_ahead([kind], ["9.0a"], folder, lambda _: None)
@@ -79,3 +81,14 @@ def test_attention_over_latents_compiles_for_hopper(tmp_path: Path, monkeypatch:
     for name in manifest.modules:
         assert name.startswith("batch_mla_")
         assert architectures(folder / name / f"{name}.so") in ({"sm_90a"}, {"sm_90"})
+
+
+def test_sums_over_gpus_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    of_model = prebuilt.modules_needed
+    monkeypatch.setattr(prebuilt, "modules_needed", lambda *given: of_model(*given)[-1:])
+    folder = tmp_path / "kernels"
+    manifest = prebuilt.compile_ahead([], ["9.0a"], folder, lambda _: None, ranks=True)
+    [name] = manifest.modules
+    assert architectures(folder / name / f"{name}.so") in ({"sm_90a"}, {"sm_90"})

@@ -133,7 +133,8 @@ class Raises:
         Raises({"prompt_embeds": np.ones((0, 4), np.float32)}, "empty"),
         Raises({"prompt_embeds": np.ones((1, 4), np.float32), "prompt_token_ids": [1]}, "both"),
         Raises({"prompt": "x", "cache_salt": ""}, "cache_salt"),
-        Raises({"prompt": "x", "multi_modal_data": {}}, "multi-modal", error=NotSupportedError),
+        Raises({"prompt": "x", "multi_modal_data": {"image": b""}}, "this model takes: text", error=NotSupportedError),
+        Raises({"prompt_embeds": np.ones((1, 4), np.float32), "multi_modal_data": {"image": b""}}, "has both"),
         Raises({"encoder_prompt": "x", "decoder_prompt": "y"}, "encoder-decoder", error=NotSupportedError),
     ],
     ids=lambda case: case.words[0],
@@ -258,6 +259,7 @@ NEWEST: Call = {
     "trace_headers": None,
     "lora_request": None,
     "prompt_adapter_request": None,
+    "data_parallel_rank": None,
 }
 IDS = {"prompt": None, "prompt_token_ids": [1, 2]}
 BOTH = {"prompt": "hi", "prompt_token_ids": [1, 2]}

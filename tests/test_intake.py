@@ -29,10 +29,12 @@ from mainspring.ipc.intake import (
 from mainspring.ipc.messages import (
     KIND_OF,
     MAX_ABORTED,
+    MAX_MEDIA_ITEMS,
     Abort,
     AddRequest,
     Fault,
     Hello,
+    MediaItem,
     ModelFacts,
     Refused,
     Sampling,
@@ -112,6 +114,8 @@ LISTS = {
     "logit_bias": (VOCABULARY, lambda n: AddRequest(1, "", [5], Sampling(1, logit_bias=dict.fromkeys(range(n), 1.0)))),
     "bad_words": (MAX_BAD_WORDS, lambda n: AddRequest(1, "", [5], Sampling(1, bad_words=[[5] * 4] * n))),
     "grammar": (2, lambda n: AddRequest(1, "", [5], Sampling(1, grammar=["x" * 10_000] * n))),
+    "media": (MAX_MEDIA_ITEMS, lambda n: AddRequest(1, "", [5], Sampling(1), media=[MediaItem(b"", "", 0, 1)] * n)),
+    "moved_from": (2, lambda n: AddRequest(1, "", [5] * LONGEST, Sampling(1), moved_from=[1] * n)),
 }
 
 
@@ -145,7 +149,9 @@ def test_tokens_of_bad_words_are_limited_together() -> None:
 def test_the_handle_of_a_request_is_read_without_the_rest(handle: int) -> None:
     encoded = body(AddRequest(handle, "", [5] * 100, Sampling(1)))
     assert intake.first_integer(encoded) == handle
-    assert intake.first_integer(b"\xdc\x00\x0e" + encoded[1:]) == handle  # another header of the array
+    assert encoded[:3] == b"\xdc\x00\x10"
+    assert intake.first_integer(b"\x9f" + encoded[3:]) == handle  # other headers of the array
+    assert intake.first_integer(b"\xdd\x00\x00\x00\x10" + encoded[3:]) == handle
 
 
 @pytest.mark.parametrize("wrong", [b"", b"\x9e", b"\x9e" + b"\xff" * 20, b"\x9e" + b"\xc0" * 20, b"\x9e\xa3" * 20])

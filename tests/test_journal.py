@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mainspring.ipc.errors import InvalidArgumentError
-from mainspring.ipc.journal import MAX_SUSPECTS, STEPS, Accused, Journal, Phase, request_key
+from mainspring.ipc.journal import LAG_SECONDS, MAX_SUSPECTS, STEPS, Accused, Journal, Phase, request_key
 
 
 @pytest.fixture
@@ -150,3 +150,30 @@ def test_a_closed_journal_leaves_no_descriptor() -> None:
     journal.close()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
+
+
+def test_the_rank_that_holds_the_others_up_is_named() -> None:
+    journal = Journal.create(8, workers=3)
+    journal.clear(())
+    for rank in range(3):
+        journal.set_pid(rank)
+    assert journal.behind() == ""
+    launch(journal, 7, [1])
+    journal.begun(1, 7)
+    assert journal.behind() == f"rank 2 (pid {os.getpid()}) is at step 0, others at 7"
+    journal.begun(2, 7)
+    assert journal.behind() == ""
+    journal._beats[1] -= LAG_SECONDS + 1
+    assert journal.behind() == f"rank 1 (pid {os.getpid()}) is silent"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        journal._ranks["pid"][1] = other.pid
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        assert journal.behind() == f"rank 1 (pid {other.pid}) is stopped"
+        other.kill()
+
+
+def test_one_worker_holds_nobody_up(journal: Journal) -> None:
+    launch(journal, 7, [1])
+    journal._beats[0] -= 60
+    assert journal.behind() == ""

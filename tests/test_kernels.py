@@ -41,6 +41,7 @@ EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)  # lengths around the
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 by_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+by_reaching = pytest.mark.parametrize("backend", [b for b in BACKENDS if b in ("reference", "native")], indirect=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -348,24 +349,31 @@ def test_the_reference_adds_a_bias_where_rows_reach_beyond_themselves(
     check(ReferenceBackend(), setup, lengths, mixed(lengths))
 
 
+@by_reaching
 @by_dtype
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_the_reference_lets_a_row_see_as_far_as_its_reach(
-    dtype: torch.dtype, window: int | None, heads_first: bool
+def test_a_row_sees_as_far_as_its_reach(
+    backend: Backend, dtype: torch.dtype, window: int | None, heads_first: bool
 ) -> None:
     reach = [spans(70), spans(150, (10, 40), (40, 41), (60, 149)), spans(66, (0, 66)), spans(9, (1, 9))]
     setup = Setup(spec_of(ratio=2, window=window), dtype, heads_first=heads_first, reach=reach)
     steps = [[(0, 1), (1, 45)], [(0, 69), (1, 104), (2, 66)], [(3, 9), (1, 1)]]
-    check(ReferenceBackend(), setup, (70, 150, 66, 9), steps)
+    check(backend, setup, (70, 150, 66, 9), steps)
 
 
-def test_a_row_with_a_reach_has_the_same_bits_in_any_step() -> None:
-    setup = Setup(spec_of(ratio=2), torch.bfloat16, reach=[spans(150, (10, 40), (100, 130)), spans(80, (0, 64))])
-    requests = sequences(setup, (150, 80))
-    alone = [[(0, 150)], [(1, 80)]]
-    together = [[(1, 64), (0, 41)], [(1, 16), (0, 59)], [(0, 50)]]
-    first, other = (attend(ReferenceBackend(), setup, requests, steps) for steps in (alone, together))
+@by_reaching
+@by_dtype
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_row_with_a_reach_has_the_same_bits_in_any_step(
+    backend: Backend, dtype: torch.dtype, window: int | None
+) -> None:
+    reach = [spans(150, (10, 40), (100, 130)), spans(80, (0, 64)), spans(700, (450, 560), (561, 640))]
+    setup = Setup(spec_of(ratio=2, window=window), dtype, reach=reach)
+    requests = sequences(setup, (150, 80, 700))
+    alone = [[(0, 150)], [(1, 80)], [(2, 700)]]
+    together = [[(1, 64), (0, 41)], [(1, 16), (0, 59)], [(2, 560), (0, 50)], [(2, 140)]]
+    first, other = (attend(backend, setup, requests, steps) for steps in (alone, together))
     assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
@@ -381,7 +389,7 @@ def test_a_backend_says_what_it_does_not_serve(backend: Backend) -> None:
     batch = PagedBatch(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 1], [1], [1])), 16)
     assert backend.takes(batch)
     assert backend.refuses(spec_of(), torch.float32, torch.float32) is None
-    if backend.name != "reference":
+    if backend.name not in ("reference", "native"):
         assert not backend.takes(batch._replace(reach=torch.zeros(1, dtype=torch.int32)))
 
 

@@ -20,6 +20,7 @@ from mainspring.ipc.messages import (
     Adapter,
     AddRequest,
     Bye,
+    CorePlace,
     CoreStatus,
     DesiredState,
     Distribution,
@@ -30,6 +31,7 @@ from mainspring.ipc.messages import (
     Latency,
     Logprobs,
     Measured,
+    MediaItem,
     ModelFacts,
     Outputs,
     Pooled,
@@ -61,13 +63,16 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         Ready(
             INSTANCE,
             3,
-            ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef", ["embed"]),
+            ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef", ["embed"], ["image"], True),
             b"{}",
             ["admin"],
             1 << 20,
+            1,
+            [CorePlace(0, "a"), CorePlace(1, "a.1")],
+            ["a.media"],
         ),
-        "96c40800010203040506070398cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
-        "c4027b7d91a561646d696ece00100000",
+        "99c4080001020304050607039acd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "91a5696d616765c3c4027b7d91a561646d696ece0010000001929200a1619201a3612e3191a7612e6d65646961",
     ),
     3: (Refused("ProtocolError", "no"), "92ad50726f746f636f6c4572726f72a26e6f"),
     4: (
@@ -90,13 +95,15 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             Adapter(1, "a", "/a"),
             Adapter(2, "b", "/b", 4),
             True,
+            [1, 3],
+            [MediaItem(b"\xaa\xbb", "image", 1, 300)],
         ),
-        "9ecd012ca3722d319205ce00011170"
+        "dc0010cd012ca3722d319205ce00011170"
         "dc001210fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "c40481a16101"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
-        "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3",
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204c39201039194c402aabba5696d61676501cd012c",
     ),
     5: (Abort([1, 300]), "919201cd012c"),
     6: (
@@ -110,7 +117,10 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             [65536, 7],
             [Started(3, 0.5, 0.25, 16)],
             [Finished(300, "stop", 7, 2, "E", "why")],
-            Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 0, 0, 0, 11, 12, 1, 13, ["a"], ["b"]),
+            Stats(
+                *(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 0, 0, 0, 11, 12, 1, 13, ["a"], ["b"], 2),
+                *(3, 2, 1, 0.5, 512),
+            ),
             [Logprobs(1, b"\7\0\0\0", b"\0\0\x80\xbf", b"\1\0\0\0", [1], 3, 2)],
             [Pooled(3, [1], b"\0\0\x80\x3f")],
             Routed([3, 300], [0, 9], [1, 2], [1, 2], "uint8", b"\1\2\3\4\5\6"),
@@ -118,7 +128,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "989203cd012c92ce0001000007"
         "919403cb3fe0000000000000cb3fd000000000000010"
         "9196cd012ca473746f700702a145a3776879"
-        "dc00160102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a162"
+        "dc001c0102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a16202030201cb3fe0000000000000cd0200"
         "919701c40407000000c404000080bfc4040100000091010302"
         "9193039101c4040000803f"
         "969203cd012c920009920102920102a575696e7438c406010203040506",
@@ -145,25 +155,32 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
                 Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10),
                 [FrontendStatus(1, "a", 2.5, 3, 4, 5, 6, True)],
                 7,
+                1,
+                [CorePlace(1, "a.1")],
             ),
             Measured(5, 6, [1, 2, 3, 4], [Distribution("x", [0.5], [7, 8], 2.5)]),
         ),
-        "928fa565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
+        "92de0011a565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
         "a56d6f64656ca16da8726573746172747302aa6c6173745f6372617368a3776879a8757074696d655f73cb3ff8000000000000"
         "aa6e756d5f626c6f636b7364ac746f6b656e735f7065725f73cb4004000000000000"
         "b374696d655f746f5f66697273745f746f6b656e"
         "83a3703530cb3fe0000000000000a3703935cb3fd0000000000000a3703939cb3fc0000000000000"
         "b3696e7465725f746f6b656e5f6c6174656e6379"
         "83a3703530cb3ff0000000000000a3703935cb4000000000000000a3703939cb4010000000000000"
-        "a57374617473dc00160102cb3fe0000000000000030405060708090a0001000000000000009090"
+        "a57374617473dc001c0102cb3fe0000000000000030405060708090a000100000000000000909000000000cb000000000000000000"
         "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
         "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
-        "a4736c6f77c3b06d616c666f726d65645f6672616d657307"
+        "a4736c6f77c3b06d616c666f726d65645f6672616d657307a4636f726501a5636f726573919201a3612e31"
         "94050694010203049194a17891cb3fe0000000000000920708cb4004000000000000",
     ),
 }
 
-NOT_PATIENT: dict[str, Any] = {"patient": False}
+NO_MEDIA: dict[str, Any] = {"media": []}
+NOT_MOVED: dict[str, Any] = {"moved_from": []} | NO_MEDIA
+WITHOUT_ENCODER = msgspec.structs.replace(GOLDEN[2][0].model, encoder_input=False)  # type: ignore[attr-defined]
+TEXT_ONLY = msgspec.structs.replace(WITHOUT_ENCODER, media=[])
+NOT_PATIENT: dict[str, Any] = {"patient": False} | NOT_MOVED
+ALONE: dict[str, Any] = {"number": 0, "cores": [], "media": []}
 NO_ADAPTERS: dict[str, Any] = {"pooling": None, "lora": None, "prompt_adapter": None} | NOT_PATIENT
 # of a core without logits processors
 PLAIN = Sampling(
@@ -175,13 +192,31 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
     (
         2,
         "95c40800010203040506070396cd020040cd0800a862666c6f61743136920102a466303064c4027b7d91a561646d696e",
-        {"model": ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d"), "max_frame_bytes": 256 << 20},
+        {"model": ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d"), "max_frame_bytes": 256 << 20} | ALONE,
     ),
     (
         2,
         "95c40800010203040506070398cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
         "c4027b7d91a561646d696e",
-        {"max_frame_bytes": 256 << 20},
+        {"model": TEXT_ONLY, "max_frame_bytes": 256 << 20} | ALONE,
+    ),
+    (
+        2,
+        "96c40800010203040506070398cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "c4027b7d91a561646d696ece00100000",
+        {"model": TEXT_ONLY} | ALONE,
+    ),
+    (
+        2,
+        "98c40800010203040506070398cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "c4027b7d91a561646d696ece0010000001929200a1619201a3612e31",
+        {"model": TEXT_ONLY, "media": []},
+    ),
+    (
+        2,
+        "99c40800010203040506070399cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "91a5696d616765c4027b7d91a561646d696ece0010000001929200a1619201a3612e3191a7612e6d65646961",
+        {"model": WITHOUT_ENCODER},
     ),
     (
         4,
@@ -214,7 +249,27 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
         "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
         "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3",
-        {"sampling": PLAIN},
+        {"sampling": PLAIN} | NOT_MOVED,
+    ),
+    (
+        4,
+        "9ecd012ca3722d319205ce00011170"
+        "dc001210fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
+        "c40481a16101"
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3",
+        NOT_MOVED,
+    ),
+    (
+        4,
+        "9fcd012ca3722d319205ce00011170"
+        "dc001210fecb3fe0000000000000cb3fd000000000000028cb3fc000000000000004920102"
+        "cb3fe0000000000000cbbfe0000000000000cb3ff800000000000005008107cb40000000000000009207089192030492a27265a161"
+        "c40481a16101"
+        "ff9109a473616c749300a862666c6f61743136920240cb3ff8000000000000c3"
+        "94a5656d62656408c2029401a161a22f61009402a162a22f6204c3920103",
+        NO_MEDIA,
     ),
     (6, "9307a470696e679101", {"tensors": []}),
     (
@@ -231,7 +286,21 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "dc00160102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a162"
         "919701c40407000000c404000080bfc4040100000091010302"
         "9193039101c4040000803f",
-        {"routed": None},
+        {
+            "routed": None,
+            "stats": Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 0, 0, 0, 11, 12, 1, 13, ["a"], ["b"]),
+        },
+    ),
+    (
+        8,
+        "989203cd012c92ce0001000007"
+        "919403cb3fe0000000000000cb3fd000000000000010"
+        "9196cd012ca473746f700702a145a3776879"
+        "dc00170102cb3fe0000000000000030405060708090a00010000000b0c010d91a16191a16202"
+        "919701c40407000000c404000080bfc4040100000091010302"
+        "9193039101c4040000803f"
+        "969203cd012c920009920102920102a575696e7438c406010203040506",
+        {"stats": Stats(1, 2, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 0, 0, 0, 11, 12, 1, 13, ["a"], ["b"], 2)},
     ),
     (
         13,
@@ -246,10 +315,16 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
         "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
         "a4736c6f77c3b06d616c666f726d65645f6672616d657307",
-        {"measured": Measured()},
+        {
+            "measured": Measured(),
+            "core": msgspec.structs.replace(GOLDEN[13][0].core, core=0, cores=[]),  # type: ignore[attr-defined]
+        },
     ),
 ]
-PARTS = (Tensor, Sampling, Started, Finished, Stats, Logprobs, ModelFacts, Pooling, Adapter, Pooled, Routed)
+PARTS = (
+    *(Tensor, CorePlace, Sampling, Started, Finished, Stats, Logprobs, ModelFacts, Pooling, Adapter, Pooled, Routed),
+    MediaItem,
+)
 MAPS = (CoreStatus, FrontendStatus, Latency)  # for people and scripts
 
 
@@ -274,9 +349,9 @@ def test_messages_of_earlier_versions_still_decode(kind: int, body: str, missing
 
 
 def test_reports_of_a_core_over_its_pipe_have_these_bytes() -> None:
-    assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "94a145a3776879c0c0"
+    assert msgspec.msgpack.encode(StartReport("E", "why")).hex() == "95a145a3776879c0c090"
     state = DesiredState(True, ["weights"], 1, "v", "f")
-    assert msgspec.msgpack.encode(state).hex() == "97c391a77765696768747301a176a16690a764656661756c74"
+    assert msgspec.msgpack.encode(state).hex() == "98c391a77765696768747301a176a16690a764656661756c74c0"
 
 
 def test_in_a_status_unknown_keys_are_passed_over_and_missing_ones_have_defaults() -> None:

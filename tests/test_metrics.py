@@ -45,9 +45,10 @@ prompt_tokens generation_tokens iteration_tokens_total time_to_first_token_secon
 e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prompt_tokens request_generation_tokens request_success lora_requests_info engine_sleep_state
 frontends_connected core_epoch requests_recovered requests_quarantined malformed_frames prefix_cache_host_hits
-spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
+spec_decode_num_draft_tokens spec_decode_num_accepted_tokens encoder_cache_bytes encoder_cache_queries
+encoder_cache_hits encoded_items encoder_seconds
 """.split()
-TIMES = [name for name in SURFACE if name.endswith("_seconds")]
+TIMES = [name for name in SURFACE if name.endswith("_seconds") and not name.startswith("encoder")]
 FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
@@ -164,6 +165,13 @@ def test_after_a_few_requests_every_metric_has_its_value(engine: LLMEngine) -> N
     assert value(after, "frontends_connected") == value(after, "core_epoch") == 1
     for name in ("requests_recovered", "requests_quarantined", "malformed_frames", "num_preemptions"):
         assert value(after, name) == 0
+
+
+def test_metrics_of_media_are_those_of_the_core() -> None:
+    stats = Stats(encoder_queries=5, encoder_hits=2, encoded_items=3, encoder_seconds=0.5, encoder_bytes=512)
+    found = metrics.metrics_of(stats, Meter().measured(), "m")
+    names = ("encoder_cache_queries", "encoder_cache_hits", "encoded_items", "encoder_seconds", "encoder_cache_bytes")
+    assert [value(found, name) for name in names] == [5, 2, 3, 0.5, 512]
 
 
 def test_a_histogram_counts_each_observation_in_its_bucket_and_all_above() -> None:

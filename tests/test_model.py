@@ -120,7 +120,7 @@ def test_chosen_rows_and_embeddings_give_the_logits_of_the_whole(llama: Path) ->
     forward = model.forward
 
     def with_embeddings(
-        input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, sequences: Any, rows: torch.Tensor, embeds: None
+        input_ids: torch.Tensor, positions: torch.Tensor, steps: Any, sequences: Any, rows: torch.Tensor, *_: None
     ) -> Any:
         some = positions, steps, sequences, torch.tensor([15] * 8)
         calls.append(forward(input_ids, *some, inputs_embeds=model.embed(input_ids)))
@@ -202,9 +202,8 @@ BLOCK_INDEX = {
         ("rwkv", {"attention_hidden_size": 32}, "recurrent state"),
         ("falcon", {"alibi": True, "max_position_embeddings": 512}, "more than the distance"),
         ("cpmant", {"dim_head": 16}, "weights go through masked_fill|scores are set to 0"),
-        ("bart", {"d_model": 32}, "encoder-decoder"),
         ("bert", {"is_decoder": False}, "not causal|neither causal"),
-        ("t5", {"d_model": 32, "num_layers": 1}, "not a causal language model"),
+        ("t5", {"d_model": 32, "num_layers": 1}, "passes 'position_bias' to its cross attention"),
         ("bert-generation", {"is_decoder": False}, "not causal|neither causal"),
         ("clip", {}, "not a causal language model"),
     ],

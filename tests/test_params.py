@@ -122,8 +122,14 @@ def test_a_folder_that_is_not_there_is_named(name: str) -> None:
         ({"max_num_seqs": "many"}, InvalidArgumentError, "max_num_seqs is 'many'; it must be an int"),
         ({"enable_prefix_caching": 1}, InvalidArgumentError, "True or False"),
         ({"max_model_len": 1.5}, InvalidArgumentError, "an int or None"),
-        ({"tensor_parallel_size": 2}, NotSupportedError, "tensor_parallel_size is 2"),
-        ({"distributed_executor_backend": "ray"}, NotSupportedError, "ray"),
+        ({"pipeline_parallel_size": 17}, InvalidArgumentError, "pipeline_parallel_size is 17; it may be at most 16"),
+        ({"pipeline_parallel_size": 2, "cpu_offload_gb": 1.0}, NotSupportedError, "does not go with cpu_offload_gb"),
+        ({"tensor_parallel_size": 2, "cpu_offload_gb": 1.0}, NotSupportedError, "only with one rank"),
+        (
+            {"distributed_executor_backend": "roy"},
+            NotSupportedError,
+            "'uni' and 'mp' and 'ray' and 'external_launcher'",
+        ),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
             InvalidArgumentError,

@@ -17,10 +17,12 @@ from mainspring.core.plan.control import Control, ParameterRows, SetParameters, 
 from mainspring.core.plan.pooling_facts import PoolingFacts
 from mainspring.core.plan.step import (
     IN_FLIGHT,
+    Encoded,
     NewSequence,
     PromptPart,
     RowError,
     Scores,
+    SequenceMedia,
     StepPlan,
     StepResult,
 )
@@ -103,6 +105,8 @@ PLANS = {
     "recurrent state": plan(states=STATE_COPIES),
     "states in host memory": plan(states=STATE_COPIES._replace(host=Copies([(9, 0)], [(1, 2), (9, 1)]))),
     "several decode steps": plan(num_steps=4),
+    "media": admitting(with_fields(PROMPT, media=(SequenceMedia(4, 1, 2),))),
+    "items to encode": plan(encodes=ints(4, 5)),
 }
 
 SCORES = Scores(np.array([0, 2]), ints(1, 2, 3, 4).reshape(2, 2), np.zeros((2, 2), np.float32), ints(1, 7))
@@ -115,6 +119,9 @@ RESULTS = {
     "experts": StepResult(7, ints(2), np.array([4]), experts=np.arange(8, dtype=np.uint8).reshape(2, 2, 2)),
     "many experts": StepResult(7, ints(1), np.array([4]), experts=np.full((1, 2, 2), 300, np.uint16)),
     "guesses": StepResult(7, ints(3), np.array([4, 5, 6]), guesses=ints(4, 5)),
+    "encoded items": StepResult(
+        7, ints(1), np.array([4]), encoded=[Encoded(4, 512), Encoded(5, 0, "InvalidRequestError", "why")]
+    ),
     "lack of memory": StepResult(7, ints(0), np.zeros(0, np.int64), lack="out of memory"),
 }
 
@@ -125,6 +132,10 @@ CONTROLS: dict[type, Control] = {
     control.DropGrammar: control.DropGrammar(1),
     control.DropFunctions: control.DropFunctions((1, 2)),
     control.CheckSampling: control.CheckSampling(Sampling(3, extra_args=b"\x81\xa1a\x01")),
+    control.KeepMedia: control.KeepMedia(
+        2, "image", ["pixel_values", "mask"], [np.arange(6, dtype=np.float32).reshape(1, 2, 3), np.ones(3, bool)]
+    ),
+    control.DropMedia: control.DropMedia(2),
     control.Sleep: control.Sleep(2),
     control.Wake: control.Wake(True, False),
     control.SetParameters: SetParameters([ParameterRows("w", 3, np.arange(6, dtype=np.uint16).reshape(2, 3))]),

@@ -207,7 +207,7 @@ def test_a_kernel_that_fails_to_compile_is_named_and_the_rest_is_built(
         Module("two", tmp_path, "Ninja failed.\nx.cu:3: fatal error: no x.h\n"),
         Module("three", tmp_path),
     ]
-    monkeypatch.setattr(prebuilt, "modules_needed", lambda _: modules)
+    monkeypatch.setattr(prebuilt, "modules_needed", lambda *_: modules)
     folder, told = tmp_path / "kernels", []
     with pytest.raises(KernelsError, match="1 of 3 modules did not compile: two"):
         prebuilt.compile_ahead([], ["9.0a"], folder, told.append)
@@ -279,7 +279,10 @@ def test_options_make_one_kind_for_each_head_size_with_and_without_a_window(
     assert build_kernels.main(["build", "--arch", "8.0", "9.0a", *options, "--output", str(tmp_path)]) == 0
     assert build_kernels.main(["build", "--arch", "9.0a"]) == 0
     assert build_kernels.main(["build", "--arch", "9.0a", "--latents"]) == 0
-    kinds, archs, folder, _ = asked[0]
+    assert build_kernels.main(["build", "--arch", "9.0a", "--ranks"]) == 0
+    kinds, archs, folder, _, ranks = asked[0]
+    assert not ranks
+    assert asked[3][-1]
     assert kinds == [Attention(FP16, FP8, size, window, True) for size in (64, 128) for window in (False, True)]
     assert (archs, folder) == (["8.0", "9.0a"], tmp_path)
     assert asked[1][0] == [Attention(BF16, BF16, 128)]

@@ -194,6 +194,10 @@ def test_the_limits_are_those_of_the_code() -> None:
     largest = 9 * (100_000 + 300_000 + tokens) + 18 * 150_000 + 393_216
     assert intake.BodyLimits(model).of(messages.KIND_OF[messages.AddRequest], admin=False) == largest
     assert intake.BodyLimits(model).frame_bytes == 4 * 100_000 * 64
+    model = msgspec.structs.replace(model, media=["image"])
+    assert intake.BodyLimits(model).of(messages.KIND_OF[messages.AddRequest], admin=False) == largest + 262_144
+    assert "393,216\nbytes, and 262,144 more if `ModelFacts.media` names any" in SECTIONS["Limits"]
+    assert limits["`media`"].startswith(f"{messages.MAX_MEDIA_ITEMS:,} items")
     assert intake.BodyLimits(messages.ModelFacts(5, 5, 5, "float32")).frame_bytes == 1 << 20
     assert intake.BodyLimits(messages.ModelFacts(5, 1 << 20, 1 << 20, "float32")).frame_bytes == 256 << 20
     assert (

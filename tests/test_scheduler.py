@@ -308,6 +308,42 @@ def test_two_steps_in_flight_give_the_same_tokens_as_one() -> None:
     engine.check_outputs()
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_get_steps_of_different_requests_and_of_equal_size(stages: int) -> None:
+    engine = Engine(depth=stages, stages=stages, max_num_seqs=8)
+    for i in range(7):
+        engine.add(tokens(3, i), 12)
+    engine.run()
+    engine.check_outputs()
+    share = -(-7 // stages)
+    middle = [set(step.requests) for step in engine.steps[stages : stages * 10]]
+    assert all(len(step) in (share, 7 - (stages - 1) * share) for step in middle)
+    for i in range(len(middle) - stages + 1):
+        assert len(set.union(*middle[i : i + stages])) == 7, "all requests are under way in one turn of the stages"
+
+
+def test_a_long_prompt_leaves_the_other_stage_a_place_for_decodes() -> None:
+    engine = Engine(depth=2, stages=2, max_num_batched_tokens=8, max_model_len=128)
+    long = engine.add(tokens(80, 1), 2)
+    short = engine.add(tokens(2), 20)
+    engine.run()
+    engine.check_outputs()
+    chunks = [i for i, step in enumerate(engine.steps) if step.requests.get(long, 0) > 1]
+    between = [step.requests for step in engine.steps[chunks[0] : chunks[-1]]]
+    assert len(chunks) == 10
+    assert sum(short in requests for requests in between) >= 9
+
+
+def test_when_a_stages_requests_have_ended_it_gets_some_of_the_others() -> None:
+    engine = Engine(depth=2, stages=2, max_num_seqs=8)
+    keys = [engine.add(tokens(3, i), 20 if i < 4 else 2) for i in range(8)]
+    engine.run()
+    engine.check_outputs()
+    late = [set(step.requests) for step in engine.steps[8:-2]]
+    assert all(len(step) == 2 for step in late)
+    assert set(keys[:4]) == late[0] | late[1]
+
+
 def test_a_block_used_by_a_step_in_flight_is_not_free_before_the_step_retires() -> None:
     engine = Engine(depth=2, num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=1)
     first = engine.add(tokens(20), 10)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +20,11 @@ import stand_in_process
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.config import EngineConfig, ModelConfig, ServiceConfig
 from mainspring.ipc.connection import Connection
+from mainspring.ipc.core_group import EmbeddedCores
 from mainspring.ipc.errors import EngineDeadError, EngineStartError, InvalidArgumentError
 from mainspring.ipc.journal import Phase
 from mainspring.ipc.messages import AddRequest, Finished, Sampling
-from mainspring.ipc.supervisor import EmbeddedCore, Supervisor
+from mainspring.ipc.supervisor import Supervisor
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import Endpoints, ipc_address, make_runtime_dir, remove_runtime_dir
 from stand_in_process import EXIT, HANG, HARMLESS, KILL, RAISE, SEGV
@@ -48,13 +47,7 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fast_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace `sys.executable`, which the supervisor starts, by a script that runs stand_in_process.py."""
-    script = tmp_path / "python"
-    here = Path(stand_in_process.__file__)
-    script.write_text(f'#!/bin/sh\nPYTHONPATH="{here.parent}" exec "{sys.executable}" -P "{here}"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr("mainspring.ipc.supervisor.sys.executable", str(script))
-    monkeypatch.setattr("mainspring.ipc.supervisor.SETTLED_SECONDS", 0.0)  # no delays between restarts
+    stand_in_process.replace_cores(tmp_path, monkeypatch)
 
 
 def config(model: str | None = None, **service: Any) -> EngineConfig:
@@ -65,7 +58,7 @@ class Supervised:
     """A client, and the supervisor of its cores."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.core = EmbeddedCore(config)
+        self.core = EmbeddedCores(config)
         self.supervisor = self.core.supervisor
         self.client = SyncClient(Connection(self.core))
 
@@ -163,7 +156,7 @@ def test_a_death_outside_a_step_blames_no_request(start: Callable[..., Supervise
         one.kill()
     one.client.add_request(harmless(0))
     assert collect(one.client, 1, GUARD) == {0: whole(0)}
-    assert not one.supervisor._suspects.suspects
+    assert not one.supervisor._siblings._suspects.suspects
 
 
 @pytest.mark.slow
@@ -383,7 +376,7 @@ def test_what_keeps_the_first_core_from_starting_is_raised_under_its_own_type(tm
     script.write_text("this is wrong with it")
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgumentError, match="this is wrong with it"):
-        EmbeddedCore(config(str(script)))
+        EmbeddedCores(config(str(script)))
     assert set(os.listdir("/proc/self/fd")) <= before
 
 

@@ -266,7 +266,7 @@ def first_call(model: PagedModel, backend: Backend) -> tuple[Any, Any, Any, Any,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "forward", noted)
         paged_logits(model, SEQUENCES, [[Chunk(i, 0, length) for i, length in enumerate(LENGTHS)]], backend)
-    ids, positions, attention, sequences, wanted, _ = calls[0]
+    ids, positions, attention, sequences, wanted, *_ = calls[0]
     return ids, positions, attention, sequences, wanted
 
 

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     by_hand.add_argument("--window", action="store_true", help="also for layers with a sliding window")
     by_hand.add_argument("--soft-cap", action="store_true", help="for scores with a soft cap")
     by_hand.add_argument("--latents", action="store_true", help="for attention over latents (DeepSeek V3)")
+    build.add_argument("--ranks", action="store_true", help="also for sums over several GPUs")
     build.set_defaults(run=_build)
     listed = commands.add_parser("list", help="what is there")
     listed.add_argument("folder", nargs="?", metavar="DIR", help="default: where a core looks for kernels")
@@ -64,7 +65,7 @@ def _build(args: argparse.Namespace) -> None:
         raise KernelsError("--model says what its attention is: leave out --head-dim, --window, --soft-cap, --latents")
     prebuilt.find_nvcc()  # what is missing is said before anything is loaded
     attentions = _of_model(args) if args.model else _by_hand(args)
-    prebuilt.compile_ahead(attentions, args.arch, args.output or prebuilt.kernels_folder(None), _say)
+    prebuilt.compile_ahead(attentions, args.arch, args.output or prebuilt.kernels_folder(None), _say, args.ranks)
 
 
 def _by_hand(args: argparse.Namespace) -> list[Attention]:

@@ -38,8 +38,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 class ShardedStateLoader:
-    """Names of the files of ``load_format="sharded_state"``. Files of the last pattern are neither written nor read,
-    because there is one device."""
+    """Names of the files of ``load_format="sharded_state"``. Files of the last pattern are neither written nor read."""
 
     DEFAULT_PATTERN = TP_ONLY_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
     PP_AND_TP_PATTERN = "model-pp-{pp_rank}-tp-{tp_rank}-part-{part}.safetensors"
@@ -65,6 +64,16 @@ class Platform:
 
 
 current_platform = Platform()
+
+
+def convert_image_mode(image: Any, to_mode: str) -> Any:
+    """An image of PIL in another mode; what is transparent becomes white."""
+    if image.mode == "RGBA" and to_mode == "RGB":
+        white = image.copy()
+        white.paste((255, 255, 255, 255), (0, 0, *image.size))
+        white.alpha_composite(image)
+        image = white
+    return image if image.mode == to_mode else image.convert(to_mode)
 
 
 def tensor_of(array: np.ndarray) -> Any:

@@ -9,6 +9,7 @@ _INPUTS = {
     "": "TextPrompt TokensPrompt EmbedsPrompt ExplicitEncoderDecoderPrompt",
     "engine.request.prompts": "PromptType=Prompt",
 }
+_MEDIA = "MultiModalDataDict MultiModalUUIDDict"
 _SOURCES = "ModuleSource ParamMeta WeightSource"
 
 # module of vLLM → module of ours → names, or `theirs=ours` where they differ
@@ -62,6 +63,9 @@ _TABLE = {
         ),
     },
     "platforms": {"compat.vllm.helpers": "current_platform"},
+    "multimodal": {"engine.request.media_inputs": _MEDIA},
+    "multimodal.image": {"compat.vllm.helpers": "convert_image_mode"},
+    "multimodal.inputs": {"engine.request.media_inputs": _MEDIA},
     "pooling_params": {"": "PoolingParams", "ipc.pooling_params": "LateChunkingParams"},
     "model_executor.model_loader": {"compat.vllm.helpers": "ShardedStateLoader"},
     "prompt_adapter.request": {"": "PromptAdapterRequest"},
@@ -100,8 +104,8 @@ _INSTEAD = {
     "__version_tuple__": "take __version__ apart",
     "bc_linter_skip": "it marks vLLM's own interfaces",
     "bc_linter_include": "it marks vLLM's own interfaces",
-    "assets": "images, sound and video are not supported yet",
-    "multimodal": "images, sound and video are not supported yet",
+    "assets": "files of vLLM's examples are not part of this; give files, URLs or PIL images of your own",
+    "multimodal": "the checkpoint's own processor prepares media, see docs/media.md; multi_modal_data takes URLs",
     "initialize_ray_cluster": "several devices are not supported yet",
     "distributed": "several devices are not supported yet",
     "distributed.kv_events": "events of the KV cache are not supported",

@@ -28,6 +28,15 @@ class Suspects(Feature):
         self._waiting: list[Request] = []
         self._on_change = on_change
 
+    def add(self, keys: Mapping[int, int], harmless: Collection[int]) -> None:
+        """Add suspects of which another core died, and remove some that have shown elsewhere that they are harmless."""
+        self.keys.update(keys)
+        on_trial = self.on_trial.key if self.on_trial else None
+        for key in harmless:
+            if key != on_trial and not any(request.key == key for request in self._waiting):
+                self.keys.pop(key, None)
+        self._on_change(self.keys)
+
     def next(self, may_run: Callable[[Request], bool]) -> Request | None:
         """The suspect of the next trial step."""
         return self.on_trial or next((r for r in self._waiting if may_run(r)), None)

@@ -32,6 +32,23 @@ class BlockTables:
 
     # ------------------------------------------------------------------ how many
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be given out."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_in_use(self) -> int:
+        return self.pool.num_in_use
+
+    def num_free(self, request: Request) -> int:
+        """Blocks that this request may have, cached ones included."""
+        return self.pool.num_free
+
+    def num_coming(self, request: Request) -> int:
+        """The same of those that come back when a step in flight retires."""
+        return self.num_on_the_way
+
     def blocks_needed(self, request: Request, num_tokens: int, per_step: int) -> int:
         """New blocks for the tables to reach `num_tokens`, as many as are held at one time if each step computes at
         most `per_step` tokens."""

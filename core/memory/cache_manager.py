@@ -69,6 +69,8 @@ class CacheManager(BlockTables):
             for group, kind in enumerate(self.kinds)
         ]
         blocks = self._longest_usable(found, most)
+        while (outside := request.cut_at_span(0, blocks * self.block_size)) < blocks * self.block_size:
+            blocks = self._longest_usable(found, outside // self.block_size)
         request.tables = [kind.table(cached, blocks) for kind, cached in zip(self.kinds, found, strict=True)]
         request.num_cached_blocks = blocks
         if self.recurrent is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .fair_share import Frontend
-from .need import cuts_are_ruled
+from .need import cut, cuts_are_ruled
 from .request import Request
 from .room import extend, free_for, make_room
 from .state import SchedulerState
@@ -28,7 +28,8 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
         closed: frontends that get no new request in this step.
     """
     promised, state.promised = state.promised, None
-    ceiling = min((state.fair.share(state.fair.of(f)) for f in closed), default=math.inf)
+    lacking = () if state.alone else closed
+    ceiling = min((state.fair.share(state.fair.of(f)) for f in lacking), default=math.inf)
     deferring: list[Frontend] = []
     refused: list[Request] = []  # by a feature
     while budget > 0 and (frontend := state.fair.next_waiting(closed)) is not None:
@@ -47,7 +48,8 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
             if state.budget.tokens == state.budget.full or state.rows.granted.any():
                 break  # no other request goes before it, or it could wait for ever
             count = needed  # alone it may exceed a budget that was cut
-        cached = _find_room(state, frontend, request, count, ceiling, request is promised)
+        most = max(count, request.longest_span) if state.alone else count
+        cached = _find_room(state, frontend, request, most, ceiling, request is promised)
         if cached is None:
             closed.add(frontend.id)
             if not frontend.deferred:
@@ -58,8 +60,7 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
             deferring.append(frontend)
             continue
         count = min(count, len(request.tokens) - cached, state.most_tokens(request, cached))
-        if cuts_are_ruled(state):
-            count = state.kv.cut(request, cached, count)
+        count = cut(state, request, cached, count)
         if not count:  # the next step may have more of its budget left
             closed.add(frontend.id)
             continue
@@ -114,22 +115,22 @@ def _find_room(
     if passed and passed >= min(MOST_DEFERRED, len(state.running.free_slots)):
         return None
     while True:
-        free = free_for(state, frontend)
         cached = None
         comes = not promised and _comes(state, request, most)
         known = request.room and state.running.requests and (comes or not state.kv.prefix_grew(request))
-        if not known or (not comes and state.running.free_slots and request.room <= free):
+        if not known or (not comes and state.running.free_slots and request.room <= free_for(state, request)):
             cached = state.kv.find_prefix(request)
             tokens = len(request.tokens) if state.running.requests else min(len(request.tokens), cached + most)
-            request.room, request.hold = state.kv.room_needed(request, tokens, state.budget.chunk)
+            per_step = max(state.budget.chunk, request.longest_span)
+            request.room, request.hold = state.kv.room_needed(request, tokens, per_step)
             comes = not promised and _comes(state, request, most)
         if state.fair.share(frontend, 1, request.hold) > ceiling:
             return None
         if comes:
             return COMING
-        if cached is not None and state.running.free_slots and request.room <= free:
+        if cached is not None and state.running.free_slots and request.room <= free_for(state, request):
             return cached
-        if passed or not make_room(state, frontend, request, promised):
+        if passed or not make_room(state, request, promised):
             return None
 
 

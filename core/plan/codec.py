@@ -31,8 +31,8 @@ def encode(message: Any) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes, kind: Any) -> Any:
-    """The message of type `kind` that `encode` wrote to `data`. Its arrays are read-only views of `data`."""
+def decode(data: bytes | bytearray | memoryview, kind: Any) -> Any:
+    """The message of type `kind` that `encode` wrote to `data`. Its arrays are views of `data`."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_array)

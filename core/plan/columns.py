@@ -26,6 +26,7 @@ class Columns:
         self.handle = np.zeros(slots, np.int64)
         self.frontend = np.zeros(slots, np.int64)
         self.key = np.zeros(slots, np.uint64)
+        self.home = np.zeros(slots, np.int64)  # see `Request.home`
         self.alive = np.zeros(slots, bool)
         self.silent = np.zeros(slots, bool)  # no output token was sent yet
         self.excluded = np.zeros(slots, bool)  # joins no step with others: no credit, or on trial after a crash
@@ -50,6 +51,7 @@ class Columns:
         self.handle[slot] = request.handle
         self.frontend[slot] = request.frontend
         self.key[slot] = request.key
+        self.home[slot] = request.home
         self.alive[slot] = True
         self.silent[slot] = not request.started
         self.looks_back[slot] = request.looks_back

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from ...ipc.errors import EngineDeadError
 from ...ipc.messages import Adapter, ModelFacts, Sampling
 from ..memory.updates import LayerGroup
 from .pooling_facts import PoolingFacts
@@ -51,6 +52,22 @@ class CheckSampling(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ask the classes of ``logits_processors`` whether they take a request. Error: InvalidRequestError if not."""
 
     sampling: Sampling
+
+
+class KeepMedia(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Keep the arrays that a processor made of a media item. Once a plan has encoded it, only what the encoder gave is
+    kept, until it is dropped."""
+
+    number: int
+    modality: str
+    names: list[str]  # of the arrays, as the model's forward names them
+    arrays: list[np.ndarray]
+
+
+class DropMedia(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget a media item. No sequence that has a slot names it, unless its prompt is computed."""
+
+    number: int
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -134,6 +151,8 @@ Control = (
     | DropGrammar
     | DropFunctions
     | CheckSampling
+    | KeepMedia
+    | DropMedia
     | Sleep
     | Wake
     | SetParameters
@@ -152,6 +171,15 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     embeddings: np.ndarray | None = None  # of a prompt adapter: float32 [virtual tokens, hidden]
 
 
+class MediaFacts(msgspec.Struct, frozen=True, array_like=True):
+    """How a model takes media in its prompts."""
+
+    modalities: list[str]
+    row_bytes: int  # of memory for each token of an item, at most, once it is encoded
+    spans: str = ""  # what is computed in one step, because its tokens see later ones: "item", "prompt"; empty: nothing
+    encoder_input: bool = False  # whether each prompt has one item, an encoder's input, which has no tokens in it
+
+
 class WorkerFacts(msgspec.Struct, frozen=True, array_like=True):
     """What a planner must know of a worker and its model."""
 
@@ -165,6 +193,15 @@ class WorkerFacts(msgspec.Struct, frozen=True, array_like=True):
     asynchronous: bool = False  # the host has time to spare while a step runs
     pooling: PoolingFacts | None = None  # of a model that gives vectors
     most_steps: int = 1  # that it makes of one plan
+    stages: int = 1  # of a pipeline: as many steps are under way at once
+    media: MediaFacts | None = None  # of a model whose prompts may have media
+    homes: int = 1  # ranks that each keep the requests of their own, with so many blocks each
+
+    def depth(self, overlap: bool | None) -> int:
+        """Steps in flight. overlap: whether the user asks for two; None: if that saves time."""
+        if self.stages > 1:
+            return self.stages
+        return 2 if (self.asynchronous if overlap is None else overlap) else 1
 
 
 class PendingStep(Protocol):
@@ -184,6 +221,7 @@ class Worker(Protocol):
     facts: WorkerFacts
     decisions: Any  # what a restart need not find out again: plain values
     interrupt: np.ndarray  # int32 [1]: no further step of a plan of several is begun while it is not 0
+    error: EngineDeadError | None  # why it can compute nothing any more
 
     def warm_up(self) -> None:
         """Do once what would make the first steps slow."""
@@ -202,3 +240,6 @@ class Worker(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """What is done in it stands under this name in a profile, if one is recorded."""
+
+    def close(self) -> None:
+        """End the processes that it has started."""

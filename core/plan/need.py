@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .request import Request
 from .state import SchedulerState
 
 
@@ -29,10 +30,26 @@ def cuts_are_ruled(state: SchedulerState) -> bool:
     return state.budget.chunked and state.kv.recurrent is not None and state.budget.chunk >= state.kv.least_cut
 
 
+def cut(state: SchedulerState, request: Request, start: int, count: int) -> int:
+    """How many of the next `count` tokens of a request, from `start`, a step may compute so that it stops where the
+    layers' memory and the spans of media allow it; maybe 0. If a span is longer than what is left of the step,
+    `_span_step` makes a step for it, in which it may exceed a budget that was cut."""
+    ruled, left = cuts_are_ruled(state), count
+    while True:
+        before, count = count, request.cut_at_span(start, state.kv.cut(request, start, count) if ruled else count)
+        if count == before:
+            break
+    if left and not count and (span := request.span_at(start)):
+        if state.alone and not state.rows.granted.any():
+            return span
+        state.starved = state.starved or request
+    return count
+
+
 def cut_rows(state: SchedulerState, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """How many of the next `counts` tokens the requests at `slots` compute (int64 ``[n]`` each)."""
-    if cuts_are_ruled(state):
+    if cuts_are_ruled(state) or state.media is not None:
         starts = state.rows.num_computed[slots]
         for i in np.flatnonzero((counts > 0) & (starts < state.rows.prompt_len[slots])).tolist():
-            counts[i] = state.kv.cut(state.running.requests[int(slots[i])], int(starts[i]), int(counts[i]))
+            counts[i] = cut(state, state.running.requests[int(slots[i])], int(starts[i]), int(counts[i]))
     return counts

@@ -15,11 +15,12 @@ from .transitions import preempt
 OFTEN = 16  # preemptions of a request after which it keeps its slot until it has a new token
 
 
-def preempt_victim(state: SchedulerState) -> Request:
-    """Make room where the pool is empty. Returns the request that was preempted: the latest one of a frontend without
-    credit, or else of the frontend that would still hold most blocks by weight without it. So the oldest request of all
-    always goes on, and what `giver_for` has taken for a new request is not taken back."""
-    latest = [request for frontend in state.fair if (request := _latest(state, frontend)) is not None]
+def preempt_victim(state: SchedulerState, home: int | None = None) -> Request:
+    """Make room where the pool is empty, of one home or (None) anywhere. Returns the request that was preempted: the
+    latest one of a frontend without credit, or else of the frontend that would still hold most blocks by weight without
+    it. So the oldest request of all always goes on, and what `giver_for` has taken for a new request is not taken
+    back."""
+    latest = [request for frontend in state.fair if (request := _latest(state, frontend, home)) is not None]
     victim = max(latest, key=lambda request: (*_left_without(state, request), state.fair.rank(request)))
     preempt(state, victim)
     return victim
@@ -37,7 +38,7 @@ def giver_for(state: SchedulerState, request: Request, slots: bool, but: Collect
         has = (other.num_running if slots else used[other.id]) / other.weight
         if other is frontend or (other.credit and has <= mine):
             continue
-        latest = _latest(state, other, but)
+        latest = _latest(state, other, None if slots else request.home, but)
         if latest is None or (latest.num_preemptions >= OFTEN and not _has_new_token(state, latest)):
             continue
         if not other.credit or _left_without(state, latest, slots)[1] >= mine:
@@ -50,9 +51,11 @@ def _has_new_token(state: SchedulerState, request: Request) -> bool:
     return state.rows.num_known(request.slot) > len(request.tokens)
 
 
-def _latest(state: SchedulerState, frontend: Frontend, but: Collection[Request] = ()) -> Request | None:
+def _latest(
+    state: SchedulerState, frontend: Frontend, home: int | None, but: Collection[Request] = ()
+) -> Request | None:
     able = (r for r in frontend.running.values() if r is not state.suspects.on_trial and r not in but)
-    return max(able, key=state.fair.rank, default=None)
+    return max((r for r in able if home in (None, r.home)), key=state.fair.rank, default=None)
 
 
 def _left_without(state: SchedulerState, request: Request, slots: bool = False) -> tuple[bool, float]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ...ipc.messages import Adapter, AddRequest, Sampling
-from .step import NewSequence
+from ...ipc.messages import Adapter, AddRequest, MediaItem, Sampling
+from .step import NewSequence, SequenceMedia
 
 MOST_LOGPROBS = 32  # per token of a request that speculates, because one step returns them for several tokens
 
@@ -34,10 +35,10 @@ class Request:
     # `__slots__` saves four fifths of a request's memory, and many requests may wait.
     __slots__ = tuple(
         (
-            "admitted_at arrival branch digests embeds finished first_token_at frontend functions grammar handle hold "
-            "keeps_rows key lora lora_name lora_number lora_place max_len num_cached_blocks num_cached_tokens "
-            "num_preemptions num_routed num_scored num_virtual patient pending pooling priority processed prompt_len "
-            "queued room root sampling seq slot started stop_tokens tables timed tokens"
+            "admitted_at arrival branch digests embeds encoded finished first_token_at frontend functions grammar "
+            "handle hold home keeps_rows key lora lora_name lora_number lora_place max_len media num_cached_blocks "
+            "num_cached_tokens num_preemptions num_routed num_scored num_virtual patient pending pooling priority "
+            "processed prompt_len queued room root sampling seq slot spans started stop_tokens tables timed tokens"
         ).split()
     )
 
@@ -72,6 +73,9 @@ class Request:
         self.tokens = np.array(tokens, dtype=np.int32)
         self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
+        self.media: Sequence[MediaItem] = ()  # of the prompt, in order
+        self.encoded: tuple[SequenceMedia, ...] = ()  # the same for the worker; set when it gets a slot
+        self.spans: Sequence[tuple[int, int]] = ()  # first token and end of what one step has to compute
         self.functions = functions
         self.processed = False  # whether the classes of logits processors see its logits
         self.grammar = 0  # the number of its grammar; 0: none
@@ -84,6 +88,7 @@ class Request:
         self.lora: LoRAName | None = None  # set when the adapter has been read
         self.lora_number = self.lora_place = 0  # set while the request runs with an adapter, see adapter_slots.py
         self.slot = -1  # -1 unless the request runs
+        self.home = 0  # the rank that keeps its keys and values, where each keeps those of its own requests
         self.seq = 0  # order of arrival, assigned when the request is added
         self.started = bool(message.output_token_ids)  # whether an output token was sent
         self.finished = False
@@ -112,6 +117,32 @@ class Request:
         is queued."""
         self.embeds = embeds
         self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=b"virtual").digest()
+
+    def use_media(self, media: Sequence[MediaItem], spans: str) -> None:
+        """Set the media items. Must be called before the request is queued. spans: see `MediaFacts`."""
+        self.media = media
+        if spans == "item":
+            self.spans = [(one.offset, one.offset + one.length) for one in media]
+        elif spans == "prompt":  # keys and values of any token depend on the whole prompt, so none are looked up
+            self.spans = [(0, self.prompt_len)]
+            content = b"".join(one.digest for one in media)
+            self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"media").digest()
+
+    def cut_at_span(self, start: int, count: int) -> int:
+        """How many of the next `count` tokens, from `start`, one step may compute so that it ends inside of no span;
+        maybe 0."""
+        for first, end in self.spans:
+            if first < start + count < end:
+                return max(0, first - start)
+        return count
+
+    @property
+    def longest_span(self) -> int:
+        return max((end - first for first, end in self.spans), default=0)
+
+    def span_at(self, start: int) -> int:
+        """Tokens of the span that begins at `start`; 0: none does."""
+        return next((end - first for first, end in self.spans if first == start), 0)
 
     @property
     def has_begun(self) -> bool:
@@ -161,13 +192,14 @@ class Request:
             self.may_speculate,
             self.pooling,
             self.keeps_rows,
+            self.encoded,
         )
 
     @property
     def most_cached(self) -> int:
         """The largest prefix-cache hit, in tokens. At least one token must be computed, and so must each token whose
         logits or hidden state the request needs."""
-        if self.keeps_rows:
+        if self.keeps_rows or (self.spans and self.spans[0] == (0, self.prompt_len)):
             return 0
         return min(len(self.tokens), self.num_scored if self.wants_scores else len(self.tokens)) - 1
 
@@ -176,4 +208,11 @@ class Request:
         for start in range(len(self.digests) * block_size, num_tokens - block_size + 1, block_size):
             parent = self.digests[-1] if self.digests else self.root
             block = np.ascontiguousarray(tokens[start : start + block_size]).tobytes()
-            self.digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
+            # Placeholders are equal for all items. Positions behind an item depend on it through the parent's name.
+            within = b"".join(
+                one.digest + (one.offset - start).to_bytes(8, "little", signed=True) + one.length.to_bytes(8, "little")
+                for one in self.media
+                if one.offset < start + block_size and start < one.offset + one.length
+            )
+            person = b"media" if within else b""
+            self.digests.append(hashlib.blake2b(parent + block + within, digest_size=16, person=person).digest())

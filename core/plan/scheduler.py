@@ -17,14 +17,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ...ipc.config import SchedulerConfig
 from ...ipc.errors import InvalidArgumentError, wire_name, wire_text
 from ...ipc.messages import Finished, Outputs, Stats
+from ..features.encoder_cache import EncoderCache
+from ..features.media_store import StoredItem
 from ..features.pauses import PauseMode, Pauses
 from ..features.prompt_scores import PromptScores
 from ..features.speculation import Guesses, Speculation
 from ..features.suspects import Suspects
 from ..memory.cache_manager import CacheManager
+from ..memory.home_caches import HomeCaches
 from .admit import admit
 from .budget import Budget
 from .columns import Columns
@@ -43,6 +48,7 @@ from .take_in import take_back, take_in
 from .transitions import enqueue, fail, finish, preempt
 from .trial import plan_trial
 
+NO_SLOTS = np.zeros(0, np.int64)
 CACHE_TIERS = ("", "gpu", "cpu")  # where prefixes are cached: anywhere, in the pool, in host memory
 
 
@@ -62,7 +68,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        kv: CacheManager,
+        kv: CacheManager | HomeCaches,
         max_model_len: int,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = lambda: time.monotonic(),
@@ -70,8 +76,8 @@ class Scheduler:
         suspects: Mapping[int, int] | None = None,
         on_suspects: Callable[[Collection[int]], None] = lambda keys: None,
     ) -> None:
-        slots, num_blocks = config.max_num_seqs, kv.pool.num_blocks - 1
-        self.fair = fair = FairShare(config.scheduling_policy == "priority", slots, max(1, num_blocks), kv.blocks_used)
+        slots, num_blocks = config.max_num_seqs, max(1, kv.num_blocks)
+        self.fair = fair = FairShare(config.scheduling_policy == "priority", slots, num_blocks, kv.blocks_used)
         self.sleep_level = 0  # for statistics
         self._pauses = Pauses(fair)
         self._log_stats = log_stats
@@ -88,6 +94,23 @@ class Scheduler:
     def attach(self, feature: Feature) -> None:
         """Add a feature, before any request is added."""
         self.state.features.attach(feature)
+
+    def serve_media(self, media: EncoderCache) -> None:
+        """Prompts may have media. Called before any request is added."""
+        self.attach(media)
+        self.state.media, media.fail, media.give_way = media, self._fail_media, self._give_way
+
+    def _fail_media(self, request: Request, error: str, text: str) -> None:
+        self.state.suspects.clear(request)
+        finish(self.state, request, "error", error=(error, text))
+
+    def _give_way(self, request: Request) -> bool:
+        """Whether a request is of a frontend without credit. Then it leaves its slot."""
+        if self.fair.of(request.frontend).credit:
+            return False
+        if request.slot >= 0:
+            preempt(self.state, request)
+        return True
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -193,14 +216,14 @@ class Scheduler:
         return bool(self.state.outbox or (self.fair.num_requests and not self.state.stalled))
 
     def stats(self) -> Stats:
-        state, meter, pool = self.state, self.meter, self.state.kv.pool
+        state, meter, kv = self.state, self.meter, self.state.kv
         fields: dict[str, Any] = {**meter.counts}
         for stats in state.features.stats:
             fields |= stats()
         return Stats(
             num_running=len(state.running.requests),
             num_waiting=self.fair.num_requests - len(state.running.requests),
-            kv_cache_usage=pool.num_in_use / max(1, pool.num_blocks - 1),
+            kv_cache_usage=kv.num_in_use / max(1, kv.num_blocks),
             num_steps=state.running.next_step,
             generation_tokens=meter.generation_tokens,
             frontends_connected=len(self.fair),
@@ -209,6 +232,7 @@ class Scheduler:
             requests_quarantined=meter.requests_quarantined,
             malformed_frames=meter.malformed_frames(),
             sleep_level=self.sleep_level,
+            core=meter.core,
             **fields,
         )
 
@@ -224,40 +248,81 @@ class Scheduler:
         return step
 
     def _next(self) -> Step | None:
-        """A step of all requests but suspects, or of one suspect, in turn."""
-        state, suspects = self.state, self.state.suspects
+        """A step of all requests but suspects, or of one suspect, in turn. What is encoded alone has the turn of a
+        suspect."""
+        state, suspects, media = self.state, self.state.suspects, self.state.media
         if self.paused == "keep" or suspects.step is not None:
             return None
         suspect = suspects.next(lambda r: self.fair.of(r.frontend).credit and state.may_run(r, fetch=True))
-        if suspect is None or not suspects.have_turn:
+        waits = suspect is not None or (media is not None and media.alone is not None)
+        if not waits or not suspects.have_turn:
             suspects.have_turn = True
-            step = self._shared_step()
-            if step is not None or suspect is None:
+            if (step := self._shared_step()) is not None:
                 return step
-        return None if state.running.in_flight else launch_step(state, *plan_trial(state, suspect), solo=True)
+        if state.running.in_flight:
+            return None
+        if suspect is not None:
+            return launch_step(state, *plan_trial(state, suspect), solo=True)
+        return None if media is None or media.alone is None else self._encode_alone(media, media.alone)
+
+    def _encode_alone(self, media: EncoderCache, item: StoredItem) -> Step:
+        """A step that does nothing but encode an item."""
+        solo = media.is_suspect(item)
+        self.state.suspects.have_turn = False
+        if solo:
+            self.state.suspects.step = self.state.running.next_step
+        return launch_step(self.state, NO_SLOTS, NO_SLOTS, solo, items=[item])
 
     def _shared_step(self) -> Step | None:
         """The stages of a step, one after the other. What each grants is in the column `granted`."""
         state, running, granted, budget = self.state, self.state.running, self.state.rows.granted, self.state.budget
+        if state.media is not None:
+            state.media.due = []
+            if (step := self._span_step()) is not None or state.starved is not None:
+                return step
         granted[:] = 0
         slots = running.order
         quotas, need = divide_budget(state, slots, tokens_needed(state, slots))
         granted[slots] = need = cut_rows(state, slots, need)
         lacking = allocate(state, slots[need > 0])
-        admit(state, budget.tokens - int(granted.sum()), quotas, lacking)
+        admit(state, budget.tokens - int(granted.sum()), quotas, set(lacking))
         if quotas is not None:
             grant_rest(state, budget.tokens - int(granted.sum()))
+            if not (running.in_flight or granted.any()):  # all of a small budget was for requests that can't run yet
+                admit(state, budget.tokens, None, lacking)
         for fill in state.features.fill:
             fill(running.order, budget.tokens, partial(extend, state))
-        slots = running.order[granted[running.order] > 0]
-        if not slots.size:
+        slots, items = running.order[granted[running.order] > 0], state.media.due if state.media is not None else ()
+        if not (slots.size or items):
+            return self._span_step()
+        return launch_step(state, slots, granted[slots], num_steps=steps_of(state, slots), items=items)
+
+    def _span_step(self) -> Step | None:
+        """A step for the request whose next tokens have to be computed together, if others left too little of the
+        budget for them in the step before. Running requests of others are not in it. If the request waits for blocks
+        on their way back, so do the others, or they could take them."""
+        state, rows, running = self.state, self.state.rows, self.state.running
+        request, state.starved = state.starved, None
+        if request is None or request.finished:
             return None
-        return launch_step(state, slots, granted[slots], num_steps=steps_of(state, slots))
+        rows.granted[:] = 0
+        state.alone = True
+        if request.slot >= 0:
+            slot = np.array([request.slot])
+            rows.granted[slot] = need = cut_rows(state, slot, tokens_needed(state, slot))
+            allocate(state, slot[need > 0])
+            waits = need.any() and request.slot >= 0 and not rows.granted[slot].any()
+        else:
+            admit(state, state.budget.tokens, None, {one.id for one in self.fair if one.id != request.frontend})
+            waits = False
+        state.alone, state.starved = False, request if waits else None
+        slots, items = running.order[rows.granted[running.order] > 0], state.media.due if state.media else ()
+        return launch_step(state, slots, rows.granted[slots], items=items) if slots.size else None
 
     def update(self, step: Step, result: StepResult) -> dict[int, Outputs]:
         """Take in what a step brought. Returns each frontend's outputs."""
         if result.lack:
-            take_back(self.state, step, result.lack)
+            take_back(self.state, step, result)
         elif step.plan.num_steps > 1:
             take_in_several(self.state, step, result)
         else:

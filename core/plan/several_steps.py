@@ -47,7 +47,7 @@ def _within_blocks(state: SchedulerState, slots: np.ndarray, count: int) -> int:
     ends = rows.num_computed[slots] + count
     short = np.flatnonzero(ends > rows.reach[slots])
     needed = int((-(-(ends - rows.reach[slots])[short] // size)).sum()) * len(state.kv.kinds)
-    if 2 * needed <= state.kv.pool.num_free:
+    if 2 * needed <= state.kv.num_free(state.running.requests[int(slots[0])]):
         short = np.array([i for i in short.tolist() if not extend(state, int(slots[i]), int(ends[i]))], np.int64)
     within = (rows.reach[slots] - rows.num_computed[slots])[short]
     return min(count, int(within.min())) if within.size else count

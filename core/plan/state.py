@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core_meter import CoreMeter
+from ..features.encoder_cache import EncoderCache
 from ..features.suspects import Suspects
 from ..memory.cache_manager import CacheManager
+from ..memory.home_caches import HomeCaches
 from .budget import Budget
 from .columns import Columns
 from .fair_share import FairShare
@@ -23,7 +25,7 @@ class SchedulerState:
 
     rows: Columns
     running: Running
-    kv: CacheManager
+    kv: CacheManager | HomeCaches
     fair: FairShare
     budget: Budget
     features: Features
@@ -37,6 +39,9 @@ class SchedulerState:
     most_steps: int = 1  # that the worker makes of one plan
     hands_out: bool = False  # whether frontends get the tokens of such a plan as they are made
     step_seconds: float = 0.0  # that the last step took
+    media: EncoderCache | None = None  # of a model whose prompts may have media
+    starved: Request | None = None  # the next tokens of it have to be computed together, and no step had room for them
+    alone: bool = False  # the step that is being made is for that request
     waits: tuple[Request, int] | None = None  # the oldest request, if it waits for blocks, and the step since when
 
     def may_run(self, request: Request, fetch: bool) -> bool:

@@ -20,6 +20,14 @@ IN_FLIGHT = -1  # a token id: the token that the slot sampled last, which only t
 MOST_GUESS_ROWS = 32  # tokens of a step up to which guesses fill it; more rows cost more time than they may save
 
 
+class SequenceMedia(NamedTuple):
+    """A media item of a sequence. See `MediaItem`."""
+
+    number: int  # that `KeepMedia` gave it
+    offset: int
+    length: int
+
+
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A request that got its slot."""
 
@@ -36,6 +44,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     speculates: bool = False  # a draft model follows it
     pooling: Pooling | None = None
     keeps_rows: bool = False  # the hidden states of all its tokens are pooled, not the last one's alone
+    media: tuple[SequenceMedia, ...] = ()  # of the prompt, all of them encoded
 
 
 class PromptPart(NamedTuple):
@@ -48,6 +57,7 @@ class PromptPart(NamedTuple):
 
 
 NO_STOPS = np.zeros((0, 2), np.int32)
+NO_ITEMS = np.zeros(0, np.int32)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +85,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     apart: bool = False  # each of several steps has a result of its own; else all have one together
     ruled: bool = False  # so it is, and tokens are chosen by rules, or scored
     stops: np.ndarray = NO_STOPS  # int32 [n, 2]: a row, and a token that ends the row's request
+    homes: np.ndarray = NO_ITEMS  # int32 [rows]: the rank that computes each, if ranks have requests of their own
+    encodes: np.ndarray = NO_ITEMS  # int32: numbers of media items to encode, before anything else is computed
 
     @property
     def num_tokens(self) -> int:
@@ -95,9 +107,9 @@ class Step(NamedTuple):
     """A plan, and what the planner alone keeps of the step: for the journal, and to take in the result."""
 
     plan: StepPlan
-    keys: np.ndarray  # uint64 [rows], of the requests
-    output_index: np.ndarray  # int64 [rows]: index in its request's output of the next token to come
-    solo: bool = False  # the one row is of a suspect
+    keys: np.ndarray  # uint64 [rows + waiting], of the requests, and of those that wait for media it encodes
+    output_index: np.ndarray  # int64 [rows + waiting]: index in its request's output of the next token to come
+    solo: bool = False  # the one row, or the media item, is of a suspect
 
 
 class Scores(NamedTuple):
@@ -125,6 +137,16 @@ class RowError(NamedTuple):
     text: str
 
 
+class Encoded(NamedTuple):
+    """A media item that a step encoded, or could not encode."""
+
+    number: int
+    num_bytes: int  # of memory that its rows take until it is dropped
+    error: str = ""  # the error type's name on the wire
+    text: str = ""
+    seconds: float = 0.0  # that encoding took, for statistics
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step brought, or several of one plan: then `tokens` has those of one step after those of another."""
 
@@ -142,6 +164,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     first: int = 0  # which of the plan's steps it begins with
     num_steps: int = 1  # that it is of
     more: bool = False  # another result of the plan follows
+    encoded: list[Encoded] = []  # one for each of the plan's `encodes`
 
 
 def with_guesses(plan: StepPlan, guesses: np.ndarray) -> np.ndarray:

@@ -9,8 +9,9 @@ import numpy as np
 from ...ipc.errors import OutOfMemoryError
 from ...ipc.messages import Pooled, Started
 from .columns import MANY_STOPS
+from .request import Request
 from .state import SchedulerState
-from .step import Scores, Step, StepResult
+from .step import Scores, Step, StepPlan, StepResult
 from .transitions import fail, finish, preempt
 
 
@@ -18,6 +19,8 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
     """Put the tokens of `result` into the columns and the outbox, publish full blocks, and end the requests that are
     complete."""
     rows, features, outbox, plan, sampled = state.rows, state.features, state.outbox, step.plan, result.tokens
+    if state.media is not None and result.encoded:
+        state.media.take_in(result)
     end_rows(state, step, result)
     slots, ends = plan.slots.astype(np.int64), plan.starts.astype(np.int64) + result.computed
     alive, guessing = rows.alive[slots], bool(plan.guessed.any())
@@ -55,19 +58,29 @@ def take_in(state: SchedulerState, step: Step, result: StepResult) -> None:
     state.budget.step_succeeded()
 
 
-def take_back(state: SchedulerState, step: Step, why: str) -> None:
+def take_back(state: SchedulerState, step: Step, result: StepResult) -> None:
     """Undo `step`, the only one in flight, because the device lacked memory. Its requests catch up in steps of half the
     size; the budget grows back. A request that can't be cut any further ends with an error."""
-    plan = step.plan
+    plan, why = step.plan, result.lack
+    if state.media is not None:
+        state.media.take_in(result)
+        state.media.take_back(plan)
     requests = [state.running.requests[slot] for slot in plan.slots.tolist() if state.rows.alive[slot]]
     retire(state, step)
-    if len(plan.slots) == 1 and (plan.num_tokens == 1 or not state.budget.chunked):
+    if not plan.slots.size:
+        return
+    if len(plan.slots) == 1 and (not state.budget.chunked or _is_whole(requests, plan)):
         for request in requests:
             fail(state, request, OutOfMemoryError(f"the device lacks memory for this request alone: {why}"))
         return
     for request in requests:
         preempt(state, request)
     state.budget.cut(max(1, plan.num_tokens // 2))
+
+
+def _is_whole(requests: Sequence[Request], plan: StepPlan) -> bool:
+    """Whether the only row of a plan can't be cut."""
+    return plan.num_tokens == 1 or any(one.span_at(int(plan.starts[0])) == plan.num_tokens for one in requests)
 
 
 def retire(state: SchedulerState, step: Step) -> None:

@@ -26,14 +26,14 @@ def plan_trial(state: SchedulerState, suspect: Request) -> tuple[np.ndarray, np.
             preempt_victim(state)
         suspects.begin(suspect)
         cached = kv.find_prefix(suspect)
-        while kv.room_needed(suspect, cached, 0)[0] > kv.pool.num_free:
-            preempt_victim(state)
+        while kv.room_needed(suspect, cached, 0)[0] > kv.num_free(suspect):
+            preempt_victim(state, suspect.home)
         take_slot(state, suspect, cached)
     slot = np.array([suspect.slot])
-    rows.excluded[slot] = False
+    rows.excluded[slot], state.alone = False, True
     need = cut_rows(state, slot, tokens_needed(state, slot))
-    rows.excluded[slot] = True
+    rows.excluded[slot], state.alone = True, False
     while not extend(state, suspect.slot, int((rows.num_computed[slot] + need)[0])):
-        preempt_victim(state)
+        preempt_victim(state, suspect.home)
     suspects.step, suspects.have_turn = running.next_step, False
     return slot, need

@@ -55,6 +55,8 @@ def read_lora(adapter: Adapter, limits: LoRALimits) -> LoRA:
     """Raises InvalidRequestError for an adapter that can't be computed as PEFT would compute it."""
     most = HEADER_BYTES + limits.saved_bytes
     most += sum(4 * limits.max_rank * (place.num_inputs + place.num_outputs) for place in limits.places.values())
+    others = (shape for shape in limits.parameters.others.values() if len(shape) == 2)  # of other stages
+    most += sum(4 * limits.max_rank * sum(shape) for shape in others)
     config, tensors, digest = _read(adapter, "LORA", most)
     try:
         return LoRA(digest, _deltas(config, tensors, limits))
@@ -136,6 +138,8 @@ def _deltas(config: dict[str, Any], tensors: dict[str, torch.Tensor], limits: Lo
     found: defaultdict[int, list[Delta]] = defaultdict(list)
     for module, pair in pairs.items():
         place = limits.places.get(module)
+        if place is None and f"{module}.weight" in limits.parameters.others:
+            continue  # the stage that has it looks at it
         if place is None:
             raise InvalidRequestError(f"{module!r:.200} is no linear layer of this model that an adapter can change")
         if len(pair) < 2:
@@ -153,19 +157,28 @@ def _deltas(config: dict[str, Any], tensors: dict[str, torch.Tensor], limits: Lo
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         if not abs(scale) < float(torch.finfo(torch.float32).max):
             raise InvalidRequestError(f"lora_alpha is {alpha} for {module!r:.200}; it must be a finite number")
+        if place.cut is not None and place.cut.dim:  # as the weight: columns of partial sums, or rows of outputs
+            down = place.cut.of(down)
+        elif place.cut is not None:
+            up = place.cut.of(up)
         found[place.weight].append(Delta(down.float(), up.float(), scale, place.start))
     return dict(found)
 
 
 def _is_own(name: str, tensor: torch.Tensor, parameters: ParameterMap) -> bool:
-    """Whether `tensor` equals the base model's parameter of this name."""
+    """Whether `tensor` equals the base model's parameter of this name, as far as this rank can tell."""
+    if name in parameters.others:
+        return tensor.shape == parameters.whole_shape(name)
     try:
         held = parameters.slot(name).tensor
     except KeyError:
         return False
     if not (held.numel() or id(held) in parameters.packed):
         raise InvalidRequestError("it holds weights of the model, which sleep: call wake_up first")
-    return torch.equal(tensor.to(held.dtype), parameters.get(name).cpu())
+    cut = parameters.cuts.get(name)
+    if tensor.shape != parameters.whole_shape(name):
+        return False
+    return torch.equal((tensor if cut is None else cut.of(tensor)).to(held.dtype), parameters.get(name).cpu())
 
 
 def _patterns(given: dict[str, Any]) -> list[tuple[re.Pattern[str], float]]:

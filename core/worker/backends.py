@@ -23,11 +23,11 @@ MEMORY_WAIT_SECONDS = 30.0  # seconds to wait at most until the driver has freed
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
-def pick_device(name: str) -> torch.device:
-    """The torch device for the option `device`. ``auto`` means a GPU if there is one.
+def pick_device(name: str, rank: int = 0) -> torch.device:
+    """The torch device for the option `device`. ``auto`` means a GPU if there is one. Each rank has a GPU of its own.
 
     Raises:
-        InvalidArgumentError: the name asks for a GPU, and no GPU can be used.
+        InvalidArgumentError: the name asks for a GPU, and no GPU can be used; or there is none for this rank.
     """
     if name == "cpu" or (name == "auto" and not _has_gpu()):
         return torch.device("cpu")
@@ -35,8 +35,13 @@ def pick_device(name: str) -> torch.device:
         trouble = f"this torch, {torch.__version__}, was built for CPUs: install its CUDA build"
     else:
         trouble = _driver_trouble()
+    if not trouble and rank >= torch.cuda.device_count():
+        raise InvalidArgumentError(
+            f"tensor_parallel_size times pipeline_parallel_size is {rank + 1} or more, which is more than the "
+            f"{torch.cuda.device_count()} GPUs that there are"
+        )
     if not trouble:
-        return torch.device(name if ":" in name else "cuda:0")
+        return torch.device(name if ":" in name else f"cuda:{rank}")
     if name == "auto":
         logger.warning("there is a GPU, but %s; the model runs on the CPU", trouble)
         return torch.device("cpu")

@@ -30,6 +30,7 @@ CPU_SHARE = 0.4  # share of host memory free after loading; the rest is for acti
 CPU_DEFAULT_BYTES = 4 << 30  # largest KV cache on a CPU, unless the user sets a size
 GRAPH_BYTES = 8 << 20  # memory of one captured graph, besides the pool that all graphs share
 SNAPSHOT_SHARE = 0.25  # of the memory for blocks and states, or on the host: the most that snapshots of states take
+ENCODING_BYTES = 1 << 30  # activations of an encoder for one item: an image of some ten thousand patches
 CHOICE_BYTES = 24  # memory per logit while tokens are chosen: the logit and its masked copies in fp32
 
 
@@ -66,10 +67,12 @@ def count_blocks(
         if cache.kv_cache_memory_bytes is not None:
             memory = cache.kv_cache_memory_bytes
         elif model.device.type == "cuda":
-            memory = _profile_cuda(config, layout, model, backend, graph_sizes)
+            memory = _profile_cuda(config, layout, model, backend, graph_sizes) - _media_bytes(config, model)
         else:
             states = 0 if recurrent is None else num_states(recurrent) * recurrent.token_bytes
-            memory = min(CPU_DEFAULT_BYTES + states, int(free_host_bytes() * CPU_SHARE))
+            ranks = config.parallel_config.num_ranks  # they share the memory
+            free = max(0, free_host_bytes() - _media_bytes(config, model))
+            memory = min(CPU_DEFAULT_BYTES // ranks + states, int(free * CPU_SHARE) // ranks)
         if recurrent is not None:
             memory = _without_states(config, memory, recurrent)
         if layout.groups:
@@ -87,6 +90,11 @@ def count_blocks(
             f"but the cache has {max(0, available)}: set a smaller max_model_len or a larger kv_cache_memory_bytes"
         )
     return available, limit
+
+
+def _media_bytes(config: EngineConfig, model: PagedModel) -> int:
+    """Memory for encoded media, and for what encoding an item takes."""
+    return 0 if model.merger is None else int(config.multimodal_config.mm_encoder_cache_gb * 2**30) + ENCODING_BYTES
 
 
 def _without_states(config: EngineConfig, memory: int, group: LayerGroup) -> int:

@@ -57,6 +57,10 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
             f"the draft model has a vocabulary of {model.vocab_size} tokens, and the model one of {target.vocab_size}: "
             "they must have the same tokenizer"
         )
+    if model.cross is not None or target.cross is not None:
+        raise NotSupportedError(
+            "a draft model does not see an encoder's input: neither it nor the model may have an encoder"
+        )
     if model.states is not None:
         raise NotSupportedError("a draft model must have no recurrent state: its state could not be rolled back")
     layout = lay_out(config.cache_config, model, backend)

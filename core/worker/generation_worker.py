@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -15,34 +18,51 @@ from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupporte
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
 from ..model.learn.fuse import Decision
+from ..model.learn.verify_media import verify_media
 from ..model.load.kept_decisions import KeptDecisions
+from ..model.media.features import EncodedItem
+from ..model.media.merge import MergedPrompt
 from ..model.run.expert_recorder import ExpertRecorder
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..model.run.streamed_layers import offloaded_bytes
-from ..plan.control import ParameterRows, PendingStep, WorkerFacts
-from ..plan.step import StepPlan, StepResult, with_guesses
+from ..parallel.group import RankGroup
+from ..plan.control import (
+    Control,
+    DropAdapter,
+    DropFunctions,
+    DropGrammar,
+    KeepMedia,
+    ParameterRows,
+    PendingStep,
+    WorkerFacts,
+)
+from ..plan.step import Encoded, StepPlan, StepResult, with_guesses
 from .backends import graph_sizes
-from .block_count import count_slots, free_host_bytes, offloading_bytes
+from .block_count import HostSlots, count_slots, free_host_bytes, offloading_bytes
 from .device import tensor_of
 from .draft import Drafter, load_draft
 from .grammar import GrammarCompiler
+from .media_items import MediaItems
 from .processors import Processors
 from .registry import Registry
 from .runner import ModelRunner
 from .sampler import Sampled
+from .stage_facts import facts_of_stages
 from .worker import (
     Decisions,
     LocalWorker,
     Pending,
     empty,
-    lacking,
     lay_out,
     load_paged,
     lora_limits,
     row_errors,
     tensors_of,
+    with_ranks,
 )
+
+logger = logging.getLogger(__name__)
 
 MOST_STEPS = 32  # of one plan
 MOST_EXPERT_BYTES = 64 << 20  # numbers of experts in a step, because they are sent in one message
@@ -52,31 +72,47 @@ class GenerationWorker(LocalWorker):
     """See `Worker`."""
 
     def __init__(
-        self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
+        self,
+        config: EngineConfig,
+        decisions: Decisions | None = None,
+        kept: KeptDecisions | None = None,
+        group: RankGroup | None = None,
     ) -> None:
+        parallel = config.parallel_config
         processors = Processors(config.model_config.logits_processors)  # before the weights are read, which takes long
         scheduler, host_bytes = config.scheduler_config, offloading_bytes(config.cache_config)
-        super().__init__(config, decisions)
+        super().__init__(config, decisions, group)
         self._offload = offloaded_bytes(config, self._device)
         self._loras: AdaptedBackend | None = None
         if config.lora_config.enable_lora:
             self._loras = AdaptedBackend(self._backend, scheduler.max_num_seqs, config.lora_config.max_loras)
             self._backend = cast(Backend, self._loras)
-        model, weights = self._load(kept if decisions is None else decisions.fusing)
-        limits = None if self._loras is None else lora_limits(config, model, self._loras)
+        self._backend = with_ranks(config, self._backend, self._tensor_group)
+        stages, facts = self._stages, None
+        # what the last stage's layers are fused to is nothing to the others
+        model, weights = self._load(kept if decisions is None else None if stages else decisions.fusing)
+        if stages is not None:
+            facts = facts_of_stages(stages, model, self._backend, weights)
+            weights = facts.fingerprint
+        limits = None if self._loras is None else lora_limits(config, model, self._backend)
         if config.model_config.enable_return_routed_experts:
             model.experts = _recorder(model, scheduler.max_num_batched_tokens)
+        if parallel.homes > 1:
+            _refuse_beside_homes(config, model)
         self._registry = Registry(lambda: _grammar_compiler(config, model), limits, model.hidden_size, processors)
         self._explained = model.explain()
-        self.layout = lay_out(config.cache_config, model, self._backend)
+        self.layout = lay_out(config.cache_config, model, self._backend, facts.most if facts else None)
         self._graph_sizes = graph_sizes(config.device_config, self._device, scheduler.max_num_seqs)
-        if model.states is not None and (model.states.looped or self._backend.graph_max_kv_len == 0):
+        looped = model.states is not None and (model.states.looped or self._backend.graph_max_kv_len == 0)
+        if looped or model.cross is not None:
             self._graph_sizes = []  # which rows a mixer computes, or its scan, is decided on the host
-        self._draft = load_draft(config, model, self.layout)
+        self._draft = load_draft(config, model, self.layout) if self._leads else None
         beside = self._draft.layout.block_bytes if self._draft else 0
-        num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside)
+        num_blocks, max_model_len = self._count_blocks(config, self.layout, model, self._graph_sizes, beside, facts)
         state_bytes = sum(group.token_bytes for group in self._recurrent if group.snapshots)
-        host_slots = count_slots(host_bytes, self.layout.block_bytes, free_host_bytes(), state_bytes)
+        # kv_offloading_size is of all ranks together
+        share, free = host_bytes // self._num_ranks, free_host_bytes() // self._num_ranks
+        host_slots = HostSlots(*self._least(*count_slots(share, self.layout.block_bytes, free, state_bytes)))
         self._recurrent = [replace(group, host_snapshots=host_slots.states) for group in self._recurrent]
         self.facts = WorkerFacts(
             self._model_facts(model, max_model_len, eos_token_ids=list(model.eos_token_ids), fingerprint=weights),
@@ -89,23 +125,31 @@ class GenerationWorker(LocalWorker):
         )
         self.decisions.fusing = model.decisions
         self._model = model
+        self._media = MediaItems(model, self._verify_media)
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # sleeping weights, and their copies in host memory
         self._drafter: Drafter | None = None
+        self._due: deque[StepPlan | Control] = deque()  # of a last stage: steps to make, and what is to be dropped then
         self._make_runners()
-        repeats = self.runner.repeats and self._drafter is None and not processors.classes
+        repeats = self.runner.repeats and self._drafter is None and not processors.classes and group is None
         self.facts = replace(
-            self.facts, asynchronous=self.runner.device.asynchronous, most_steps=MOST_STEPS if repeats else 1
+            self.facts,
+            asynchronous=self.runner.device.asynchronous,
+            most_steps=MOST_STEPS if repeats else 1,
+            stages=1 if stages is None else stages.count,
+            media=self._media.facts if group is None else None,
+            homes=parallel.homes,
         )
         known = replace(config.model_config, max_model_len=max_model_len, dtype=self.facts.model.dtype)
         processors.start(replace(config, model_config=known), self._device)
 
     def _load(self, decisions: Mapping[str, Decision] | KeptDecisions | None) -> tuple[PagedModel, str]:
         return load_paged(
-            self._config, self._config.model_config, self._device, self._backend, decisions, self._offload
+            self._config, self._config.model_config, self._device, self._backend, decisions, self._offload, self._stages
         )
 
     def _make_runners(self) -> None:
-        self._runner = self._make_runner(self.model, self.layout, self._backend, self.facts.num_host_blocks)
+        facts, media = self.facts, self._media
+        self._runner = self._make_runner(self.model, self.layout, self._backend, facts.num_host_blocks, media)
         if (draft := self._draft) is not None:
             runner = self._make_runner(draft.model, draft.layout, draft.backend)
             self._drafter = Drafter(runner, draft.group, self._runner, self.facts.max_model_len)
@@ -125,23 +169,72 @@ class GenerationWorker(LocalWorker):
     # ------------------------------------------------------------------ steps
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        if self._stages is not None:  # the first stage begins, and this one computes when it is waited for
+            self.on_plan(plan)
+            self._due.append(plan)
+            return Pending(self._make_last)
+        encoded = self._media.encode(plan.encodes.tolist()) if plan.encodes.size else []
         try:
             self.runner.copy(plan)
             guesses = None
+            if not plan.slots.size:  # media are encoded, and nothing else is computed
+                self.on_plan(plan)
+                self.runner.begin(plan)
+                nothing = StepResult(plan.id, plan.counts, np.zeros(0, np.int64), encoded=encoded)
+                return Pending(lambda: nothing)
             if self._drafter is not None:
                 guesses = self._drafter.guess(plan)
                 plan = replace(plan, token_ids=with_guesses(plan, guesses)) if guesses.size else plan
             if plan.num_steps > 1:
-                return self._repeat(plan)
+                return self._repeat(plan, encoded)
+            self.on_plan(plan)
             with self.span("execute"):
                 launched = self.runner.execute(plan)
             with self.span("sample"):
                 sampled = self.runner.sample(launched)
-            return Pending(lambda: _result(plan, sampled, guesses))
+            self._share_tokens()
+            failed = {slot: error for slot, error in self.runner.failed.items() if slot in plan.slots}
+            sampled.errors.update(failed)
+            return Pending(lambda: replace(_result(plan, sampled, guesses), encoded=encoded))
         except RuntimeError as error:
-            return lacking(plan, error)
+            lacking = self._lacking(plan, error)
+            return lacking._replace(wait=lambda: replace(lacking.wait(), encoded=encoded))
 
-    def _repeat(self, plan: StepPlan) -> Pending:
+    def _make_last(self) -> StepResult:
+        """The last stage's part of the step that is due."""
+        plan = self._due.popleft()
+        assert isinstance(plan, StepPlan)
+        self.runner.copy(plan)
+        with self.span("execute"):
+            launched = self.runner.execute(plan)
+        with self.span("sample"):
+            result = _result(plan, self.runner.sample(launched), None)
+        while self._due and not isinstance(self._due[0], StepPlan):
+            super().control(cast("Control", self._due.popleft()))
+        return result
+
+    def control(self, record: Control) -> Any:
+        if self._due and isinstance(record, DropAdapter | DropGrammar | DropFunctions):  # steps that are due name it
+            self._due.append(record)
+            return None
+        return super().control(record)
+
+    def follow(self, plan: StepPlan) -> None:
+        self.runner.copy(plan)
+        with self.span("execute"):
+            self.runner.execute(plan)
+        self._share_tokens()
+
+    def _share_tokens(self) -> None:
+        """With two steps in flight the next plan names the tokens of this step by placeholders, on all ranks."""
+        if (
+            self._group is not None
+            and self._stages is None
+            and self.facts.depth(self._config.scheduler_config.async_scheduling) > 1
+        ):
+            self._group.copy_of_leader(self.runner.last_tokens)
+
+    def _repeat(self, plan: StepPlan, encoded: list[Encoded]) -> Pending:
         """Several steps, which are made when their results are waited for."""
         steps, done = self.runner.repeat(plan, self.interrupt), 0
 
@@ -156,6 +249,8 @@ class GenerationWorker(LocalWorker):
                     tokens, stopped = steps.make(1 if plan.apart else plan.num_steps - first)
                     computed = np.full(len(plan.slots), len(tokens), np.int32)
                     result = StepResult(plan.id, computed, tokens.reshape(-1), first=first, num_steps=len(tokens))
+            if not done:
+                result = replace(result, encoded=encoded)
             done += result.num_steps
             go_on = plan.apart and done < plan.num_steps and not (stopped or self.interrupt[0])
             return replace(result, more=True) if go_on else result
@@ -165,7 +260,7 @@ class GenerationWorker(LocalWorker):
     def warm_up(self) -> None:
         if self.facts.asynchronous:
             try:
-                self.runner.warm_up(self._graph_sizes)
+                self.runner.warm_up(self._graph_sizes, lambda here: bool(self._least(here)[0]))
                 if self._drafter is not None:
                     self._drafter.runner.warm_up(())
             except torch.OutOfMemoryError as error:
@@ -174,6 +269,29 @@ class GenerationWorker(LocalWorker):
                     f"or set enforce_eager ({str(error).partition(chr(10))[0]})"
                 ) from error
             super().warm_up()
+
+    # ------------------------------------------------------------------ media
+
+    def keep_media(self, record: KeepMedia) -> None:
+        self._media.keep(record)
+
+    def drop_media(self, number: int) -> None:
+        self._media.drop(number)
+
+    def _verify_media(self, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
+        model, states = self.model, self.model.states
+        pool = None if states is None else states.pool
+        try:
+            with nullcontext() if self._loras is None else self._loras.without():
+                line = verify_media(model, self._backend, ids, items, merged)
+        finally:
+            if states is not None and pool is not None:
+                states.pool = pool
+                if model.whole is not None:
+                    model.whole.bind_states()
+            self.runner.bind()
+        logger.info(line)
+        self._explained.append(line)
 
     # ------------------------------------------------------------------ weights
 
@@ -207,15 +325,16 @@ class GenerationWorker(LocalWorker):
             model, _ = self._load(self.decisions.fusing)
             if model.whole is not None:
                 self._model = model
+                self._media = MediaItems(model, self._verify_media)
                 if self._loras is not None:
-                    self._registry.limits = lora_limits(self._config, model, self._loras)
+                    self._registry.limits = lora_limits(self._config, model, self._backend)
             else:  # keep the tensor objects, because other parts of the worker refer to them
                 for tensor, loaded in zip(_resident(self._model), _resident(model), strict=True):
                     tensor.data = loaded.data
                 if self._model.streamed is not None:
                     assert model.streamed is not None
                     self._model.streamed.wake(model.streamed)
-            self._draft = load_draft(self._config, self._model, self.layout)
+            self._draft = load_draft(self._config, self._model, self.layout) if self._leads else None
             self._dropped = False
         if weights:
             for tensor, held in self._on_host:
@@ -238,7 +357,7 @@ class GenerationWorker(LocalWorker):
         parameters = model.parameters
         for part in parts:
             parameters.check(part.name, part.start, part.values.shape)
-        for part in parts:
+        for part in (each for each in parts if each.name not in parameters.others):
             parameters.set(part.name, tensor_of(part.values).to(parameters.dtype(part.name)), part.start)
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
@@ -251,6 +370,24 @@ class GenerationWorker(LocalWorker):
             raise InvalidRequestError("the weights are quantized: only those of a model without quantization are saved")
         tied = getattr(model.model, "all_tied_weights_keys", {})
         return ((name, model.parameters.get(name)) for name in model.parameters.names() if name not in tied)
+
+
+def _refuse_beside_homes(config: EngineConfig, model: PagedModel) -> None:
+    """Raises NotSupportedError for what goes through all ranks' requests, where each rank has its own."""
+    speculation = config.speculative_config
+    reasons = {
+        "a model with recurrent state": model.states is not None,
+        "enable_lora": config.lora_config.enable_lora,
+        "kv_offloading_size": bool(offloading_bytes(config.cache_config)),
+        "a draft model": speculation is not None and bool(speculation.model),
+        "enable_return_routed_experts": config.model_config.enable_return_routed_experts,
+        "a model that computes logits of all rows": not model.selects_rows,
+    }
+    for what in (what for what, given in reasons.items() if given):
+        raise NotSupportedError(
+            f"data_parallel_size with enable_expert_parallel lets each rank have requests of its own, which is not "
+            f"supported together with {what}: unset one of them, or use tensor_parallel_size"
+        )
 
 
 def _result(plan: StepPlan, sampled: Sampled, guesses: np.ndarray | None) -> StepResult:

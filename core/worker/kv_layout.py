@@ -9,7 +9,8 @@ groups as plain data (core/memory/layer_kinds.py) and does not know the places o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -81,6 +82,34 @@ def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if name == "auto" else getattr(torch, name)
 
 
+class LayerShape(NamedTuple):
+    """What a layer keeps of each token. Layers of one shape can be in one group."""
+
+    heads: int
+    key_dim: int  # padded
+    value_dim: int  # padded; 0: of latents
+    index_dim: int
+    window: int | None  # the widest of all calls that read the layer's keys and values
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (*self[:4], -1 if self.window is None else self.window)
+
+
+def shapes_of(
+    calls: Sequence[AttentionSpec], sources: Sequence[int], cache_dims: Callable[[AttentionSpec], tuple[int, int]]
+) -> list[LayerShape]:
+    """Of each layer, see `plan_layout`."""
+    found = []
+    for call, spec in enumerate(calls):
+        if sources[call] == call:
+            windows = [other.window for other, source in zip(calls, sources, strict=True) if source == call]
+            window = None if None in windows else max(w for w in windows if w is not None)
+            key, value = cache_dims(spec)
+            found.append(LayerShape(spec.num_kv_heads, key, 0 if spec.latent else value, spec.index_dim, window))
+    return found
+
+
 def plan_layout(
     calls: Sequence[AttentionSpec],
     sources: Sequence[int],
@@ -88,6 +117,7 @@ def plan_layout(
     dtype: torch.dtype,
     cache_dims: Callable[[AttentionSpec], tuple[int, int]] = lambda spec: (spec.key_dim, spec.value_dim),
     heads_first: bool = False,
+    most: Mapping[LayerShape, int] | None = None,
 ) -> KVLayout:
     """Group the layers and place them in blocks of `dtype`.
 
@@ -95,47 +125,46 @@ def plan_layout(
         sources: for each attention call, the index of the call whose keys and values it reads; for most calls its own.
         cache_dims: the padded dimensions of a key head and of a value head that the backend needs.
         heads_first: the order that the backend needs, see `KVLayout`.
+        most: for each shape, the most layers that a stage of a pipeline has. Blocks have room for as many, and groups
+            are the same in every stage.
     """
     own = [call for call, source in enumerate(sources) if call == source]
     specs = [calls[call] for call in own]
-    dims = [(key, 0 if s.latent else value) for s in specs for key, value in [cache_dims(s)]]
-    kinds: dict[tuple[int, int, int, int, int | None], list[int]] = {}
-    for layer, s in enumerate(specs):
-        # A block stays allocated for the widest window of all calls that read it.
-        windows = [call.window for call, source in zip(calls, sources, strict=True) if source == own[layer]]
-        window = None if None in windows else max(w for w in windows if w is not None)
-        kinds.setdefault((s.num_kv_heads, *dims[layer], s.index_dim, window), []).append(layer)
+    shapes = shapes_of(calls, sources, cache_dims)
+    dims = [(shape.key_dim, shape.value_dim) for shape in shapes]
+    counts = Counter(shapes) if most is None else {shape: most[shape] for shape in sorted(most, key=lambda s: s.order)}
 
-    def elements(kind: tuple[int, int, int, int, int | None]) -> int:
-        return block_size * (kind[0] * (kind[1] + kind[2]) + kind[3])
+    def elements(shape: LayerShape) -> int:
+        return block_size * (shape.heads * (shape.key_dim + shape.value_dim) + shape.index_dim)
 
     def cost(layers_per_block: int) -> float:
         """Cache elements per token of context in all groups, plus 2% per group for the work on its block table."""
-        block = layers_per_block * max(map(elements, kinds))
-        groups = sum(-(-len(layers) // layers_per_block) for layers in kinds.values())
+        block = layers_per_block * max(map(elements, counts))
+        groups = sum(-(-count // layers_per_block) for count in counts.values())
         return block * groups * (1 + 0.02 * groups)
 
-    if not specs:
+    if not counts:
         return KVLayout(block_size, dtype, 0, (), (), (), (), (), heads_first)
-    counts = {len(layers) for layers in kinds.values()}
-    candidates = {d for n in counts for d in range(1, n + 1) if n % d == 0}
+    candidates = {d for n in counts.values() for d in range(1, n + 1) if n % d == 0}
     layers_per_block = min(sorted(candidates, reverse=True), key=cost)
 
     groups, offsets, largest = [], [(0, 0, 0)] * len(specs), 0
-    for kind, layers in kinds.items():
-        for i in range(0, len(layers), layers_per_block):
-            part = layers[i : i + layers_per_block]
-            token_bytes = len(part) * elements(kind) // block_size * dtype.itemsize
-            name: Literal["full", "windowed"] = "full" if kind[4] is None else "windowed"
-            groups.append(LayerGroup(name, tuple(part), token_bytes, kind[4]))
+    for shape, count in counts.items():
+        layers = [layer for layer, its in enumerate(shapes) if its == shape]
+        for i in range(0, count, layers_per_block):
+            part, size = layers[i : i + layers_per_block], min(layers_per_block, count - i)
+            token_bytes = size * elements(shape) // block_size * dtype.itemsize
+            name: Literal["full", "windowed"] = "full" if shape.window is None else "windowed"
+            groups.append(LayerGroup(name, tuple(part), token_bytes, shape.window))
             at = 0
             for layer in part:
-                values, end = at + block_size * kind[1] * (1 if heads_first else kind[0]), at + elements(kind)
-                offsets[layer] = at, values, end - block_size * kind[3]
+                values = at + block_size * shape.key_dim * (1 if heads_first else shape.heads)
+                end = at + elements(shape)
+                offsets[layer] = at, values, end - block_size * shape.index_dim
                 at = end
-            largest = max(largest, at)
+            largest = max(largest, size * elements(shape))
     # A block's length is a multiple of every head dimension, so that backends can view the pool as rows of one head.
-    unit = math.lcm(*(dim for pair in dims for dim in pair if dim))
+    unit = math.lcm(*(dim for shape in counts for dim in (shape.key_dim, shape.value_dim) if dim))
     return KVLayout(
         block_size,
         dtype,

@@ -22,6 +22,7 @@ from ..model.run.encoder import EncoderModel
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
 from ..model.run.pooling import PoolingModel, load_pooling_model
+from ..parallel.group import RankGroup
 from ..plan.control import ParameterRows, PendingStep, WorkerFacts
 from ..plan.step import NewSequence, StepPlan, StepResult
 from .backends import prepare_kernels
@@ -32,11 +33,11 @@ from .worker import (
     Pending,
     empty,
     fingerprint,
-    lacking,
     lay_out,
     lora_limits,
     row_errors,
     tensors_of,
+    with_ranks,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,23 @@ class PoolingWorker(LocalWorker):
     also on a CPU, because the native call for a whole model returns logits instead of hidden states."""
 
     def __init__(
-        self, config: EngineConfig, decisions: Decisions | None = None, kept: KeptDecisions | None = None
+        self,
+        config: EngineConfig,
+        decisions: Decisions | None = None,
+        kept: KeptDecisions | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         _refuse(config)
-        super().__init__(config, decisions)
+        if config.parallel_config.homes > 1:
+            raise NotSupportedError(
+                "data_parallel_size with enable_expert_parallel is for models that generate: unset one of them"
+            )
+        super().__init__(config, decisions, group)
         self._loras: AdaptedBackend | None = None
         if config.lora_config.enable_lora:
             loras = AdaptedBackend(self._backend, config.scheduler_config.max_num_seqs, config.lora_config.max_loras)
             self._loras, self._backend = loras, cast(Backend, loras)
+        self._backend = with_ranks(config, self._backend, group)
         self.model = self._load(kept if decisions is None else decisions.fusing)
         trunk, replace = self.model.trunk, msgspec.structs.replace
         if isinstance(trunk, EncoderModel):
@@ -71,7 +81,7 @@ class PoolingWorker(LocalWorker):
         if self._loras is not None:
             if not isinstance(trunk, PagedModel):
                 raise NotSupportedError("enable_lora is True, and this model is an encoder, which takes no adapters")
-            limits = lora_limits(config, trunk, self._loras, f"{self.model.model.base_model_prefix}.")
+            limits = lora_limits(config, trunk, self._backend, f"{self.model.model.base_model_prefix}.")
             self._registry = Registry(None, limits, trunk.hidden_size)
         embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
         self.facts = WorkerFacts(
@@ -141,6 +151,19 @@ class PoolingWorker(LocalWorker):
         raise NotSupportedError("save_sharded_state is for models that generate; this one pools")
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        try:
+            self.on_plan(plan)
+            hidden, kept = self._compute(plan)
+        except RuntimeError as error:
+            return self._lacking(plan, error)
+        rows = self._copies.download(hidden.float())
+        return Pending(lambda: self._take_in(plan, rows.wait(), kept))
+
+    def follow(self, plan: StepPlan) -> None:
+        self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
+        """The hidden states that are wanted of a step, and how many of them belong to each sequence."""
         for sequence in plan.admitted:
             self._sequences[sequence.slot], self._rows[sequence.slot] = sequence, []
         slots, starts, counts = (a.astype(np.int64) for a in (plan.slots, plan.starts, plan.counts))
@@ -148,23 +171,19 @@ class PoolingWorker(LocalWorker):
         kept = np.where([one.keeps_rows for one in sequences], counts, plan.samples)
         ends = np.cumsum(counts)
         wanted = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, kept, strict=True)])
-        try:
-            with self.span("execute"):
-                if self._runner is not None:
-                    self._runner.copy(plan)
-                    self._runner.begin(plan)
-                    hidden = self._runner.forward(slots, starts, counts, plan.token_ids, wanted)
-                    self._runner.snapshot(plan)
-                else:
-                    encoder: Any = self.model.trunk
-                    offsets = SequenceOffsets.of(counts.tolist(), slots.tolist())
-                    seconds = [one.pooling.second if one.pooling else 0 for one in sequences]
-                    hidden = encoder.forward(plan.token_ids, offsets, seconds)
-                    hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
-        except RuntimeError as error:
-            return lacking(plan, error)
-        rows = self._copies.download(hidden.float())
-        return Pending(lambda: self._take_in(plan, rows.wait(), kept))
+        with self.span("execute"):
+            if self._runner is not None:
+                self._runner.copy(plan)
+                self._runner.begin(plan)
+                hidden = self._runner.forward(slots, starts, counts, plan.token_ids, wanted)
+                self._runner.snapshot(plan)
+            else:
+                encoder: Any = self.model.trunk
+                offsets = SequenceOffsets.of(counts.tolist(), slots.tolist())
+                seconds = [one.pooling.second if one.pooling else 0 for one in sequences]
+                hidden = encoder.forward(plan.token_ids, offsets, seconds)
+                hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
+        return hidden, kept
 
     def _take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
         """Store the hidden states of `plan`, and return its result.
@@ -193,6 +212,8 @@ class PoolingWorker(LocalWorker):
 def _refuse(config: EngineConfig) -> None:
     """Raise NotSupportedError for options that only generation has."""
     cache, adapters = config.cache_config, config.lora_config
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise NotSupportedError("pipeline_parallel_size is above 1, which is for models that generate; this one pools")
     for name, value in (
         ("enable_return_routed_experts", config.model_config.enable_return_routed_experts),
         ("enable_prompt_adapter", adapters.enable_prompt_adapter),

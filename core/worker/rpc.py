@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,12 +24,16 @@ class MethodCalls:
     Args:
         apply_model: calls a function with the transformers model.
         parameters: iterates over the parameters, under the names that the transformers model gives them.
+        rank: of the worker, among those that compute one model together.
     """
 
     rank = local_rank = 0
 
-    def __init__(self, apply_model: Callable[[Callable[[nn.Module], Any]], Any], parameters: Parameters) -> None:
+    def __init__(
+        self, apply_model: Callable[[Callable[[nn.Module], Any]], Any], parameters: Parameters, rank: int = 0
+    ) -> None:
         self._apply_model, self._parameters = apply_model, parameters
+        self.rank, self.local_rank = rank, int(os.environ.get("LOCAL_RANK", "0"))  # a rank's process sets it
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         """Return ``func(model)``, where `model` is the transformers module. Changes of its parameters take effect. The
@@ -49,7 +54,7 @@ class MethodCalls:
             InvalidArgumentError: another pattern, or a folder that can't be written to.
             InvalidRequestError: the weights sleep, or are quantized.
         """
-        save_parts(self._parameters(), Path(path), pattern, max_size)
+        save_parts(self._parameters(), Path(path), pattern, max_size, self.rank)
 
     def run(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method by name, or a function with this object as its first argument.
@@ -70,7 +75,7 @@ class MethodCalls:
 
 
 def with_extension(
-    apply_model: Callable[[Callable[[nn.Module], Any]], Any], parameters: Parameters, extension: str
+    apply_model: Callable[[Callable[[nn.Module], Any]], Any], parameters: Parameters, extension: str, rank: int = 0
 ) -> MethodCalls:
     """The methods of a worker, extended by the class ``package.module.Class``.
 
@@ -78,7 +83,7 @@ def with_extension(
         InvalidArgumentError: there is no such class, or one of its names exists already.
     """
     if not extension:
-        return MethodCalls(apply_model, parameters)
+        return MethodCalls(apply_model, parameters, rank)
     module, _, name = extension.rpartition(".")
     try:
         more = getattr(import_module(module), name)
@@ -89,5 +94,5 @@ def with_extension(
     twice = [name for name in vars(more) if not name.startswith("_") and hasattr(MethodCalls, name)]
     if twice:
         raise InvalidArgumentError(f"worker_extension_cls {extension!r} has {twice[0]!r}, which the worker has too")
-    made: MethodCalls = type("Worker", (MethodCalls, more), {})(apply_model, parameters)
+    made: MethodCalls = type("Worker", (MethodCalls, more), {})(apply_model, parameters, rank)
     return made

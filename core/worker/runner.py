@@ -5,26 +5,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ...ipc.errors import MainspringError
 from ...kernels import host_memory
 from ...kernels.contract import AttentionSpec, Backend, LayerCache, PagedBatch
 from ...kernels.decoder_contract import Decoder, DecodeSteps
 from ...kernels.registry import reference_on
 from ..memory.updates import Copies
+from ..model.media.door import Door
+from ..model.media.merge import MergedPrompt
 from ..model.run.attention import StepAttention
-from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
+from ..parallel.homes import Homes, part_of, places_of_wanted
+from ..parallel.parallel_backend import ParallelBackend, adapters_of
 from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, StepPlan
 from .backends import backends_for
 from .device import TURNS, Mark, Tokens, device_for, tensor_of
 from .kv_layout import KVLayout
 from .registry import Registry
 from .sampler import Launched, Sampled, Sampler
-from .step_inputs import Rows, StepInputs, places_of_rows
+from .step_inputs import NOBODY, Rows, StepInputs, places_of_rows
+
+if TYPE_CHECKING:
+    from .media_items import MediaItems
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +91,7 @@ class ModelRunner:
         registry: Registry | None = None,
         num_states: int | None = None,
         host_states: int = 0,
+        media: MediaItems | None = None,
     ) -> None:
         """num_states: state slots of a model with recurrent state; None: one for each request. host_states: slots for
         states in host memory."""
@@ -103,19 +112,20 @@ class ModelRunner:
         self._host_blocks = device.host_blocks((host_blocks, layout.block_elements), layout.dtype)
         self._backends = backends_for(model.layers, backend, model.dtype, layout.dtype, model.device)
         self._fallbacks: dict[int, Backend] = {}  # by `id` of the backend
-        caches = layout.caches(self.pool)
-        calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
-        index_keys = layout.index_keys(self.pool) if model.indexers is not None else []
-        model.bind(
-            [_seen_by(b, spec, caches[layer]) for layer, spec, b in calls],
-            [index_keys[layer] for layer in layout.layer_of_call] if index_keys else [],
-        )
+        self._layout = layout
+        self.bind()
         model.allocate_states(num_states or 1 + max_num_seqs, backend.scans, device.zeros)
         state_bytes = model.states.slot_bytes if model.states is not None else 0
         self._host_states = device.host_blocks((host_states, state_bytes), torch.uint8)
         self._embeds: dict[int, torch.Tensor] = {}  # prompt embeddings by slot
         self._registry = registry or Registry()
-        self._adapted = backend if isinstance(backend, AdaptedBackend) else None
+        merger = model.merger
+        self._door = Door(model.position_axes, merger is not None and bool(merger.spans))
+        self._media = media
+        self.failed: dict[int, Exception] = {}  # by slot: why the prompt of its request can't be computed
+        self._adapted = adapters_of(backend)
+        self._homes = backend.homes if isinstance(backend, ParallelBackend) else None
+        self._home_of = np.zeros(max_num_seqs, np.int64)  # by slot, see `StepPlan.homes`
         most_rows = max(max_num_seqs, MOST_GUESS_ROWS)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, device, backend, most_rows, self._registry)
         self._experts: torch.Tensor | None = None  # of the rows of the last forward pass, where they are recorded
@@ -134,6 +144,16 @@ class ModelRunner:
         limits = [b.graph_max_kv_len for b in self._backends]
         self._graph_max_len = min((limit for limit in limits if limit is not None), default=max_model_len)
 
+    def bind(self) -> None:
+        """Let the model read and write this runner's cache."""
+        model, layout, caches = self.model, self._layout, self._layout.caches(self.pool)
+        calls = zip(layout.layer_of_call, model.layers, self._backends, strict=True)
+        index_keys = layout.index_keys(self.pool) if model.indexers is not None else []
+        model.bind(
+            [_seen_by(b, spec, caches[layer]) for layer, spec, b in calls],
+            [index_keys[layer] for layer in layout.layer_of_call] if index_keys else [],
+        )
+
     @property
     def graph_sizes(self) -> list[int]:
         return list(self._graphs)
@@ -142,6 +162,11 @@ class ModelRunner:
     def tables(self) -> np.ndarray:
         """int32 ``[groups, slots, columns]``."""
         return self.inputs.tables[:, :-1]
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """int64 ``[slots]``: the token that each slot sampled last."""
+        return self._sampler.last_tokens
 
     def follow(self, other: ModelRunner) -> None:
         """Use the last sampled tokens of `other`, so that placeholders stand for the tokens that `other` sampled."""
@@ -176,6 +201,8 @@ class ModelRunner:
         for free in plan.released.tolist():
             self._sampler.release(free)
             self._embeds.pop(free, None)
+            self._door.release(free)
+            self.failed.pop(free, None)
         for sequence in plan.admitted:
             self._admit(sequence)
         self._sampler.read(plan)
@@ -191,7 +218,11 @@ class ModelRunner:
         if len(row) == plan.num_tokens <= max(self._graphs, default=0) and self.model.states is None:
             # Treat each guess as a request of one token, so that a graph can be used. They share a cache, but no state.
             slots, starts, counts = sampling, positions - 1, np.ones_like(row)
-        logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
+        if self._homes is None:
+            logits = self.forward(slots, starts, counts, plan.token_ids, wanted)
+        else:
+            self._home_of[plan.slots] = plan.homes
+            logits = self._forward_at_home(self._homes, Rows(slots, starts, counts, plan.token_ids, wanted))
         self.snapshot(plan)
         return Launched(logits, sampling, positions, self._turn, plan.scored, self._experts_of(counts))
 
@@ -204,7 +235,9 @@ class ModelRunner:
         slots, starts = plan.slots.astype(np.int64), plan.starts.astype(np.int64)
         rows = np.arange(len(slots))
         self._turn = (self._turn + 1) % TURNS
-        count, batches, _ = self.inputs.fill(Rows(slots, starts, np.ones_like(slots), plan.token_ids, rows), self._turn)
+        ones = np.ones_like(slots)
+        positions = self._door.positions(slots, starts, ones) if self._door else None
+        count, batches, _ = self.inputs.fill(Rows(slots, starts, ones, plan.token_ids, rows, positions), self._turn)
         attention = self._plan(batches, count)
         last = int(starts.max()) + plan.num_steps - 1
         kinds: list[tuple[Any, torch.Tensor]] = []
@@ -217,18 +250,21 @@ class ModelRunner:
             kinds.append((attention[calls[0]].plan, tables))
         ids = self._with_last_tokens(self.inputs.ids.device[:count], count)
         choice = self._sampler.begin_steps(slots, starts + 1, self._turn)
-        positions = self.inputs.positions(count)[0].clone()
+        first = self.inputs.positions(count)[0].clone()
         states = None if self.model.states is None else torch.from_numpy(1 + plan.slots.astype(np.int32))
-        steps = whole.repeat(
-            ids, positions, kinds, kind_of_layer, choice, plan.stops, interrupt, states, plan.num_steps
-        )
+        steps = whole.repeat(ids, first, kinds, kind_of_layer, choice, plan.stops, interrupt, states, plan.num_steps)
         return RepeatedSteps(whole.decoder, self._sampler, steps, slots, self._turn)
 
     @property
     def repeats(self) -> bool:
         """Whether `repeat` may be called."""
         whole = self.model.whole
-        return whole is not None and whole.repeats and all(b is whole.backend for b in self._backends)
+        return (
+            whole is not None
+            and whole.repeats
+            and self.model.position_axes == 1
+            and all(b is whole.backend for b in self._backends)
+        )
 
     def snapshot(self, plan: StepPlan) -> None:
         """Launch the copies of recurrent states that come after a step's forward pass."""
@@ -260,12 +296,36 @@ class ModelRunner:
         reach: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Run a forward pass over `Rows`, and return the logits ``[len(rows), vocab]`` of the rows in `rows`."""
+        if self._door:
+            positions = self._door.positions(slots, starts, counts) if positions is None else positions
+            reach = self._door.reach(slots, starts, counts) if reach is None else reach
+        step = Rows(slots, starts, counts, token_ids, rows, positions, reach).singles_first()
+        return self._run_step(step, self._graph_size(step, len(slots)))[: len(rows)]
+
+    @torch.inference_mode()
+    def _forward_at_home(self, homes: Homes, step: Rows) -> torch.Tensor:
+        """As `forward`, where this rank computes only the requests that are at home here, and gets all logits."""
+        rank, size, padded, home = homes.group.rank, homes.group.size, self.inputs.padded, self._home_of[step.slots]
+        part = part_of(rank, size, home, step.counts, step.wanted)
+        graph, mine = self._graph_size(step, max(part.num_tokens)), part.mine
+        rows, wanted = ([padded(n) for n in numbers] for numbers in (part.num_tokens, part.num_wanted))
+        if graph is not None:
+            rows = wanted = [graph] * size
+        own = Rows(step.slots[mine], step.starts[mine], step.counts[mine], step.token_ids[part.tokens], part.wanted)
+        with homes.step(rows, wanted):
+            logits = self._run_step(own.singles_first() if mine.any() else NOBODY, graph)
+        for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
+            if slot in self._embeds and end >= len(self._embeds[slot]):  # on every rank: all must choose the same graph
+                del self._embeds[slot]
+        places = places_of_wanted(home, step.counts, step.wanted, wanted)
+        return logits[self.device.bring(torch.from_numpy(places))]
+
+    def _run_step(self, step: Rows, graph: int | None) -> torch.Tensor:
+        """The logits of the wanted rows, padded, without a graph or with the one of this size."""
         self._turn = (self._turn + 1) % TURNS
         self._marks[self._turn].wait()
-        step = Rows(slots, starts, counts, token_ids, rows, positions, reach).singles_first()
         try:
-            size = self._graph_size(step)
-            return self._launch(step) if size is None else self._replay(step, size)
+            return self._launch(step) if graph is None else self._replay(step, graph)
         finally:
             self._marks[self._turn] = self.device.mark()
 
@@ -283,9 +343,11 @@ class ModelRunner:
             ids = self._with_last_tokens(ids, count)
         embeds = self._mix_embeds(ids, step) if self._embeds else None
         wanted = self.inputs.wanted.device[: self.inputs.padded(len(step.wanted))]
-        attention = self._plan(batches, count)
-        logits = self._run(ids, self.inputs.positions(count), attention, sequences, wanted, embeds)
-        return logits[: len(step.wanted)]
+        attention = self._plan(batches, count, reach=step.reach)
+        media = self._door.rows(step.slots, step.starts, step.counts) if self._door else None
+        if self.model.cross is not None:
+            self.model.cross.begin(self._door.cross(step.slots), step.counts.tolist())
+        return self._run(ids, self.inputs.positions(count), attention, sequences, wanted, embeds, media)
 
     def _run(self, *inputs: Any) -> torch.Tensor:
         """`PagedModel.forward`, with its experts recorded where that is wanted."""
@@ -298,15 +360,19 @@ class ModelRunner:
         """Replace each `IN_FLIGHT` in `ids` by the last token that its slot sampled, which is only on the device."""
         return torch.where(ids == IN_FLIGHT, self._sampler.last_tokens[self.inputs.row_slots.device[:count]], ids)
 
-    def _plan(self, batches: list[PagedBatch], count: int, graph: bool = False) -> list[StepAttention]:
+    def _plan(
+        self, batches: list[PagedBatch], count: int, graph: bool = False, reach: np.ndarray | None = None
+    ) -> list[StepAttention]:
         attention: list[StepAttention | None] = [None] * len(self.model.layers)
         offsets = self.inputs.offsets.device[:count]
         for (group, spec), calls in self._plans.items():
-            backend = self._backends[calls[0]]
-            if not backend.takes(batches[group]):
+            backend, batch = self._backends[calls[0]], batches[group]
+            if reach is not None:
+                batch = batch._replace(reach=torch.from_numpy(reach[int(spec.window is not None)]))
+            if not backend.takes(batch):
                 backend = self._fallback_for(backend)
-            plan = backend.plan(spec, batches[group], self.model.device, self._turn, graph)
-            shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend, batches[group])
+            plan = backend.plan(spec, batch, self.model.device, self._turn, graph)
+            shared = StepAttention(plan, self.inputs.places[group].device[:count], offsets, backend, batch)
             for call in calls:
                 attention[call] = shared
         return attention  # type: ignore[return-value]  # every call has a plan
@@ -326,25 +392,29 @@ class ModelRunner:
     # ------------------------------------------------------------------ graphs
 
     @torch.inference_mode()
-    def warm_up(self, sizes: Sequence[int]) -> None:
+    def warm_up(self, sizes: Sequence[int], agree: Callable[[bool], bool] = bool) -> None:
         """Run each kernel once, so that none has to be compiled while a request waits. Then capture a graph for each of
         `sizes`: a step in which that many requests compute one token each. The largest graph comes first, because the
-        others reuse its memory."""
+        others reuse its memory. `agree` is whether something holds on all ranks, which capture the same graphs."""
         for counts in (np.ones(1, np.int64), np.array([1, 1, 5])[-len(self._every_row) :]):
             starts = np.zeros(len(counts), np.int64)
             logits = self.forward(np.arange(len(counts)), starts, counts, np.zeros(counts.sum(), np.int64), starts)
-        self._sampler.warm_up(logits)
+        if logits.shape[-1] == self.model.vocab_size:  # else this is an earlier stage of a pipeline
+            self._sampler.warm_up(logits)
         began = time.monotonic()
         for size in sorted(sizes if self._graph_max_len else (), reverse=True):
-            if time.monotonic() - began > CAPTURE_SECONDS:
+            if not agree(time.monotonic() - began <= CAPTURE_SECONDS):
                 logger.warning("no time left for graphs of %d rows and fewer: such steps run without a graph", size)
                 break
+            trouble = ""
             try:
                 self._capture(size)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the model's forward waits for the device
-                logger.warning("no graph can be captured, all steps run without one: %s", str(error).partition("\n")[0])
+                trouble = str(error).partition("\n")[0]
+            if not agree(not trouble):
+                logger.warning("no graph can be captured, all steps run without one: %s", trouble or "on another rank")
                 self._graphs.clear()
                 break
         self._graphs = dict(sorted(self._graphs.items()))
@@ -365,27 +435,34 @@ class ModelRunner:
             ids = self._with_last_tokens(self.inputs.ids.device[:size], size)
             return self._run(ids, self.inputs.positions(size), attention, sequences, every_row)
 
-        self._graphs[size] = _Graph(*self.device.capture(run))
+        alike = [size] * (self._homes.group.size if self._homes is not None else 1)
+        with nullcontext() if self._homes is None else self._homes.step(alike, alike):
+            self._graphs[size] = _Graph(*self.device.capture(run))
         self._marks[self._turn] = self.device.mark()
 
-    def _graph_size(self, step: Rows) -> int | None:
-        """The size of the smallest graph that this step fits in; None if it fits in none."""
+    def _graph_size(self, step: Rows, rows: int) -> int | None:
+        """The size of the smallest graph that this step fits in; None if it fits in none. rows: that a graph computes
+        at least."""
         num = len(step.slots)
         adapted = self._adapted is not None and self._adapted.begin(step.slots, step.counts, step.wanted)
-        eager = adapted or self._embeds or step.reach is not None
+        eager = adapted or self._embeds or step.reach is not None or self._door.computes(step.slots, step.starts)
         if eager or len(step.token_ids) > num or not np.array_equal(step.wanted, np.arange(num)):
             return None
         if int(step.starts.max()) >= self._graph_max_len:
             return None
-        return next((size for size in self._graphs if size >= num), None)
+        return next((size for size in self._graphs if size >= rows), None)
 
     def _replay(self, step: Rows, size: int) -> torch.Tensor:
         self._plan(self.inputs.fill(step, self._turn, size).batches, size, graph=True)
         graph = self._graphs[size]
         graph.replay()
-        return graph.logits[: len(step.slots)]
+        return graph.logits
 
     # ------------------------------------------------------------------ requests
+
+    def admit_prompt(self, slot: int, prompt: MergedPrompt) -> None:
+        """The prompt at `slot` has media."""
+        self._door.admit(slot, prompt)
 
     def _admit(self, sequence: NewSequence) -> None:
         slot = sequence.slot
@@ -395,6 +472,13 @@ class ModelRunner:
             adapter = self._registry.adapters[sequence.adapter].result() if sequence.adapter else None
             self._adapted.admit(slot, sequence.adapter_place, adapter)
         self._embeds.pop(slot, None)
+        self._door.release(slot)
+        self.failed.pop(slot, None)
+        if sequence.media and self._media is not None:
+            try:
+                self.admit_prompt(slot, self._media.merged(sequence))
+            except MainspringError as error:
+                self.failed[slot] = error
         if sequence.embeds is not None:
             self._embeds[slot] = self.device.bring(tensor_of(sequence.embeds)).to(self.model.dtype)
 

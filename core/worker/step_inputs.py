@@ -26,7 +26,8 @@ class Rows(NamedTuple):
     token_ids: np.ndarray  # [sum of counts]
     wanted: np.ndarray  # int64 [n]: the rows that need logits, each below the sum of counts
     positions: np.ndarray | None = None  # int64 [axes, sum of counts]; None: on each axis the index of the token
-    reach: np.ndarray | None = None  # int32 [sum of counts]: the last index that a row attends to; None: its own
+    reach: np.ndarray | None = None  # int32 [2, sum of counts]: the last index that a row attends to, in layers without
+    # and with a window; None: its own
 
     def singles_first(self) -> Rows:
         """The same step, reordered so that requests with a single row come first."""
@@ -43,8 +44,12 @@ class Rows(NamedTuple):
             self.token_ids[rows],
             moved[self.wanted],
             None if self.positions is None else self.positions[:, rows],
-            None if self.reach is None else self.reach[rows],
+            None if self.reach is None else self.reach[:, rows],
         )
+
+
+NOBODY = Rows(*(np.array(each, np.int64) for each in ([-1], [0], [1], [0], [])))
+"""A row that belongs to no request."""
 
 
 def places_of_rows(counts: np.ndarray) -> np.ndarray | None:
@@ -126,7 +131,7 @@ class StepInputs:
             requests: pad to this number of requests of a single row each; padding requests attend to the null block.
                 None: rows are padded to a multiple, and the padding belongs to no request.
         """
-        slots, starts, counts, token_ids, wanted, given_positions, given_reach = rows
+        slots, starts, counts, token_ids, wanted, given_positions, _ = rows
         computed, on_device = len(token_ids), self._asynchronous
         if requests is None:  # a graph computes the logits of every row
             self.wanted.host[turn][: len(wanted)] = wanted
@@ -174,7 +179,6 @@ class StepInputs:
             self.kv_indptr.send(turn, num + 1)
             self.last_page_len.send(turn, num)
         cu_seqlens = self.qo_indptr.pages[turn][: num + 1]
-        reach = None if given_reach is None else torch.from_numpy(given_reach)
         batches = []
         for group, indices in enumerate(self.kv_indices):
             indices.host[turn][:num_listed] = self.tables[group, slots, : listed.shape[1]][listed]
@@ -197,7 +201,6 @@ class StepInputs:
                     int((counts == 1).sum()),
                     group,
                     twins,
-                    reach,
                 )
             )
         of_sequences = self.request_slots, self.starts, self.prompts

@@ -13,9 +13,14 @@ from .trainer_group import TrainerGroup, in_thread
 
 
 class WeightReceiver:
-    """The worker's place in a trainer's group, if it has one."""
+    """The worker's place in a trainer's group, if it has one.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: whether it wants what it receives. Of several ranks one passes it on to all.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._groups: list[TrainerGroup] = []  # none, or one, which the thread of `join` adds
 
     def join(self, record: JoinTrainer) -> Future[None]:
@@ -32,14 +37,14 @@ class WeightReceiver:
         """See `control.ReceiveParameters`."""
         if not self._groups:
             raise InvalidRequestError("no trainer is connected: call init_weight_transfer_engine first")
-        return in_thread(_receive, self._groups[0], record)
+        return in_thread(_receive, self._groups[0], record, self._keeps)
 
 
 def _join(record: JoinTrainer, groups: list[TrainerGroup]) -> None:
     groups.append(TrainerGroup(record.address, record.port, record.rank, record.world_size))
 
 
-def _receive(group: TrainerGroup, record: ReceiveParameters) -> list[ParameterRows]:
+def _receive(group: TrainerGroup, record: ReceiveParameters, keeps: bool) -> list[ParameterRows]:
     rows = []
     try:
         for name, dtype, shape in zip(record.names, record.dtypes, record.shapes, strict=True):
@@ -48,7 +53,8 @@ def _receive(group: TrainerGroup, record: ReceiveParameters) -> list[ParameterRo
             except RuntimeError as error:
                 raise OutOfMemoryError(f"the weights that arrive do not fit in host memory: {error}") from None
             group.broadcast(tensor)
-            rows.append(ParameterRows(name, 0, array_of(tensor)))
+            if keeps:
+                rows.append(ParameterRows(name, 0, array_of(tensor)))
     except BaseException:
         group.close()  # the trainer waits no longer
         raise

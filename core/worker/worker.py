@@ -6,9 +6,9 @@ import gc
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from ...ipc.config import CacheConfig, EngineConfig, ModelConfig
-from ...ipc.errors import wire_name, wire_text
+from ...ipc.errors import NotSupportedError, wire_name, wire_text
 from ...ipc.messages import ModelFacts
 from ...kernels import host_memory
 from ...kernels.contract import Backend
@@ -29,8 +29,11 @@ from ..model.learn.whole_match import make_whole
 from ..model.load.kept_decisions import KeptDecisions, Verified
 from ..model.load.loader import load_model
 from ..model.load.quantized import BITS
-from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
+from ..parallel.group import OneRank, RankGroup
+from ..parallel.homes import Homes
+from ..parallel.parallel_backend import ParallelBackend, adapters_of
+from ..parallel.stages import Stages
 from ..plan import control as records
 from ..plan.control import Worker
 from ..plan.step import RowError, StepPlan, StepResult
@@ -38,11 +41,13 @@ from .adapter_files import LoRALimits
 from .backends import choose_backend, free_bytes, pick_device, prepare_kernels, wait_for_memory
 from .block_count import count_blocks, count_snapshots
 from .device import device_for
-from .kv_layout import KVLayout, cache_dtype
+from .kv_layout import KVLayout, LayerShape, cache_dtype
+from .media_items import MediaItems
 from .profiler import Profiler
 from .registry import Registry
 from .rpc import with_extension
 from .runner import ModelRunner
+from .stage_facts import StageFacts
 from .weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -64,11 +69,28 @@ logger = logging.getLogger(__name__)
 
 
 class LocalWorker(Worker):
-    """See `Worker`. A subclass loads a model, and runs its steps."""
+    """See `Worker`. A subclass loads a model, or one rank's part of it, and runs its steps.
 
-    def __init__(self, config: EngineConfig, decisions: Decisions | None) -> None:
-        self._config = config
-        self._device = pick_device(config.device_config.device)
+    Args:
+        group: of the processes that compute the model together; None: there is one.
+    """
+
+    error = None
+
+    def __init__(self, config: EngineConfig, decisions: Decisions | None, group: RankGroup | None = None) -> None:
+        self._config, self._group = config, group
+        self._num_ranks, rank = (1, 0) if group is None else (group.size, group.rank)
+        self._leads = rank == 0
+        self._stages: Stages | None = None  # if the ranks are of several
+        self._tensor_group = group  # of the ranks that share layers
+        if group is not None and (count := config.parallel_config.pipeline_parallel_size) > 1:
+            self._stages = Stages(group, count, config.parallel_config.tensor_parallel_size)
+            self._tensor_group, rank = self._stages.group_of_stage(), self._stages.rank
+        self._device = pick_device(config.device_config.device) if group is None else group.device
+        parallel = config.parallel_config
+        shares = parallel.ordered_sums and not parallel.disable_custom_all_reduce
+        if self._tensor_group is not None and self._device.type == "cuda" and shares:
+            self._tensor_group.share_memory(bool(parallel.sum_parts))
         if decisions is not None:
             wait_for_memory(self._device, decisions.device_bytes)
         self._free_at_first = free_bytes(self._device)
@@ -80,9 +102,11 @@ class LocalWorker(Worker):
         self._registry = Registry()
         self._recurrent: list[LayerGroup] = []  # the group of layers with recurrent state, if there are any
         self._profiler = Profiler()
-        self._receiver = WeightReceiver()
+        self._receiver = WeightReceiver(keeps=self._leads)
+        self.on_plan: Callable[[StepPlan], None] = lambda plan: None  # tells the other ranks, before a step is computed
         self._explained: list[str] = []  # lines about the model's properties and the decisions made for it
-        self._methods = with_extension(self.apply_model, self.parameters, config.parallel_config.worker_extension_cls)
+        extension = config.parallel_config.worker_extension_cls
+        self._methods = with_extension(self.apply_model, self.parameters, extension, rank)
         self.decisions = Decisions() if decisions is None else replace(decisions)
         self._controls: dict[type, Callable[[Any], Any]] = {
             records.PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter),
@@ -91,6 +115,8 @@ class LocalWorker(Worker):
             records.DropGrammar: lambda r: self._registry.drop_grammar(r.number),
             records.DropFunctions: lambda r: self._registry.drop_functions(r.numbers),
             records.CheckSampling: lambda r: self._registry.processors.check(r.sampling),
+            records.KeepMedia: lambda r: self.keep_media(r),
+            records.DropMedia: lambda r: self.drop_media(r.number),
             records.Sleep: lambda r: self.sleep(r.level),
             records.Wake: lambda r: self.wake(r.weights, r.kv_cache),
             records.SetParameters: lambda r: self.set_parameters(r.rows),
@@ -104,6 +130,18 @@ class LocalWorker(Worker):
         }
 
     # ------------------------------------------------------------------ what a kind of model does its own way
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take part in a step of the first rank's, as another one: compute it, and choose nothing."""
+        raise NotImplementedError
+
+    def keep_media(self, record: records.KeepMedia) -> None:
+        """See `control.KeepMedia`."""
+        raise NotImplementedError
+
+    def drop_media(self, number: int) -> None:
+        """See `control.DropMedia`."""
+        raise NotImplementedError
 
     def sleep(self, level: int) -> None:
         """See `control.Sleep`."""
@@ -133,6 +171,12 @@ class LocalWorker(Worker):
     def control(self, record: records.Control) -> Any:
         return self._controls[type(record)](record)
 
+    def agreed(self) -> list[Any]:
+        """What must be the same on all ranks, or a plan of the first one would mean something else on another."""
+        facts = self.facts
+        groups = [(g.kind, g.window, g.slots, g.backups, g.snapshots, g.host_snapshots) for g in facts.groups]
+        return [facts.num_blocks, facts.max_model_len, facts.num_host_blocks, *groups]
+
     def lend_functions(self, functions: Sequence[Callable[..., Any]]) -> tuple[int, ...]:
         return self._registry.lend_functions(functions)
 
@@ -141,6 +185,9 @@ class LocalWorker(Worker):
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         return self._profiler.span(name)
+
+    def close(self) -> None:
+        pass
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -151,32 +198,50 @@ class LocalWorker(Worker):
         model: PagedModel,
         graph_sizes: Sequence[int] = (),
         beside: int = 0,
+        stages: StageFacts | None = None,
     ) -> tuple[int, int]:
         """The number of blocks and the length of the longest request: those of the previous core, or by
         `count_blocks`."""
         found, states = self.decisions, model.states
-        if states is not None:
+        state_bytes, tells_prompts = (0, False) if states is None else (states.state_bytes, states.tells_prompts)
+        if stages is not None:
+            state_bytes, tells_prompts = stages.state_bytes, stages.tells_prompts
+        if state_bytes:
             slots, guesses = config.scheduler_config.max_num_seqs, config.speculative_config is not None
             group = LayerGroup(
-                "recurrent",
-                token_bytes=states.state_bytes,
-                slots=slots,
-                backups=guesses,
-                prompts_only=states.tells_prompts,
+                "recurrent", token_bytes=state_bytes, slots=slots, backups=guesses, prompts_only=tells_prompts
             )
             self._recurrent = [group]
         if not found.num_blocks:
-            count = count_blocks(config, layout, model, self._backend, graph_sizes, beside, *self._recurrent)
-            found.num_blocks, found.max_model_len = count
-            found.num_snapshots = sum(count_snapshots(config, layout, count[0], group) for group in self._recurrent)
+            with nullcontext() if self._stages is None else self._stages.silence():
+                count = count_blocks(config, layout, model, self._backend, graph_sizes, beside, *self._recurrent)
+            snapshots = sum(count_snapshots(config, layout, count[0], group) for group in self._recurrent)
+            found.num_blocks, found.max_model_len, found.num_snapshots = self._least(*count, snapshots)
         self._recurrent = [replace(group, snapshots=found.num_snapshots) for group in self._recurrent]
         return found.num_blocks, found.max_model_len
+
+    def _lacking(self, plan: StepPlan, error: RuntimeError) -> Pending:
+        """See `lacking`. With several ranks any error is raised, because the others are in the middle of the step."""
+        if self._group is not None:
+            raise error
+        return lacking(plan, error)
+
+    def _least(self, *numbers: int) -> list[int]:
+        """The smallest of the ranks' numbers, one by one."""
+        return list(numbers) if self._group is None else self._group.least(numbers)
 
     def _model_facts(self, model: PagedModel | EncoderModel, max_model_len: int, **more: Any) -> ModelFacts:
         dtype = str(model.dtype).removeprefix("torch.")
         return ModelFacts(model.vocab_size, model.hidden_size, max_model_len, dtype, **more)
 
-    def _make_runner(self, model: PagedModel, layout: KVLayout, backend: Backend, host_blocks: int = 0) -> ModelRunner:
+    def _make_runner(
+        self,
+        model: PagedModel,
+        layout: KVLayout,
+        backend: Backend,
+        host_blocks: int = 0,
+        media: MediaItems | None = None,
+    ) -> ModelRunner:
         scheduler, facts = self._config.scheduler_config, self.facts
         return ModelRunner(
             model,
@@ -190,6 +255,7 @@ class LocalWorker(Worker):
             self._registry,
             sum(map(num_states, self._recurrent)) or None,
             sum(group.host_snapshots for group in self._recurrent),
+            media,
         )
 
     def _collect(self) -> None:
@@ -206,12 +272,15 @@ def load_paged(
     backend: Backend,
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     offload: int = 0,
+    stages: Stages | None = None,
 ) -> tuple[PagedModel, str]:
     """Load the model `wanted`, and let `backend` run it as a whole if it can. Returns also the fingerprint of its
     weights. Arguments and errors as `load_model`."""
+    if (stages is not None or isinstance(backend, ParallelBackend)) and isinstance(decisions, KeptDecisions):
+        decisions = None  # several ranks verify at each start
     kept = decisions if isinstance(decisions, KeptDecisions) else None
     if kept is not None:
-        limit, adapted = config.model_config.max_model_len, isinstance(backend, AdaptedBackend)
+        limit, adapted = config.model_config.max_model_len, adapters_of(backend) is not None
         kept.settings = f"{wanted.quantization} {limit} {adapted}"
     model = load_model(
         wanted,
@@ -222,12 +291,15 @@ def load_paged(
         decisions,
         partial(prepare_kernels, backend, config.cache_config.kv_cache_dtype),
         offload,
+        config.parallel_config.enable_expert_parallel,
+        stages,
     )
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
     bits = BITS.get(wanted.quantization or "") if model.quantized is None else None
     model.is_quantized = bits is not None or model.quantized is not None
-    if model.is_quantized or not isinstance(backend, AdaptedBackend):
-        make_whole(model, backend, bits)
+    if model.is_quantized or adapters_of(backend) is None:
+        with nullcontext() if stages is None else stages.silence():
+            make_whole(model, backend, bits)
     if kept is not None and kept.can_keep and not _confirmed(model, backend, kept):
         logger.info("the model gives other logits than at an earlier start: it is loaded and verified anew")
         del model
@@ -250,21 +322,38 @@ def _confirmed(model: PagedModel, backend: Backend, kept: KeptDecisions) -> bool
     return True
 
 
-def lora_limits(config: EngineConfig, model: PagedModel, loras: AdaptedBackend, prefix: str = "") -> LoRALimits:
-    """Let the linear layers of `model` have adapters.
+def with_ranks(config: EngineConfig, backend: Backend, group: RankGroup | None) -> Backend:
+    """The backend of one of several ranks, or of one that adds as several do; or `backend` as it is."""
+    parts = config.parallel_config.sum_parts
+    if group is None and not parts:
+        return backend
+    homes = Homes(group) if group is not None and config.parallel_config.homes > 1 else None
+    return cast(Backend, ParallelBackend(backend, group or OneRank(), parts, homes))
+
+
+def lora_limits(config: EngineConfig, model: PagedModel, backend: Backend, prefix: str = "") -> LoRALimits:
+    """Let the linear layers of `model` have adapters, those of its backend.
 
     Args:
         prefix: of the model's path in a larger one, under which adapters may name its layers, too.
     """
-    places = loras.attach(model)
+    if model.cross is not None:
+        raise NotSupportedError(
+            "enable_lora is set, but adapters can't change an encoder, which this model has: unset it"
+        )
+    loras = adapters_of(backend)
+    assert loras is not None, "enable_lora gives the backend adapters"
+    places = loras.attach(model, backend)
     model.notes.append(f"layer by layer: enable_lora; adapters may change {len(places)} linear layers")
     saved = 2 * 4 * model.hidden_size * model.vocab_size  # fp32 copies of the output layer and the embedding
     places |= {prefix + name: place for name, place in places.items()}
     return LoRALimits(places, config.lora_config.max_lora_rank, model.parameters, saved)
 
 
-def lay_out(cache: CacheConfig, model: PagedModel, backend: Backend) -> KVLayout:
-    return model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype))
+def lay_out(
+    cache: CacheConfig, model: PagedModel, backend: Backend, most: Mapping[LayerShape, int] | None = None
+) -> KVLayout:
+    return model.lay_out(backend, cache.block_size, cache_dtype(cache.kv_cache_dtype, model.dtype), most)
 
 
 class Pending(NamedTuple):

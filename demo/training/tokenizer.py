@@ -5,7 +5,7 @@ adds the begin token, so that a plain `encode` gives exactly what a training doc
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -45,6 +45,11 @@ def _text(seed: str) -> Iterator[str]:
 
 def train_tokenizer(seed: str, vocab_size: int) -> Tokenizer:
     """A tokenizer of exactly `vocab_size` tokens, special tokens first."""
+    return byte_level_bpe(_text(seed), SPECIAL_TOKENS, vocab_size)
+
+
+def byte_level_bpe(texts: Iterable[str], special_tokens: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A BPE trained on `texts`, special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -55,11 +60,11 @@ def train_tokenizer(seed: str, vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_text(seed), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A",
         pair=f"{BEGIN} $A {BEGIN} $B",

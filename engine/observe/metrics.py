@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -32,6 +32,7 @@ GAUGES = {
     "num_requests_running": ("Requests being computed.", "num_running"),
     "num_requests_waiting": ("Requests that wait for a place.", "num_waiting"),
     "kv_cache_usage_perc": ("Share of the KV cache's blocks in use, 0 to 1.", "kv_cache_usage"),
+    "encoder_cache_bytes": ("Memory of what was encoded of media.", "encoder_bytes"),
     "frontends_connected": ("Frontends of the core.", "frontends_connected"),
     "core_epoch": ("Which start of the core this is.", "epoch"),
     "lora_requests_info": ("LoRA adapters that run; the labels name them, and those that requests wait for.", ""),
@@ -41,6 +42,10 @@ COUNTERS = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
     "prefix_cache_hits": ("Of these, found.", "prefix_hits"),
     "prefix_cache_host_hits": ("Of these, found in host memory.", "host_hits"),
+    "encoder_cache_queries": ("Media items that requests named.", "encoder_queries"),
+    "encoder_cache_hits": ("Of these, encoded already.", "encoder_hits"),
+    "encoded_items": ("Media items encoded.", "encoded_items"),
+    "encoder_seconds": ("Time that encoding took.", "encoder_seconds"),
     "num_preemptions": ("Requests that had to make room.", "num_preemptions"),
     "prompt_tokens": ("Tokens of prompts of requests that have begun.", ""),
     "generation_tokens": ("Tokens chosen.", ""),
@@ -63,9 +68,12 @@ class Metric(msgspec.Struct, frozen=True):
     name: str
     labels: dict[str, str]
 
+    def renamed(self, name: str) -> Self:
+        return msgspec.structs.replace(self, name=name)
+
 
 class Counter(Metric, frozen=True):
-    value: int
+    value: int | float
 
 
 class Gauge(Metric, frozen=True):
@@ -96,12 +104,12 @@ def metrics_of(
         restarts: of the core; None: not known here.
         max_loras: adapters that may run at once.
     """
-    labels = {"model_name": model or "", "engine": "0"}
+    labels = {"model_name": model or "", "engine": str(stats.core)}
 
     def gauge(name: str, value: float, **more: str) -> Gauge:
         return Gauge(PREFIX + name, {**labels, **more}, value)
 
-    def counter(name: str, value: int, **more: str) -> Counter:
+    def counter(name: str, value: int | float, **more: str) -> Counter:
         return Counter(PREFIX + name, {**labels, **more}, value)
 
     found: list[Metric] = [gauge(name, getattr(stats, field)) for name, (_, field) in GAUGES.items() if field]
@@ -164,14 +172,16 @@ class LoggingStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None:
         self._index = engine_index
-        self._stats = self._logged = Stats()
+        self._stats: dict[int, Stats] = {}  # the latest, by number of the core
+        self._queries = self._hits = 0  # of the prefix cache, at the last line
         self._prompt = self._generation = 0
         self._since = self._heard = time.monotonic()
 
     def record(
         self, scheduler_stats: Stats | None, iteration_stats: IterationStats | None, engine_idx: int = 0
     ) -> None:
-        self._stats = scheduler_stats or self._stats
+        if scheduler_stats is not None:
+            self._stats[engine_idx] = scheduler_stats
         if iteration_stats is not None:
             now = iteration_stats.iteration_timestamp
             if now - self._heard > LOG_SECONDS:  # do not count an idle time into the throughput
@@ -184,23 +194,24 @@ class LoggingStatLogger(StatLoggerBase):
         """Nothing to do: the core logs that it is ready."""
 
     def log(self) -> None:
-        now, stats = time.monotonic(), self._stats
+        now, told = time.monotonic(), self._stats.values()
         seconds = max(now - self._since, 1e-6)
-        same_core = self._logged.prefix_queries <= stats.prefix_queries
-        before = self._logged if same_core else Stats()
-        queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
+        queries, hits = sum(one.prefix_queries for one in told), sum(one.prefix_hits for one in told)
+        if queries < self._queries:  # a core has died
+            self._queries = self._hits = 0
+        new, found = queries - self._queries, hits - self._hits
         logger.info(
             "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
             "Running: %d reqs, Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
             self._index,
             self._prompt / seconds,
             self._generation / seconds,
-            stats.num_running,
-            stats.num_waiting,
-            100 * stats.kv_cache_usage,
-            100 * hits / queries if queries else 0.0,
+            sum(one.num_running for one in told),
+            sum(one.num_waiting for one in told),
+            100 * sum(one.kv_cache_usage for one in told) / max(1, len(told)),
+            100 * found / new if new else 0.0,
         )
-        self._since, self._logged, self._prompt, self._generation = now, stats, 0, 0
+        self._since, self._prompt, self._generation, self._queries, self._hits = now, 0, 0, queries, hits
 
 
 class StatLoggerManager:
@@ -222,15 +233,26 @@ class StatLoggerManager:
         for name, one in self.stat_loggers.items():
             if not isinstance(one, StatLoggerBase):
                 raise InvalidArgumentError(f"stat_loggers: {name!r} is {shown(one)}; it must be a StatLoggerBase")
-        self.meter = Meter()
-        self.stats = Stats()
+        self._meters = {0: Meter()}  # by number of the core
+        self._stats = {0: Stats()}
+        self.meter = self._meters[0]  # of the core whose message is being processed
         self._iteration = IterationStats(time.monotonic())
         self._last_tokens: float | None = None  # when the last tokens came; None while nothing is in flight
         self._logged = self._heard = time.monotonic()
         self._tell("log_engine_initialized")
 
     def metrics(self) -> list[Metric]:
-        return metrics_of(self.stats, self.meter.measured(), self._model, max_loras=self._max_loras)
+        return [
+            metric
+            for core, stats in sorted(self._stats.items())
+            for metric in metrics_of(stats, self._meters[core].measured(), self._model, max_loras=self._max_loras)
+        ]
+
+    def take(self, stats: Stats | None) -> None:
+        """Keep the statistics of a core. What follows is counted as this core's."""
+        if stats is not None:
+            self._stats[stats.core] = stats
+            self.meter = self._meters.setdefault(stats.core, Meter())
 
     def log(self) -> None:
         """Call `log` of every logger."""
@@ -280,11 +302,10 @@ class StatLoggerManager:
             self._last_tokens = now
         if idle:
             self._last_tokens = None
-        self.stats = outputs.stats or self.stats
         iteration.iteration_timestamp, iteration.num_generation_tokens = now, tokens
         iteration.inter_token_latencies_iter = [] if gap is None else [gap] * (tokens - firsts)
         self._iteration = IterationStats(now)
-        self._tell("record", outputs.stats, iteration, engine_idx=0)
+        self._tell("record", outputs.stats, iteration, engine_idx=outputs.stats.core if outputs.stats else 0)
         if now - self._heard > LOG_SECONDS:
             self._logged = now
         self._heard = now

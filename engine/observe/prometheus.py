@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ...ipc.errors import AddressInUseError
-from .metrics import HELP, PREFIX, Counter, Gauge, Histogram, Metric
+from .metrics import HELP, Counter, Gauge, Histogram, Metric
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _EngineCollector(Collector):
         families: dict[str, Any] = {}
         for one in self._metrics():
             if one.name not in families:
-                kind, text = _FAMILIES[type(one)], HELP[one.name.removeprefix(PREFIX)]
+                kind, text = _FAMILIES[type(one)], HELP[one.name.rpartition(":")[2]]
                 families[one.name] = kind(one.name, text, labels=[*one.labels])
             add, values = families[one.name].add_metric, [*one.labels.values()]
             if isinstance(one, Histogram):
@@ -63,3 +63,10 @@ def serve_metrics(host: str, port: int, metrics: Callable[[], Iterable[Metric]])
         thread.join()
 
     return server.server_port, stop
+
+
+def exposition(metrics: Iterable[Metric]) -> bytes:
+    """The text that a scrape gets."""
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_EngineCollector(lambda: metrics))
+    return prometheus_client.generate_latest(registry)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from ...ipc.adapters import LoRARequest, PromptAdapterRequest
-from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ...ipc.config import ENCODER_TEXT
+from ...ipc.errors import InvalidRequestError, MainspringError, NotSupportedError, shown, unknown_argument
 from ...ipc.messages import AddRequest, Pooling, Sampling, Tensor
 from ...ipc.params import RequestOutputKind, SamplingParams, is_text
 from ...ipc.pooling_params import PoolingParams
 from ...ipc.processor_names import packed
 from ...ipc.structured import trace_spec
+from .prompt_media import PromptMedia, done, following
 from .prompts import ParsedPrompt, parse_prompt
 
 if TYPE_CHECKING:
     from ...ipc.codec import Array
+    from ...ipc.media_client import MediaClient
     from ...ipc.request_check import RequestCheck
     from ..text.tokenizer import Tokenizer
     from .late_chunking import LateChunkingMetadata
+    from .prompt_media import RequestMedia
 
 
 ALL_TOKENS = 2**31 - 1
@@ -63,6 +69,8 @@ class EngineCoreRequest:
     chunking: LateChunkingMetadata | None = None  # of a request with late chunking
     second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
     extra_args: bytes | None = None  # for the core's logits processors; None: it has none
+    data_parallel_rank: int | None = None  # number of the core that gets it; None: any
+    media: RequestMedia | None = None  # images and the like; prompt_token_ids then has placeholders
 
 
 class InputProcessor:
@@ -73,6 +81,7 @@ class InputProcessor:
         check: the facts and limits of the core that gets the requests.
         eos_token_ids: tokens that end every request that does not ignore them, beside the tokenizer's.
         stream_interval: the default of requests that set none.
+        media: prepares images and the like; None: no prompt may have any.
     """
 
     def __init__(
@@ -81,7 +90,9 @@ class InputProcessor:
         check: RequestCheck,
         eos_token_ids: Iterable[int],
         stream_interval: int = 1,
+        media: PromptMedia | None = None,
     ) -> None:
+        self._media = media or PromptMedia(check.config.multimodal_config, [], _no_client)
         self._request_check, self.model = check, check.model
         self._stream_interval = stream_interval
         self._models_tokenizer, self._models_eos = tokenizer, frozenset(eos_token_ids)
@@ -109,8 +120,10 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        data_parallel_rank: int | None = None,
     ) -> EngineCoreRequest:
-        """A checked request. Arguments as `LLMEngine.add_request`, in their newest form.
+        """A checked request. Arguments as `LLMEngine.add_request`, in their newest form; `data_parallel_rank`: the
+        number of the core that gets it.
 
         Raises:
             InvalidRequestError: the core can't serve it. The message names field, value and limit.
@@ -130,12 +143,14 @@ class InputProcessor:
         params.validate()
         params = params.clone()
         self.check_adapters(lora_request, prompt_adapter_request)
-        parsed = parse_prompt(prompt)
+        parsed = self._parse(prompt)
         if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
             raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
         if parsed.embeds is not None and params.use_beam_search:
             raise InvalidRequestError("use_beam_search needs a prompt of token ids, but this one is embeddings")
         processed = bool(self._request_check.config.model_config.logits_processors)
+        if parsed.given and prompt_adapter_request is not None:
+            raise NotSupportedError("prompt_adapter_request is not supported for a prompt with media")
         if processed and params.use_beam_search:  # each of its rounds has the beam so far as its prompt
             raise NotSupportedError("use_beam_search is not supported by an engine with logits_processors")
         if self.tokenizer is None and params.stop:
@@ -144,6 +159,8 @@ class InputProcessor:
         limit = max(1, self.model.max_model_len - virtual - (pooling is None))  # tokens of the longest prompt
         keep = (pooling or params).truncate_prompt_tokens
         keep = limit if keep == -1 else keep
+        if (begun := self.prepare_media(parsed, tokenization_kwargs)) is not None:
+            parsed = begun.result()
         token_ids = self._prompt_token_ids(parsed, tokenization_kwargs or {}, keep, pooling is not None)
         chunking = None
         if pooling is not None and pooling.late_chunking_params is not None:
@@ -188,9 +205,52 @@ class InputProcessor:
             chunking=chunking,
             second=parsed.second,
             extra_args=packed(params.extra_args) if processed else None,
+            data_parallel_rank=data_parallel_rank,
+            media=parsed.media,
         )
         self._request_check.check(core_message(request, 0))
         return request
+
+    def _parse(self, prompt: Any) -> ParsedPrompt:
+        """`parse_prompt`, with what an encoder reads as the media of the prompt."""
+        parsed = parse_prompt(prompt)
+        if parsed.explicit and not self.model.encoder_input:
+            raise NotSupportedError("a prompt has encoder_prompt, but this model is no encoder-decoder model")
+        if ENCODER_TEXT in self.model.media and parsed.given is None and parsed.embeds is None:
+            from .media_inputs import GivenMedia
+
+            read = parsed.text if parsed.token_ids is None else parsed.token_ids
+            return parsed._replace(given=GivenMedia(None, None, {}, read), text="", token_ids=None)
+        return parsed
+
+    def prepare_media(
+        self, prompt: Any, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> Future[ParsedPrompt] | None:
+        """Begin to prepare a prompt with media. The result is for `process_inputs`, in place of the prompt. None: it
+        has no media, or they are prepared.
+
+        Raises: as `process_inputs`; the future, too.
+        """
+        if not (isinstance(prompt, ParsedPrompt | Mapping) or self.model.encoder_input):
+            return None
+        parsed = self._parse(prompt)
+        if parsed.given is None or parsed.media is not None:
+            return None
+        inputs, special = self._media.inputs(parsed.given), _adds_special_tokens(tokenization_kwargs or {})
+        if not inputs:
+            return done(parsed._replace(given=None))
+        source: str | list[int]
+        if parsed.token_ids is not None:
+            source = parsed.token_ids
+        elif (
+            self._checked_text(parsed.text or "") is self._models_tokenizer
+            and self._request_check.config.model_config.tokenizer is None
+        ):
+            source = parsed.text or ""  # which the checkpoint's processor tokenizes
+        else:
+            source = self.encode(parsed.text or "", special and not self.model.encoder_input)
+        asked = self._media.prepare(source, inputs, parsed.given.kwargs, special)
+        return following(asked, lambda media: parsed._replace(media=media))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; none of an empty one.
@@ -234,18 +294,21 @@ class InputProcessor:
         self, parsed: ParsedPrompt, tokenization_kwargs: Mapping[str, Any], keep: int | None, pooled: bool
     ) -> list[int]:
         """The prompt's token ids; of more than `keep` the last ones, or, of a prompt that is `pooled`, the first."""
-        for name, special in tokenization_kwargs.items():
-            if name != "add_special_tokens":
-                raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
-            if not isinstance(special, bool):
-                raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
+        special = _adds_special_tokens(tokenization_kwargs)
         if parsed.embeds is not None:
             if keep is not None:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens needs a prompt of token ids, but this one is embeddings"
                 )
             return [0] * len(parsed.embeds.values)
-        special = tokenization_kwargs.get("add_special_tokens", True)
+        if parsed.media is not None:
+            token_ids = parsed.media.prepared.token_ids
+            if keep is not None and len(token_ids) > keep:
+                raise InvalidRequestError(
+                    f"the prompt has {len(token_ids)} tokens with its media, and truncate_prompt_tokens is {keep}; "
+                    "prompts with media are not truncated"
+                )
+            return token_ids
         if parsed.token_ids is not None:
             token_ids = parsed.token_ids
         elif pooled and keep is not None and parsed.text:
@@ -255,6 +318,46 @@ class InputProcessor:
         if keep is None:
             return token_ids
         return token_ids[:keep] if pooled else token_ids[-keep:]
+
+
+class Ahead:
+    """The prompts of a batch, in order. Media of the next ones are prepared while a prompt is processed."""
+
+    MOST = 8  # prompts, so that all media workers have something to do
+
+    def __init__(
+        self, processor: InputProcessor, prompts: Sequence[Any], tokenization_kwargs: Mapping[str, Any] | None
+    ) -> None:
+        self._processor, self._prompts, self._kwargs = processor, prompts, tokenization_kwargs
+        self._begun: deque[Future[ParsedPrompt] | None] = deque()
+
+    def prompt(self, at: int) -> Any:
+        """Prompt number `at`, with its media prepared. Each is asked for once, in order.
+
+        Raises: as `InputProcessor.process_inputs`.
+        """
+        for number in range(at + len(self._begun), min(at + self.MOST, len(self._prompts))):
+            try:
+                self._begun.append(self._processor.prepare_media(self._prompts[number], self._kwargs))
+            except MainspringError:
+                if number == at:
+                    raise
+                break  # it is raised when its turn has come
+        begun = self._begun.popleft()
+        return self._prompts[at] if begun is None else begun.result()
+
+
+def _adds_special_tokens(tokenization_kwargs: Mapping[str, Any]) -> bool:
+    for name, special in tokenization_kwargs.items():
+        if name != "add_special_tokens":
+            raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
+        if not isinstance(special, bool):
+            raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
+    return bool(tokenization_kwargs.get("add_special_tokens", True))
+
+
+def _no_client() -> MediaClient:
+    raise NotSupportedError("this input processor takes no media")
 
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
@@ -318,6 +421,7 @@ def core_message(
         lora=None if request.lora_request is None else request.lora_request.message,
         prompt_adapter=None if request.prompt_adapter_request is None else request.prompt_adapter_request.message,
         patient=params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop,
+        media=[] if request.media is None else request.media.prepared.media,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs, Routed
@@ -80,6 +81,8 @@ class OutputProcessor:
         at once only for the others.
         """
         completions = self._completions
+        if self.statistics is not None:
+            self.statistics.take(outputs.stats)
         touched: dict[Completion, Finished | None] = {}
         for handle, token in zip(outputs.handles, outputs.token_ids, strict=True):
             completion = completions.get(handle)
@@ -184,6 +187,8 @@ class OutputProcessor:
             return state.is_due
         state.metrics.finished_time = now
         del self._requests[state.source.request_id]
+        if state.source.media is not None:  # outputs do not need it
+            state.source = replace(state.source, media=None)
         if self.statistics is not None:
             self.statistics.request_ended(state, now)
         if self.tracer is not None:

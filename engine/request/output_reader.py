@@ -9,19 +9,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...ipc.async_client import AsyncClient
-from ...ipc.errors import EngineDeadError, WrongEventLoopError
+from ...ipc.errors import DuplicateRequestError, EngineDeadError, WrongEventLoopError
 from ...ipc.messages import AddRequest
 from .output_processor import OutputProcessor, Processed
 from .request_state import RequestState
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import numpy as np
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+def _give_up(begun: asyncio.Future[Future[Any] | None]) -> None:
+    """Cancel what was begun."""
+    if not begun.cancelled() and begun.exception() is None and (asked := begun.result()) is not None:
+        asked.cancel()
 
 
 class OutputReader:
@@ -31,6 +40,7 @@ class OutputReader:
         self._client, self._processor = client, processor
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._preparing: dict[str, asyncio.Future[Any]] = {}  # requests whose media are prepared, by id
         self._idle = asyncio.Event()  # nothing is in flight
         self._idle.set()
 
@@ -55,13 +65,63 @@ class OutputReader:
         self._idle.clear()
         try:
             for message in messages:
-                await self._client.add_request(message, tensors)
+                await self._client.add_request(message, tensors, state.source.data_parallel_rank)
         except BaseException:
             await self.end([state.source.request_id])
             raise
 
+    @property
+    def num_preparing(self) -> int:
+        return len(self._preparing)
+
+    async def prepared(self, request_id: str, begin: Callable[[], Future[T] | None]) -> T | None:
+        """Wait for what a request needs before it can be made. None: it was aborted meanwhile.
+
+        Args:
+            begin: called in another thread, because it may copy much.
+        """
+
+        async def prepare() -> T | None:
+            begun = asyncio.get_running_loop().run_in_executor(None, begin)
+            try:
+                asked = await asyncio.shield(begun)
+            except asyncio.CancelledError:
+                begun.add_done_callback(_give_up)
+                raise
+            if asked is None:
+                return None
+            found: asyncio.Future[T] = asyncio.wrap_future(asked)
+            return await found
+
+        if request_id in self._preparing:
+            raise DuplicateRequestError(f"request_id {request_id!r} is still running; ids must be unique")
+        waiter = asyncio.ensure_future(prepare())
+        self._preparing[request_id] = waiter
+        self._idle.clear()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if self._preparing.get(request_id) is waiter:
+                raise  # the task is cancelled, not the request
+            return None
+        finally:
+            if self._preparing.get(request_id) is waiter:
+                del self._preparing[request_id]
+            self._rest()
+
+    def aborted(self, state: RequestState) -> None:
+        """End a request that was aborted before it was sent."""
+        state.output_ready = asyncio.Event()
+        self._processor.abort([state.source.request_id], time.monotonic())
+        state.output_ready.set()
+        self._rest()
+
     async def end(self, request_ids: Iterable[str]) -> None:
         """Abort requests, here and in the core."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            if (waiter := self._preparing.pop(request_id, None)) is not None:
+                waiter.cancel()
         await self._settle(self._processor.abort(request_ids, time.monotonic()))
 
     def end_from_anywhere(self, request_id: str) -> None:
@@ -99,11 +159,14 @@ class OutputReader:
                 state.output_ready.set()
             self._idle.set()
 
+    def _rest(self) -> None:
+        if not len(self._processor) and not self._preparing:
+            self._idle.set()
+
     async def _settle(self, processed: Processed) -> None:
         for state in processed.changed:
             state.output_ready.set()
-        if not len(self._processor):
-            self._idle.set()
+        self._rest()
         for message in processed.adds:
             await self._client.add_request(message)
         if processed.aborts:

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
-from ...ipc.errors import InvalidRequestError, NotSupportedError, shown, unknown_argument
+from ...ipc.errors import InvalidRequestError, shown, unknown_argument
 from ...ipc.params import is_text
 
 if TYPE_CHECKING:
     from ...ipc.codec import Array  # imports numpy, which `import mainspring` must not
+    from .media_inputs import GivenMedia
+    from .prompt_media import RequestMedia
 
 
 class TextPrompt(TypedDict):
@@ -18,6 +20,9 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]  # share cached prefixes only with prompts of the same salt
+    multi_modal_data: NotRequired[dict[str, Any]]  # modality → an item or a list of them, see media_inputs.py
+    multi_modal_uuids: NotRequired[dict[str, Any]]  # modality → names, under which items may be left out later
+    mm_processor_kwargs: NotRequired[dict[str, Any]]  # arguments of the checkpoint's processor
 
 
 class TokensPrompt(TypedDict):
@@ -28,6 +33,9 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     token_type_ids: NotRequired[list[int]]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]  # this and the next as in `TextPrompt`
+    multi_modal_uuids: NotRequired[dict[str, Any]]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
 class EmbedsPrompt(TypedDict):
@@ -38,14 +46,17 @@ class EmbedsPrompt(TypedDict):
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
-    """Of an encoder-decoder model; there are none yet, so it is refused."""
+    """Of an encoder-decoder model.
+
+    `encoder_prompt` is what its encoder gets: a text, token ids, or a dict with `multi_modal_data` and an empty prompt.
+    `decoder_prompt` is how its output begins; None: with nothing."""
 
     encoder_prompt: Any
     decoder_prompt: Any
     mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
-Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
+Prompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | ExplicitEncoderDecoderPrompt | Sequence[int]
 
 
 class ParsedPrompt(NamedTuple):
@@ -56,13 +67,14 @@ class ParsedPrompt(NamedTuple):
     embeds: Array | None = None  # [tokens, hidden size]
     cache_salt: str | None = None
     second: int = 0  # index of the second text's first token in a pair of texts; 0: one text
+    given: GivenMedia | None = None  # its media as they were given
+    media: RequestMedia | None = None  # its media, prepared
+    explicit: bool = False  # it was given in two parts, for encoder and decoder
 
 
-_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids")
-_NOT_SUPPORTED = {  # key → the kind of prompt that has it
-    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "multi-modal"),
-    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder"),
-}
+_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "token_type_ids", *_MEDIA_KEYS)
+_PARTS = ("encoder_prompt", "decoder_prompt")
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -70,8 +82,9 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
 
     Raises:
         InvalidRequestError: it has none of the known forms, or holds something that is no token id.
-        NotSupportedError: it is multi-modal or of an encoder-decoder model.
     """
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)
     if isinstance(prompt, Mapping):
@@ -97,12 +110,31 @@ def listed_prompts(prompts: Any) -> list[Any]:
     return list(prompts) if several else [prompts]
 
 
+def has_media(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and any(prompt.get(key) for key in (*_MEDIA_KEYS[:2], "encoder_prompt"))
+
+
+def with_processor_kwargs(prompts: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """The prompts, with these arguments of the checkpoint's processor for those that have media. Own ones of a prompt
+    win."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"mm_processor_kwargs is {shown(kwargs)}; it must be a dict")
+    if not kwargs:
+        return list(prompts)
+    return [
+        {**prompt, "mm_processor_kwargs": {**kwargs, **(prompt.get("mm_processor_kwargs") or {})}}
+        if has_media(prompt)
+        else prompt
+        for prompt in prompts
+    ]
+
+
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key in prompt:
-        if key in _NOT_SUPPORTED and prompt[key] is not None:
-            raise NotSupportedError(f"{_NOT_SUPPORTED[key]} prompts are not supported yet ({key!r})")
-        if key not in _KEYS and key not in _NOT_SUPPORTED:
+        if key not in _KEYS and key not in _PARTS:
             raise InvalidRequestError(str(unknown_argument("a prompt", key, _KEYS)))
+    if any(prompt.get(key) is not None for key in _PARTS):
+        return _parse_parts(prompt)
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(f"prompt is {shown(text)}; it must be a str")
@@ -110,6 +142,8 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         raise InvalidRequestError(f"cache_salt is {shown(salt)}; it must be a non-empty str")
     if prompt.get("token_type_ids") is not None and prompt.get("prompt_token_ids") is None:
         raise InvalidRequestError("token_type_ids are given without prompt_token_ids; give both")
+    if has_media(prompt):
+        return _with_media(prompt)
     if prompt.get("prompt_embeds") is not None:
         if prompt.get("prompt_token_ids") is not None:
             raise InvalidRequestError("a prompt has both prompt_token_ids and prompt_embeds; give one")
@@ -120,6 +154,44 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     if text is None:
         raise InvalidRequestError("a prompt dict must have 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
     return ParsedPrompt(text=text, cache_salt=salt)
+
+
+def _parse_parts(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    from .media_inputs import GivenMedia
+
+    for key in prompt:
+        if key not in (*_PARTS, "mm_processor_kwargs") and prompt[key] is not None:
+            raise InvalidRequestError(f"a prompt has both encoder_prompt and {key}; give one")
+    parts = [prompt.get(key) for key in _PARTS]
+    if parts[0] is None:
+        raise InvalidRequestError("a prompt has decoder_prompt without encoder_prompt; give both")
+    encoder, decoder = (parse_prompt("" if part is None else part) for part in parts)
+    for name, part in zip(_PARTS, (encoder, decoder), strict=True):
+        if part.explicit or part.embeds is not None:
+            raise InvalidRequestError(f"{name} must be a text, token ids, or a dict with one of them")
+    if decoder.given is not None:
+        raise InvalidRequestError("decoder_prompt has multi_modal_data, which belong into encoder_prompt")
+    if encoder.given is None:
+        given = GivenMedia(None, None, {}, encoder.text if encoder.token_ids is None else encoder.token_ids)
+    elif encoder.text or encoder.token_ids:
+        raise InvalidRequestError("encoder_prompt has multi_modal_data and a text, which belongs into decoder_prompt")
+    else:
+        given = encoder.given._replace(kwargs={**(prompt.get("mm_processor_kwargs") or {}), **encoder.given.kwargs})
+    return decoder._replace(given=given, explicit=True, cache_salt=decoder.cache_salt or encoder.cache_salt)
+
+
+def _with_media(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    from .media_inputs import GivenMedia
+
+    for key in ("prompt_embeds", "token_type_ids"):
+        if prompt.get(key) is not None:
+            raise InvalidRequestError(f"a prompt has both {key} and multi_modal_data; give one")
+    kwargs = prompt.get("mm_processor_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"mm_processor_kwargs is {shown(kwargs)}; it must be a dict")
+    parsed = _parse_mapping({key: value for key, value in prompt.items() if key not in _MEDIA_KEYS})
+    given = GivenMedia(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"), dict(kwargs))
+    return parsed._replace(given=given)
 
 
 def _token_ids(value: Any) -> list[int]:

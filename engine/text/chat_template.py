@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 import msgspec
 
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
+from .chat_media import take_media
 
 if TYPE_CHECKING:
     import jinja2
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]  # what a template gets as content: text, or a list of parts
 
-_MODALITIES = "text"  # of every model that can be served
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file)s?(_\w+)?")  # types of parts that are media
 _MEDIA_KEYS = re.compile(
@@ -43,14 +43,16 @@ def render_chat(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
     content_format: ContentFormat = "auto",
+    media: Mapping[str, str] | None = None,
 ) -> str:
     """The prompt text of a conversation. `variables` are what the template sees besides: special tokens, user's own.
-    `content_format` "auto": parts stay parts, and text stays text, if the template prints them.
+    `content_format` "auto": parts stay parts, and text stays text, if the template prints them. `media`: what the model
+    takes beside text → the text that stands for it where the template reads only text.
 
     Raises:
         InvalidArgumentError: there is no such `content_format`.
         InvalidRequestError: the arguments contradict each other, or the template refuses the conversation.
-        NotSupportedError: a message has a part that is no text, such as an image.
+        NotSupportedError: a message has a part that the model does not take, such as an image.
     """
     import jinja2
 
@@ -58,7 +60,8 @@ def render_chat(
         raise InvalidArgumentError(
             f"chat_template_content_format is {shown(content_format)}; it must be one of {get_args(ContentFormat)}"
         )
-    messages, tools = _checked(conversation), _checked_tools(tools)
+    media = media or {}
+    messages, tools = _checked(take_media(conversation, media)[0]), _checked_tools(tools)
 
     def render(messages: list[dict[str, Any]]) -> str:
         return _compile(template).render(
@@ -68,7 +71,7 @@ def render_chat(
             **{"documents": None, **_plain(variables)},  # a template may ask whether there are any
         )
 
-    _unify_content(messages, template, render, content_format)
+    _unify_content(messages, template, render, content_format, media)
     final = ""
     if continue_final_message:
         if add_generation_prompt:
@@ -107,22 +110,27 @@ def text_messages(
     Raises: as `render_chat`.
     """
     messages = _checked(conversation)
-    _unify_content(messages, "", lambda tried: "", "string")
+    _unify_content(messages, "", lambda tried: "", "string", {})
     return messages, _checked_tools(tools)
 
 
 def _unify_content(
-    messages: list[dict[str, Any]], template: str, render: Callable[..., str], content_format: ContentFormat
+    messages: list[dict[str, Any]],
+    template: str,
+    render: Callable[..., str],
+    content_format: ContentFormat,
+    media: Mapping[str, str],
 ) -> None:
-    """Refuse parts of messages that are no text. Give all contents that are text the form that the template reads."""
+    """Refuse parts of messages that the model does not take. Give all contents the form that the template reads."""
     lists: dict[int, list[str | None]] = {}  # index of a message → the texts of its parts; None: a part is no text
     for at, message in enumerate(messages):
         content, speaks = message.get("content"), message["role"] in _SPEAKERS
         parts = content if isinstance(content, list) else [content] if isinstance(content, dict) and speaks else None
         for part in ({**message, "type": None}, *(parts or ())):
-            if (name := _no_text(part, template, speaks)) is not None:
+            if not _is_media(part, media) and (name := _no_text(part, template, speaks)) is not None:
+                takes = ", ".join(("text", *media))
                 raise NotSupportedError(
-                    f"message {at} has a part of type {name!r:.80}; the modalities of this model are: {_MODALITIES}"
+                    f"message {at} has a part of type {name!r:.80}; the modalities of this model are: {takes}"
                 )
         texts = list(map(_text, parts or ()))
         if parts is not None and (speaks or None not in texts):
@@ -131,13 +139,19 @@ def _unify_content(
             message["content"] = [part if text is None else _text_part(text) for part, text in both]
     texts_at = [at for at, one in enumerate(messages) if isinstance(one.get("content"), str) and one["role"] != "tool"]
     if content_format == "auto":
-        join = bool(lists) and not _reads_parts(messages, lists, render)
+        join = bool(lists) and (
+            not _reads_parts(messages, lists, render) or _passes_over(messages, lists, render, media)
+        )
         split = not (join or _reads_text(template)) and _reads_only_parts(messages, texts_at, render)
     else:
         join, split = content_format == "string", content_format == "openai"
     for at, texts in lists.items():
         is_answer = messages[at]["role"] == "tool" and None not in texts  # of which templates expect a text
         if join or (is_answer and content_format == "openai"):
+            parts = messages[at]["content"]
+            for place, part in enumerate(parts):
+                if _is_media(part, media):
+                    texts[place] = media[part["type"]] or None
             if None in texts:
                 raise InvalidRequestError(
                     f"message {at} has a part that is no text, but the chat template reads only text"
@@ -145,6 +159,11 @@ def _unify_content(
             messages[at]["content"] = "\n".join(cast(list[str], texts))
     for at in texts_at if split else ():
         messages[at]["content"] = [_text_part(messages[at]["content"])]
+
+
+def _is_media(part: Any, media: Mapping[str, str]) -> bool:
+    """Whether a part stands for media that the model takes, see `take_media`."""
+    return isinstance(part, dict) and len(part) == 1 and part.get("type") in media
 
 
 def _no_text(part: Any, template: str, speaks: bool) -> str | None:
@@ -175,6 +194,19 @@ def _reads_parts(messages: Sequence[Message], at: Iterable[int], render: Callabl
     marks = {index: f"TEXT_OF_MESSAGE_{index}." for index in at}
     text = _tried(messages, {index: [_text_part(mark)] for index, mark in marks.items()}, render)
     return all(mark in text and not re.search(rf"""['"]: ?['"]{mark}""", text) for mark in marks.values())
+
+
+def _passes_over(
+    messages: Sequence[Message], at: Iterable[int], render: Callable[..., str], media: Mapping[str, str]
+) -> bool:
+    """Whether a template prints nothing for media, and there is a text that stands for them."""
+    for index in at:
+        for part in messages[index]["content"]:
+            if _is_media(part, media) and media[part["type"]]:
+                mark = _text_part("TEXT_OF_MESSAGE.")
+                shown = [_tried(messages, {index: parts}, render) for parts in ([part, mark], [mark])]
+                return shown[0] == shown[1]
+    return False
 
 
 def _reads_only_parts(messages: Sequence[Message], at: Sequence[int], render: Callable[..., str]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ...ipc.config import MODALITIES
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, ModelNotFoundError, NotSupportedError, shown
 from .model_files import read_json
 
@@ -27,6 +28,7 @@ _SETTINGS: dict[str, Any] = {
     "model_input_names": ["input_ids", "attention_mask"],
     "clean_up_tokenization_spaces": False,
     "extra_special_tokens": [],
+    "response_template": None,  # how the model's answers are written, as transformers' parser takes it
 }
 # defaults of transformers' classes, which tokenizer_config.json may leave out
 _WITH_TYPE_IDS = {"Bert", "DPRQuestionEncoder", "Deberta", "DebertaV2", "Lxmert", "MobileBert"}
@@ -34,6 +36,8 @@ _PADDED_LEFT = {"CodeLlama", "Cohere", "Gemma", "Llama", "Siglip2", "XLNet"}
 _CLEANED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'"} | {
     f" {end}": end for end in ("n't", "'m", "'s", "'ve", "'re")
 }
+# characters from which on a text is encoded as a batch, because only batches release the interpreter's lock
+_LONG_TEXT = 10_000
 _RUST_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _SLOW_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -53,6 +57,7 @@ class Tokenizer:
     cls_token: str | None
     mask_token: str | None
     is_fast = True
+    media: Mapping[str, str] = {}  # what the model takes beside text → the text for it in templates that know only text
     chats_in_tokens = False  # whether the prompt of a conversation is token ids, which no text encodes to
 
     def __init__(
@@ -74,6 +79,7 @@ class Tokenizer:
         self.model_input_names: list[str] = list(found["model_input_names"])
         self.clean_up_tokenization_spaces: bool = found["clean_up_tokenization_spaces"]
         self.extra_special_tokens: list[str] = list(found["extra_special_tokens"])
+        self.response_template: dict[str, Any] | None = found["response_template"]
 
     def __getattr__(self, name: str) -> int | None:
         """The id of a named special token."""
@@ -162,6 +168,8 @@ class Tokenizer:
         if options or not isinstance(text, str):
             ids = self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
             return cast(list[int], ids)
+        if len(text) > _LONG_TEXT and not text_pair:
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return self.backend.encode(text, text_pair or None, add_special_tokens=add_special_tokens).ids
 
     def encode_first(self, text: str, add_special_tokens: bool, most: int) -> list[int]:
@@ -333,6 +341,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 content_format=chat_template_content_format,
+                media=self.media,
             )
             for messages in cast("Sequence[Sequence[Message]]", conversation if several else [conversation])
         ]
@@ -401,7 +410,7 @@ class SlowTokenizer(Tokenizer):
 
 
 def _settings_of(hf: Any) -> dict[str, Any]:
-    return {name: getattr(hf, name) for name in _SETTINGS}
+    return {name: getattr(hf, name, default) for name, default in _SETTINGS.items()}
 
 
 def load_tokenizer(folder: Path, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:
@@ -430,6 +439,16 @@ def load_tokenizer(folder: Path, mode: str = "auto", trust_remote_code: bool = F
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFoundError(f"transformers can't load the tokenizer in {folder}: {error}") from error
     return _wrapped(hf, getattr(hf, "backend_tokenizer", None))
+
+
+def media_tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Modality → the token that stands for an item in a prompt, as far as a checkpoint's config.json says."""
+    config, vocabulary = read_json(folder / "config.json"), range(len(tokenizer))
+    ids = {
+        modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index")) for modality in MODALITIES
+    }
+    known = {modality: at for modality, at in ids.items() if isinstance(at, int) and at in vocabulary}
+    return {modality: str(tokenizer.convert_ids_to_tokens(at)) for modality, at in known.items()}
 
 
 def as_tokenizer(given: Any) -> Tokenizer:
@@ -525,13 +544,13 @@ def _text(token: Any) -> str:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """chat_template.jinja and chat_templates/*.jinja, else what tokenizer_config.json holds."""
+    """chat_template.jinja and chat_templates/*.jinja, else what tokenizer_config.json or chat_template.json holds."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if found:
         return found["default"] if list(found) == ["default"] else found
-    own = config.get("chat_template")
+    own = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     return {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else own
 
 

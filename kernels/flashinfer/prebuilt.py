@@ -107,8 +107,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
-def modules_needed(attentions: Iterable[Attention]) -> list[Module]:
-    """FlashInfer's modules for these kinds of attention and for all around them, each once, quick ones first.
+def modules_needed(attentions: Iterable[Attention], ranks: bool = False) -> list[Module]:
+    """FlashInfer's modules for these kinds of attention and for all around them, each once, quick ones first; with
+    `ranks` also for sums over several GPUs.
 
     They are for the GPUs of this machine, or for those that ``FLASHINFER_CUDA_ARCH_LIST`` named when FlashInfer was
     imported.
@@ -124,6 +125,10 @@ def modules_needed(attentions: Iterable[Attention]) -> list[Module]:
 
     modules = [gen_page_module(), jit.norm.gen_norm_module(), gen_rope_module(), jit.sampling.gen_sampling_module()]
     modules += [jit.gen_act_and_mul_module(name) for name in ("silu", "gelu", "gelu_tanh")]
+    if ranks:
+        from flashinfer.jit.comm import gen_vllm_comm_module
+
+        modules.append(gen_vllm_comm_module())
     archs = jit.core.current_compilation_context.TARGET_CUDA_ARCHS
     hopper = (9, "0a") in archs
     # Beside each kind the one that the trial run of loading needs: its cache has the dtype of the queries.
@@ -156,9 +161,14 @@ def compile_missing(modules: Iterable[Module]) -> None:
 
 
 def compile_ahead(
-    attentions: Iterable[Attention], archs: Sequence[str], folder: Path, say: Callable[[str], None]
+    attentions: Iterable[Attention],
+    archs: Sequence[str],
+    folder: Path,
+    say: Callable[[str], None],
+    ranks: bool = False,
 ) -> Manifest:
-    """Compile what these kinds of attention need, for GPUs of `archs` (such as ``9.0a``), into `folder`.
+    """Compile what these kinds of attention need, for GPUs of `archs` (such as ``9.0a``), into `folder`; `ranks` as in
+    `modules_needed`.
 
     What is there already stays. `say` is told of each module before it is built. To be called before anything imports
     FlashInfer. Raises `KernelsError`.
@@ -172,7 +182,7 @@ def compile_ahead(
         if found[:3] != manifest[:3]:
             raise KernelsError(f"{folder} holds {_described(found)}, not {_described(manifest)}: give another folder")
         manifest = found
-    needed = modules_needed(attentions)
+    needed = modules_needed(attentions, ranks)
     todo = [module for module in needed if module.name not in manifest.modules]
     say(f"{_described(manifest)}: {len(todo)} modules to build into {folder}, {len(needed) - len(todo)} are there")
     failed: list[str] = []

@@ -139,7 +139,8 @@ class Attention {
             if (owner) locate(*owner, owner == &unit ? tile + 1 : owner->tile_begin, next);
             // Rows that see something of this tile: tokens [from, to).
             const int64_t start = tile * TILE;
-            const int64_t from = std::max<int64_t>(0, start - unit.position);
+            int64_t from = plan_.reach.empty() ? std::max<int64_t>(0, start - unit.position) : 0;
+            while (seen_to(unit, from) < start) ++from;
             int64_t to = tokens;
             if (spec_.window) to = std::min(to, start + TILE - 1 + spec_.window - unit.position);
             for (int head = unit.head_begin; head < unit.head_end; ++head) {
@@ -163,8 +164,12 @@ class Attention {
                 const int64_t base = (head - unit.head_begin) * head_rows;
                 for (int64_t row = from * group; row < to * group; row += BLOCK_ROWS) {
                     const int block = int(std::min<int64_t>(BLOCK_ROWS, to * group - row));
-                    const int64_t last_seen = unit.position + int(row + block - 1) / group - start;
+                    int64_t last_seen = seen_to(unit, (row + block - 1) / group) - start;
+                    if (!plan_.reach.empty())
+                        for (int64_t token = row / group; token < (row + block - 1) / group; ++token)
+                            last_seen = std::max(last_seen, seen_to(unit, token) - start);
                     const int count = int(std::min<int64_t>(now.count, last_seen + 1));
+                    if (count <= 0) continue;
                     score(unit, start, base, row, block, count);
                     if (row == from * group && !packed) turn_to_next_keys();
                     weigh(base + row, block, now.first, count, packed);
@@ -197,6 +202,11 @@ class Attention {
                 for (int g = 0; g < group; ++g) body(row++, token, head * group + g);
     }
 
+    // The position of the last key that a row of the unit sees; `token` counts in the unit.
+    int64_t seen_to(const Unit& unit, int64_t token) const {
+        return plan_.reach.empty() ? unit.position + token : plan_.reach[unit.row_begin + token];
+    }
+
     int64_t query_at(int64_t token, int64_t head) { return token * call_.query_row + head * call_.query_head; }
 
     // A prompt's queries of one head lie far apart.
@@ -217,10 +227,9 @@ class Attention {
     // Blocks that no row of the unit may see are never read, whatever they hold.
     void locate(const Unit& unit, int64_t tile, Tile& to) {
         const int64_t start = tile * TILE;
-        const int64_t last = unit.position + (unit.row_end - unit.row_begin) - 1;
         const int64_t oldest = spec_.window ? std::max<int64_t>(0, unit.position - spec_.window + 1) : 0;
         to.first = int(std::max<int64_t>(0, oldest - start));
-        to.count = int(std::min<int64_t>(TILE, last + 1 - start));
+        to.count = int(std::min<int64_t>(TILE, unit.last + 1 - start));
         const int begin = to.first / RUN, end = (to.count + RUN - 1) / RUN;
         const int32_t* table = plan_.blocks.data() + plan_.table_begin[unit.request];
         int64_t column = (start + begin * RUN) / plan_.block_size, row = (start + begin * RUN) % plan_.block_size;
@@ -273,18 +282,20 @@ class Attention {
         }
         for (int r = 0; r < rows; ++r) {
             float* scores = scores_ + r * TILE;
-            const int64_t last = unit.position + int(row + r) / spec_.group() - start;  // that this row sees
-            if (biased) add_bias(scores, VECTORS, unit_before_bias, first_head + (row + r) % spec_.group(), last);
-            const int64_t oldest = spec_.window ? last - spec_.window + 1 : 0;
+            const int64_t token = int(row + r) / spec_.group(), own = unit.position + token - start;
+            const int64_t last = seen_to(unit, token) - start;
+            if (biased) add_bias(scores, VECTORS, unit_before_bias, first_head + (row + r) % spec_.group(), own);
+            const int64_t oldest = spec_.window ? own - spec_.window + 1 : 0;
             if (last < VECTORS * LANES - 1 || oldest > 0) hide(scores, oldest, last);
             F32 seen[VECTORS], most = seen[0] = load(scores);
             for (int j = 1; j < VECTORS; ++j) most = max(seen[j] = load(scores + j * LANES), most);
             const float before = largest_[at + r], now = std::max(before, largest(most) * unit_of_score);
             largest_[at + r] = now;
+            const float base = now == -INFINITE ? 0 : now;  // of a row that has seen nothing of its range yet
             F32 weights[ALL_VECTORS];
-            for (int j = 0; j < VECTORS; ++j) weights[j] = Math::exp2_of(fma(seen[j], set(unit_of_score), set(-now)));
+            for (int j = 0; j < VECTORS; ++j) weights[j] = Math::exp2_of(fma(seen[j], set(unit_of_score), set(-base)));
             for (int j = VECTORS; j < ALL_VECTORS; ++j) weights[j] = zero();
-            const F32 kept = exp2(set(before - now));
+            const F32 kept = exp2(set(before - base));
             keep_[r] = first_lane(kept);
             Math::store_weights(weights_ + r * TILE, weights, ALL_VECTORS);
             for (int half = ALL_VECTORS / 2; half; half /= 2)

@@ -38,6 +38,7 @@ struct Unit {
     int head_begin, head_end;  // KV heads
     int64_t row_begin, row_end;  // query rows (tokens) of the batch
     int64_t position;  // of row_begin
+    int64_t last;  // position of the last key that any of its rows sees
     int64_t tile_begin, tile_end;
     int merge;  // -1: the unit ends with the result; else it ends with one range's sums
     int part;  // which of the merge's parts
@@ -58,6 +59,8 @@ struct Plan {
     int block_size;
     int64_t num_rows;  // query rows that belong to requests
     std::vector<int64_t> row_begin;  // per request
+    std::vector<int64_t> position;  // per request, of its first row
+    std::vector<int32_t> reach;  // per row: the position of the last key that it sees; empty: its own
     std::vector<int64_t> table_begin;  // per request, into blocks
     std::vector<int32_t> blocks;
     std::vector<Unit> units;  // the most expensive first
@@ -71,13 +74,15 @@ struct Plan {
 
 inline std::unique_ptr<Plan> plan_attention(
     const Spec& spec, int requests, const int32_t* qo_indptr, const int32_t* kv_indptr, const int32_t* kv_indices,
-    const int32_t* last_page_len, int block_size, int threads
+    const int32_t* last_page_len, int block_size, int threads, const int32_t* reach = nullptr, const int64_t* own = nullptr
 ) {
+    // reach: see Plan. own: the position of each request's first row; null: its rows are the last ones of its keys.
     auto plan = std::make_unique<Plan>();
     plan->spec = spec;
     plan->block_size = block_size;
     plan->num_rows = qo_indptr[requests];
     plan->blocks.assign(kv_indices, kv_indices + kv_indptr[requests]);
+    if (reach) plan->reach.assign(reach, reach + plan->num_rows);
     const int group = spec.group();
 
     // What a tile costs for one KV head, in about cycles of one tile of keys packed: packing, then a bit for each row.
@@ -91,7 +96,8 @@ inline std::unique_ptr<Plan> plan_attention(
         plan->row_begin.push_back(qo_indptr[r]), plan->table_begin.push_back(kv_indptr[r]);
         lengths[r] = int64_t(kv_indptr[r + 1] - kv_indptr[r] - 1) * block_size + last_page_len[r];
         const int64_t tokens = qo_indptr[r + 1] - qo_indptr[r];
-        const int64_t begin = lengths[r] - tokens;
+        const int64_t begin = own ? own[r] : lengths[r] - tokens;
+        plan->position.push_back(begin);
         total += spec.kv_heads * ((lengths[r] - 1) / TILE - first_tile(begin) + 1) * tile_cost(std::min<int64_t>(tokens, 64));
         items += spec.kv_heads * ((tokens * group + UNIT_ROWS - 1) / UNIT_ROWS);
     }
@@ -106,8 +112,10 @@ inline std::unique_ptr<Plan> plan_attention(
         const int64_t pieces = (tokens + unit_tokens - 1) / unit_tokens;
         for (int64_t piece = 0; piece < pieces; ++piece) {
             const int64_t from = tokens * piece / pieces, to = tokens * (piece + 1) / pieces;
-            const int64_t position = lengths[r] - tokens + from;
-            const int64_t begin = first_tile(position), end = (position + (to - from) - 1) / TILE + 1;
+            const int64_t position = plan->position[r] + from, row = qo_indptr[r] + from;
+            const int64_t last =
+                reach ? *std::max_element(reach + row, reach + row + (to - from)) : position + (to - from) - 1;
+            const int64_t begin = first_tile(position), end = last / TILE + 1;
             const int64_t cost = tile_cost(to - from) * (end - begin);  // of one head
             // Where heads are few, ranges are computed apart.
             const int64_t ranges = (end - 1) / TILES_PER_RANGE - begin / TILES_PER_RANGE + 1;
@@ -134,7 +142,7 @@ inline std::unique_ptr<Plan> plan_attention(
                         t1 = std::min(end, (range + 1) * TILES_PER_RANGE);
                     }
                     plan->units.push_back(
-                        {r, h0, h1, qo_indptr[r] + from, qo_indptr[r] + to, position, t0, t1,
+                        {r, h0, h1, row, row + (to - from), position, last, t0, t1,
                          splits > 1 ? int(plan->merges.size()) - 1 : -1, int(split),
                          tile_cost(to - from) * (t1 - t0) * (h1 - h0)}
                     );
@@ -147,21 +155,26 @@ inline std::unique_ptr<Plan> plan_attention(
     return plan;
 }
 
-// The same for some of its rows alone, each at its position: every one as a request of one token.
+// The same for some of its rows alone: every one as a request of one token.
 inline std::unique_ptr<Plan> plan_rows(
-    const Plan& all, int64_t count, const int64_t* rows, const int64_t* positions, int threads
+    const Plan& all, int64_t count, const int64_t* rows, int threads
 ) {
-    std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, blocks, last_page_len;
+    std::vector<int32_t> qo_indptr = {0}, kv_indptr = {0}, blocks, last_page_len, reach;
+    std::vector<int64_t> own;
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t position = positions[rows[i]];
         const auto after = std::upper_bound(all.row_begin.begin(), all.row_begin.end(), rows[i]);
-        const auto table = all.blocks.begin() + all.table_begin[after - all.row_begin.begin() - 1];
-        blocks.insert(blocks.end(), table, table + position / all.block_size + 1);
+        const int64_t request = after - all.row_begin.begin() - 1;
+        const auto table = all.blocks.begin() + all.table_begin[request];
+        own.push_back(all.position[request] + rows[i] - all.row_begin[request]);
+        const int64_t last = all.reach.empty() ? own.back() : all.reach[rows[i]];
+        reach.push_back(int32_t(last));
+        blocks.insert(blocks.end(), table, table + last / all.block_size + 1);
         qo_indptr.push_back(int32_t(i + 1)), kv_indptr.push_back(int32_t(blocks.size()));
-        last_page_len.push_back(int32_t(position % all.block_size + 1));
+        last_page_len.push_back(int32_t(last % all.block_size + 1));
     }
     return plan_attention(
-        all.spec, int(count), qo_indptr.data(), kv_indptr.data(), blocks.data(), last_page_len.data(), all.block_size, threads
+        all.spec, int(count), qo_indptr.data(), kv_indptr.data(), blocks.data(), last_page_len.data(), all.block_size,
+        threads, all.reach.empty() ? nullptr : reach.data(), own.data()
     );
 }
 

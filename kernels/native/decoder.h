@@ -401,7 +401,7 @@ inline void Decoder::run(const StepOf& step) {
             return layer.mixer.form == Form::attention;
         });
         const Plan& plan = *step.kinds[step.kind_of_layer[before]].plan;
-        wanted = plan_rows(plan, step.num_wanted, step.wanted, step.positions, int(step.threads));
+        wanted = plan_rows(plan, step.num_wanted, step.wanted, int(step.threads));
     }
     with_dtype(of_.dtype, [&](auto t) {
         run_team(int(step.threads), [&](Team& team, int rank) {

@@ -52,7 +52,7 @@ EXPORT void* mainspring_attention_plan(const int64_t* a) {
     spec.bias = at<const float>(a[14]), spec.bias_columns = a[15];  // outlives the plan
     return plan_attention(
                spec, int(a[7]), at<const int32_t>(a[8]), at<const int32_t>(a[9]), at<const int32_t>(a[10]),
-               at<const int32_t>(a[11]), int(a[12]), int(a[13])
+               at<const int32_t>(a[11]), int(a[12]), int(a[13]), at<const int32_t>(a[16])
     ).release();
 }
 

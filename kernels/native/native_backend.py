@@ -53,7 +53,7 @@ class NativeBackend(Backend):
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of build.py; None: the best one of this processor."""
         self._library = library = load(level)
-        self._plan_attention = function(library, "attention_plan", "5q2d9q", ctypes.c_void_p)
+        self._plan_attention = function(library, "attention_plan", "5q2d10q", ctypes.c_void_p)
         self._attention = function(library, "attention", "18q")
         self._rotate_and_append = function(library, "rotate_and_append", "32q")
         self._rms_norm = function(library, "rms_norm", "9q2d2q")
@@ -91,6 +91,9 @@ class NativeBackend(Backend):
             blocks.data_ptr(), rows.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
+    def takes(self, batch: PagedBatch) -> bool:
+        return True
+
     def plan(
         self, spec: AttentionSpec, batch: PagedBatch, device: torch.device, turn: int = 0, graph: bool = False
     ) -> NativePlan:
@@ -101,9 +104,11 @@ class NativeBackend(Backend):
         requests = len(batch.last_page_len)
         bias, columns = self._bias(spec.bias)
         arrays = [x.contiguous() for x in (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)]
+        reach = None if batch.reach is None else batch.reach.int().contiguous()
         handle = self._plan_attention(
             *spec[:4], spec.window or 0, spec.scale, spec.softcap or 0.0, requests,
             *(x.data_ptr() for x in arrays), batch.block_size, torch.get_num_threads(), bias, columns,
+            0 if reach is None else reach.data_ptr(),
         )  # fmt: skip
         return NativePlan(self._library, spec, handle)
 

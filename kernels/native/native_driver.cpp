@@ -59,7 +59,7 @@ int64_t address(const std::vector<T>& x) {
     return (int64_t)x.data();
 }
 
-void attention(Dtype query_dtype, Dtype cache_dtype, int kv_heads, int group, int key_dim, int value_dim, int window, int threads, int bias_columns = 0) {
+void attention(Dtype query_dtype, Dtype cache_dtype, int kv_heads, int group, int key_dim, int value_dim, int window, int threads, int bias_columns = 0, bool reaches = false) {
     const int block_size = 8, heads = kv_heads * group;
     const std::vector<int> lengths = {1, 9, 600, 70, 130}, rows = {1, 1, 1, 33, 130};
     std::vector<int32_t> qo = {0}, kv = {0}, table, last;
@@ -68,6 +68,9 @@ void attention(Dtype query_dtype, Dtype cache_dtype, int kv_heads, int group, in
         for (int b = 0; b < blocks; ++b) table.push_back(kv.back() + blocks - 1 - b);
         qo.push_back(qo.back() + rows[i]), kv.push_back(kv.back() + blocks), last.push_back((lengths[i] - 1) % block_size + 1);
     }
+    std::vector<int32_t> reach;  // of the rows: all keys, or their own
+    for (size_t i = 0; i < lengths.size(); ++i)
+        for (int row = 0; row < rows[i]; ++row) reach.push_back(row % 3 ? lengths[i] - rows[i] + row : lengths[i] - 1);
     const int64_t out_rows = qo.back() + 3;
     const Array query(query_dtype, out_rows * heads * key_dim), out(query_dtype, out_rows * heads * value_dim);
     const int64_t row = kv_heads * key_dim, value_row = kv_heads * value_dim;
@@ -75,7 +78,7 @@ void attention(Dtype query_dtype, Dtype cache_dtype, int kv_heads, int group, in
     const std::vector<float> sinks(heads, 0.5f), bias(heads * std::max(1, bias_columns), 0.1f);
     const int64_t plan_words[] = {
         heads, kv_heads, key_dim, value_dim, window, words(0.2), words(window ? 5.0 : 0.0), (int64_t)lengths.size(),
-        address(qo), address(kv), address(table), address(last), block_size, threads, bias_columns ? address(bias) : 0, bias_columns,
+        address(qo), address(kv), address(table), address(last), block_size, threads, bias_columns ? address(bias) : 0, bias_columns, reaches ? address(reach) : 0,
     };
     void* plan = mainspring_attention_plan(plan_words);
     const int64_t call[] = {
@@ -251,7 +254,7 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
         for (int64_t window : {0, 20}) {
             const int64_t plan[] = {
                 HEADS, KV_HEADS, KEY, VALUE, window, words(0.3), words(0.0), (int64_t)requests.size(), address(qo), address(kv),
-                address(table), address(last), BLOCK, threads, 0, 0,
+                address(table), address(last), BLOCK, threads, 0, 0, 0,
             };
             kinds[window > 0] = {(Plan*)mainspring_attention_plan(plan), blocks.data(), rows.data()};
         }
@@ -289,7 +292,7 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     for (int64_t window : {0, 20}) {
         const int64_t plan[] = {
             HEADS, KV_HEADS, KEY, VALUE, window, words(0.3), words(0.0), ROWS, address(qo), address(kv), address(first),
-            address(last), BLOCK, threads, 0, 0,
+            address(last), BLOCK, threads, 0, 0, 0,
         };
         kinds.push_back({(Plan*)mainspring_attention_plan(plan), table.data(), COLUMNS});
     }
@@ -353,6 +356,7 @@ int main() {
                 for (int window : {0, 50}) {
                     attention(query, cache, 2, 1, 16, 24, window, threads);
                     attention(query, cache, 1, 7, 33, 17, window, threads);
+                    attention(query, cache, 2, 3, 16, 24, window, threads, 0, true);
                     for (int bias_columns : {1, 40}) attention(query, cache, 2, 3, 16, 24, window, threads, bias_columns);
                 }
         for (Dtype dtype : {Dtype::fp32, Dtype::bf16, Dtype::fp16}) {

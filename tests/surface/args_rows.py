@@ -11,13 +11,17 @@ import itertools
 import os
 import re
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from daemons import COMMAND
 from mainspring import (
     EngineArgs,
     EngineDeadError,
@@ -25,13 +29,16 @@ from mainspring import (
     InvalidRequestError,
     LLMEngine,
     MainspringError,
+    NotSupportedError,
     OverloadedError,
     SamplingParams,
 )
+from mainspring.ipc.keys import new_keypair
+from mainspring.ipc.transport import free_port
 
 from . import checkpoints
 from .engine_rows import RABBIT
-from .harness import CONNECTED, IN, OWN, Place, row
+from .harness import CONNECTED, IN, NOT_INSIDE, OWN, Place, row
 
 STORY = "Once upon a time"
 BUNDLES: dict[str, dict[str, Any]] = {}
@@ -205,6 +212,15 @@ def seed(at: Place, engine: LLMEngine) -> None:
     assert at.ids(engine=engine, ignore_eos=True) != at.ids(engine=at.engine(load_format="dummy"), ignore_eos=True)
 
 
+@arg("data_parallel_size", 2, modes=NOT_INSIDE[0], why=NOT_INSIDE[1])
+def data_parallel_size(at: Place, engine: LLMEngine) -> None:
+    names = [at.id() for _ in range(2)]
+    for rank, one in enumerate(names):
+        engine.add_request(one, STORY, SamplingParams(max_tokens=2), data_parallel_rank=rank)
+    at.outputs(engine, *names)
+    assert {one.labels["engine"] for one in engine.get_metrics()} == {"0", "1"}
+
+
 @arg("max_model_len", 64, "first")
 def max_model_len(at: Place, engine: LLMEngine) -> None:
     assert engine.get_model_config().max_model_len == 64
@@ -356,14 +372,88 @@ def async_scheduling(at: Place, engine: LLMEngine) -> None:
 CRASHES = "a core in this process ends with it"
 
 
+@arg("tensor_parallel_size", 2, "ranks", distributed_executor_backend="uni")
+def tensor_parallel_size(at: Place, engine: LLMEngine) -> None:
+    assert at.text(engine=engine).startswith(RABBIT)
+    places = engine.collective_rpc("save_sharded_state", args=[str(at.folder / "ranks")])
+    assert places == [None, None]
+    assert engine.get_parallel_config().distributed_executor_backend == "mp"
+
+
+@row(
+    "EngineArgs.nnodes",
+    "EngineArgs.master_addr",
+    "EngineArgs.master_port",
+    "EngineArgs.rank_key_file",
+)
+def ranks_of_other_machines(at: Place) -> None:
+    key_file = Path(tempfile.mkdtemp(dir=at.folder), "engine.key")
+    new_keypair(key_file)
+    port = free_port("127.0.0.2")
+    where = {"nnodes": 2, "master_addr": "127.0.0.2", "master_port": port, "rank_key_file": str(key_file)}
+    told = EngineArgs(tensor_parallel_size=2, **where).create_engine_config().parallel_config
+    assert {name: getattr(told, name) for name in where} == where  # else the engine would wait for ranks for long
+    flags = ["--join", f"tcp://127.0.0.2:{port}", "--key-file", str(key_file), "--ranks", "1"]
+    machine = subprocess.Popen([*COMMAND, "rank", *flags])
+    try:
+        engine = at.fresh(tensor_parallel_size=2, **where)
+        assert at.text(engine=engine).startswith(RABBIT)
+        assert engine.get_parallel_config().num_local_ranks == 1
+    finally:
+        machine.kill()
+        machine.wait()
+
+
+@row("EngineArgs.distributed_executor_backend", modes=(IN, OWN), why="a daemon does not start then")
+def executor_backend(at: Place) -> None:
+    with pytest.raises(InvalidArgumentError, match="use torchrun"):
+        at.fresh(distributed_executor_backend="external_launcher")
+
+
+@row("EngineArgs.node_rank")
+def node_rank(at: Place) -> None:
+    with pytest.raises(NotSupportedError, match="node_rank is 1"):
+        EngineArgs(node_rank=1).create_engine_config()
+
+
+@arg(
+    "enable_expert_parallel",
+    True,
+    modes=(IN,),
+    why="the model is loaded in the same way elsewhere",
+    tensor_parallel_size=2,
+    model=checkpoints.random_experts,
+)
+def enable_expert_parallel(at: Place, engine: LLMEngine) -> None:
+    assert any("whole experts" in line for line in engine.engine_core.call("explain_model"))
+
+
+@arg("sum_parts", 2, modes=(IN,), why="the model is loaded in the same way elsewhere")
+def sum_parts(at: Place, engine: LLMEngine) -> None:
+    assert any("one of 1 ranks" in line for line in engine.engine_core.call("explain_model"))
+    assert at.text(engine=engine).startswith(RABBIT)
+
+
+@arg("ordered_sums", False, modes=(IN,), why="the model is loaded in the same way elsewhere", tensor_parallel_size=2)
+def ordered_sums(at: Place, engine: LLMEngine) -> None:
+    assert any("the library adds" in line for line in engine.engine_core.call("explain_model"))
+    assert at.text(engine=engine).startswith(RABBIT)
+
+
+@arg("pipeline_parallel_size", 2, "stages")
+def pipeline_parallel_size(at: Place, engine: LLMEngine) -> None:
+    assert at.text(engine=engine).startswith(RABBIT)
+    assert engine.collective_rpc("save_sharded_state", args=[str(at.folder / "stages")]) == [None, None]
+
+
 @row("EngineArgs.max_restarts", modes=(OWN, CONNECTED), why=CRASHES)
 def max_restarts(at: Place) -> None:
     engine = at.fresh(max_restarts=0, max_model_len=1000)  # the length, so that no other test's core is killed
-    engine.add_request(at.id(), STORY, SamplingParams(max_tokens=900, ignore_eos=True))
-    engine.step()
     client: Any = engine.engine_core
     daemon = at.daemon(max_restarts=0, max_model_len=1000) if at.mode == CONNECTED else None
     pid = daemon.status()[1]["core_pid"] if daemon else client._connection._core.supervisor.core_pid
+    engine.add_request(at.id(), STORY, SamplingParams(max_tokens=900, ignore_eos=True))  # takes longer than the kill
+    engine.step()
     os.kill(pid, signal.SIGKILL)
     try:
         at.outputs(engine)

@@ -117,10 +117,16 @@ def owners() -> dict[str, type]:
             found[name] = kind
     found["Tokenizer"] = Tokenizer
     found["StructuredOutputsParams"] = structured.StructuredOutputsParams
-    for kind in vars(outputs).values():
-        if isinstance(kind, type) and kind.__module__ == outputs.__name__ and not kind.__name__.startswith("_"):
+    for kind in (*vars(outputs).values(), mainspring.BeamSearchOutput, mainspring.BeamSearchSequence):
+        if _is_output(kind) and not kind.__name__.startswith("_"):
             found[kind.__name__] = kind
     return found
+
+
+def _is_output(kind: Any) -> bool:
+    """Whether a class is of what users get."""
+    modules = outputs.__name__, mainspring.BeamSearchOutput.__module__
+    return isinstance(kind, type) and kind.__module__ in modules
 
 
 def existing() -> dict[str, Any]:
@@ -189,7 +195,7 @@ def without(name: str, at: Place) -> Iterator[None]:
         elif member not in fields:
             with mock.patch.object(kind, member, nothing(kind, member), create=True):
                 yield
-        elif kind.__module__ == outputs.__name__:
+        elif _is_output(kind):
             at.blank = (kind, member)
             yield
             at.blank = None

@@ -158,9 +158,10 @@ def requests_recovered(at: Place) -> None:
         assert (at.metric("requests_recovered"), at.metric("core_epoch")) == (0, 1)
         return
     engine = at.fresh(max_model_len=1001)
+    pid = core_pid(at, engine, max_model_len=1001)  # first, because the request may end while it is found out
     engine.add_request(at.id(), STORY, SamplingParams(max_tokens=900, ignore_eos=True))
     engine.step()
-    kill_core(at, engine, max_model_len=1001)
+    os.kill(pid, signal.SIGKILL)
     at.outputs(engine)
     assert at.metric("requests_recovered", engine) == 1
     assert at.metric("core_epoch", engine) > 1
@@ -178,7 +179,11 @@ def core_restarts(at: Place) -> None:
         time.sleep(0.1)
 
 
-def kill_core(at: Place, engine: LLMEngine, **args: Any) -> None:
+def core_pid(at: Place, engine: LLMEngine, **args: Any) -> int:
     client: Any = engine.engine_core
     own = None if at.mode == CONNECTED else client._connection._core.supervisor.core_pid
-    os.kill(own or at.daemon(**args).status()[1]["core_pid"], signal.SIGKILL)
+    return int(own or at.daemon(**args).status()[1]["core_pid"])
+
+
+def kill_core(at: Place, engine: LLMEngine, **args: Any) -> None:
+    os.kill(core_pid(at, engine, **args), signal.SIGKILL)

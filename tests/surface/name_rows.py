@@ -165,7 +165,7 @@ def unknown_argument(at: Place) -> None:
 
 @name("NotSupportedError")
 def not_supported(at: Place) -> None:
-    raised(mainspring.NotSupportedError, lambda: mainspring.EngineArgs(data_parallel_size=2).create_engine_config())
+    raised(mainspring.NotSupportedError, lambda: mainspring.EngineArgs(enable_dbo=True).create_engine_config())
 
 
 @name("ModelNotFoundError")

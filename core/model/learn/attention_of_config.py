@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ....ipc.config import LoadConfig, ModelConfig
 from ....kernels.contract import AttentionSpec
 from ....kernels.reference.reference_backend import ReferenceBackend
-from ..load.loader import read_config
+from ..load.loader import auto_class, read_config
 from ..load.refuse import refuse_config, refuse_stateful, trial_run
 from ..run.positions import longest_sequence
 from .latent_probe import learn_latents
@@ -37,7 +36,7 @@ def attention_of_config(model_config: ModelConfig) -> tuple[list[AttentionSpec],
     limit = model_config.max_model_len or longest_sequence(config.get_text_config())
     with trial_run(str(model_config.model), " without weights"):
         with META:
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config,
                 dtype=torch.bfloat16,  # whatever it is: some operations know their shapes in 16 bits alone
                 attn_implementation="eager",

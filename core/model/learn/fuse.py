@@ -92,8 +92,8 @@ class Fusion:
         left_over = ", ".join(f"{count} {name}" for name, count in others.items())
         return [*lines, f"as they were: {left_over}"] if others else lines
 
-    def decide(self) -> None:
-        """Look at every place there is, and fuse what agrees."""
+    def decide(self, layered: str = "") -> None:
+        """Look at every place there is, and fuse what agrees. layered: why the layers' code must stay."""
         groups = shared_inputs(self.model)
         for path, module in list(self.model.named_modules()):
             if is_norm_candidate(module):
@@ -105,7 +105,10 @@ class Fusion:
                 parent = self.model.get_submodule(path)
                 if all(isinstance(getattr(parent, name, None), nn.Linear) for name in children):
                     self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
-        self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend))
+        if layered:
+            self.decisions[STACK] = Decision(STACK, False, layered)
+        else:
+            self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend))
 
     def follow(self, decisions: Mapping[str, Sequence[Any]]) -> None:
         """Do what was decided before, without running anything."""
@@ -216,9 +219,13 @@ def _describe(kind: str, options: Sequence[Any]) -> str:
 
 @torch.no_grad()
 def fuse_model(
-    model: PreTrainedModel, backend: Backend, *, decisions: Mapping[str, Sequence[Any]] | None = None
+    model: PreTrainedModel,
+    backend: Backend,
+    *,
+    decisions: Mapping[str, Sequence[Any]] | None = None,
+    layered: str = "",
 ) -> Fusion:
-    """Fuse `model` in place. It must be in eval mode.
+    """Fuse `model` in place. It must be in eval mode. layered: why no stack may take the place of the layers' code.
 
     decisions: those of an earlier fusion of the same checkpoint and backend, as they are or back from JSON; then
     nothing is run, and what they do not name stays as it is. Raises ValueError where they don't fit the model.
@@ -227,7 +234,7 @@ def fuse_model(
         raise ValueError("fuse_model needs a model in eval mode; call model.eval() first")
     fusion = Fusion(model, backend)
     if decisions is None:
-        fusion.decide()
+        fusion.decide(layered)
     else:
         fusion.follow(decisions)
     return fusion

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.attention import attention_set
+from ..run.cross_attention import cross_attention_of
 from ..run.positions import positions_given, receivers
 from ..run.recurrent import separate_rows, state_inputs
 
@@ -73,7 +74,8 @@ def run_rows(
                 stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
             if after:
                 stack.enter_context(module.register_forward_hook(partial(after, path), with_kwargs=True))
-        base = model.base_model
+        # of an encoder-decoder model only the whole has a forward that takes the decoder's tokens, and gives logits
+        base = model.base_model if cross_attention_of(model) is None else model
         inputs = stack.enter_context(positions_given(receivers(base), positions))
         alone = separate_rows(model, ids.shape[1])
         outputs = base(input_ids=ids, **inputs, **state_inputs(model, alone, ids.shape[1]))

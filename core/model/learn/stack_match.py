@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ....kernels.contract import Backend
 from ....kernels.decoder_contract import AttentionMixer, AttentionNames, DecoderLayer, LayerNames, RecurrentMixer
 from ....kernels.reference.reference_backend import ReferenceBackend
+from ...parallel.stage_model import ForeignLayer
 from ..run.fused import FusedRMSNorm, ProjectionPart
 from ..run.positions import positions_given, receivers
 from ..run.recurrent import one_sequence, state_inputs, states_of
@@ -172,8 +173,9 @@ class _Matching:
         for path, module in self.model.named_modules():
             decoder = self.model.get_submodule(_parent(path))
             if isinstance(module, nn.ModuleList) and isinstance(decoder, PreTrainedModel):
-                layers = [call for call in self.seen.calls if _parent(call.path) == path]
-                if [layer.path for layer in layers] == mixing == [f"{path}.{i}" for i in range(len(module))]:
+                own = [f"{path}.{i}" for i, layer in enumerate(module) if not isinstance(layer, ForeignLayer)]
+                layers = [call for call in self.seen.calls if _parent(call.path) == path and call.path in own]
+                if [layer.path for layer in layers] == mixing == own:
                     return layers
         raise NotRecognisedError("there is no list of layers in which each has one attention or state of its own")
 

@@ -17,6 +17,7 @@ from torch import nn
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
+from ...parallel.stage_model import StagePart
 from ..load.quantized import JoinedWeights
 from ..run.paged_model import PagedModel
 from ..run.positions import positions_given, receivers
@@ -100,7 +101,9 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
     attending = sum(isinstance(layer.mixer, AttentionMixer) for layer in stack.layers)
     if len(model.layers) != attending:
         raise NotRecognisedError(f"{attending} layers with attention make {len(model.layers)} attention calls")
-    if any(module._forward_pre_hooks or module._forward_hooks for module in model.model.modules()):
+    modules = model.model.modules()
+    hooks = [hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+    if any(not isinstance(getattr(hook, "__self__", None), StagePart) for hook in hooks):
         raise NotRecognisedError("a module has hooks, which want to be called")
     output: Any = model.model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
@@ -114,7 +117,8 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
         head = _head(model, Linear(output.weight, output.bias), hidden, logits)
         rows, embeddings = output.weight[ids], stack.embedding(ids)
     if stack.embedding.weight is not output.weight:
-        return stack, head, None, torch.equal(embeddings, stack.embedding.weight[ids])
+        plain = isinstance(stack.embedding, nn.Embedding) and torch.equal(embeddings, stack.embedding.weight[ids])
+        return stack, head, None, plain
     own = [*vars(stack.embedding).values(), *stack.embedding.buffers()]
     for scale in (1.0, *_numbers(own), *(float(torch.tensor(x, dtype=rows.dtype)) for x in _numbers(own))):
         if torch.equal(embeddings, rows * scale):

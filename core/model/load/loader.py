@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -16,7 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
@@ -24,30 +30,41 @@ from ....ipc.config import LoadConfig, ModelConfig, merged
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....ipc.mistral_params import read_params
 from ....kernels.contract import AttentionSpec, Backend
+from ....kernels.decoder_contract import QuantizedWeight
 from ....kernels.reference.reference_backend import ReferenceBackend
+from ...parallel.cuts import Cut
+from ...parallel.parallel_backend import ParallelBackend
+from ...parallel.sharded_model import Shards, route
+from ...parallel.stage_model import StagePart, stages_of
+from ...parallel.stage_twin import choose_part
+from ...parallel.stages import Stages
+from ...parallel.twin import choose_plan
 from ...worker.device import device_for
-from ..learn.fuse import Decision, fuse_model
+from ..learn.fuse import Decision, Fusion, fuse_model
 from ..learn.index_probe import learn_indexers
 from ..learn.latent_probe import learn_latents
 from ..learn.own_probe import learn_attention
 from ..learn.recurrent_probe import learn_states
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
+from ..media.encoder_decoder import decoder_of
+from ..media.merge import merger_of
 from ..run.paged_model import PagedModel
 from ..run.positions import longest_sequence
 from ..run.streamed_layers import StreamedLayers, stream_layers
 from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
-from .quantized import PackedWeights, read_quantized, settle_quantization
+from .quantized import CutWeights, PackedWeights, read_quantized, settle_quantization
 from .quantized_forms import Form
 from .refuse import refuse_config, refuse_stateful, trial_run
 from .sharded_state import read_parts
-from .sliced_reading import SlicesOf, reading
+from .sliced_reading import CutsOf, reading
 
 logger = logging.getLogger(__name__)
 
 Prepare = Callable[[Sequence[AttentionSpec], torch.dtype], None]
+ENCODER_DECODER: tuple[Any, ...] = (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
 PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
 
 
@@ -60,35 +77,65 @@ def load_model(
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     prepare: Prepare | None = None,
     offload: int = 0,
-    slices_of: SlicesOf | None = None,
+    whole_experts: bool = False,
+    stages: Stages | None = None,
 ) -> PagedModel:
     """Load a checkpoint and make sure that the paged path computes what the model computes alone.
 
     `max_model_len`, or the model's own limit, settles what depends on the length of a sequence (see frozen_rope.py).
     The check runs on `backend`, by default the reference. `decisions` of fusing are an earlier load's. `prepare` gets
     the attention and the dtype before any kernel of `backend` runs. `offload`: bytes of a GPU's memory to save by
-    weights that stay in the host's (see streamed_layers.py). `slices_of` says which part of each tensor is read. Raises
+    weights that stay in the host's (see streamed_layers.py). If `backend` is one of several ranks, only this rank's
+    part of the model is loaded; `whole_experts`: see `plans_of`. With `stages` only this stage's layers are. Raises
     `ModelNotFoundError` when there is no such checkpoint and `UnsupportedModelError` when it can't be served rightly.
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
     form = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
     refuse_config(config, name)
-    model_class = _model_class(config, model_config)
-    quantized: PackedWeights | None = None
+    auto = auto_class(config)
+    model_class = _model_class(config, model_config, auto)
+    if auto is not AutoModelForCausalLM and (stages is not None or isinstance(backend, ParallelBackend)):
+        raise UnsupportedModelError(f"{name!r} takes media, and such a model can't be divided over several ranks")
+    quantized: Mapping[str, QuantizedWeight] | None = None
+    shards = shards_of(config, name, backend, whole_experts)
+    part: StagePart | None = None
+    if stages is not None:
+        how, part = choose_part(config, name, stages)
     if form is not None and load_config.load_format != "dummy":
-        if slices_of is not None:
-            raise UnsupportedModelError(f"{name} is quantized ({form.method}); only plain checkpoints are read in part")
         if model_class is None:
             raise UnsupportedModelError(f"{name!r} is quantized and brings its own code; only one may be")
-        model, quantized = _quantized_model(form, config, model_class, model_config, load_config)
+        with reading(shards.cuts_of if shards else None, part) if shards or part else nullcontext():
+            model, quantized = _quantized_model(form, config, model_class, model_config, load_config)
     else:
         first = torch.device("cpu") if offload else device
-        model = build_model(config, model_config, load_config, first, slices_of=slices_of)
+        cuts_of = shards.cuts_of if shards else None
+        model = build_model(config, model_config, load_config, first, auto, cuts_of, part)
+    if part is not None:
+        part.finish(model)
     model.requires_grad_(False)
+    if shards is not None:
+        shards.finish(model)
     streamed, note = stream_layers(model, offload, device_for(device)) if offload else (None, "")
-    paged = page(model, max_model_len, backend, decisions, prepare, streamed)
+    with nullcontext() if stages is None else stages.silence():
+        paged = page(model, max_model_len, backend, decisions, prepare, streamed)
+    if paged.merger is None and auto is not AutoModelForCausalLM:
+        why = next((line for line in paged.notes if line.startswith("media: ")), "").removeprefix("media: not served: ")
+        raise UnsupportedModelError(
+            why or f"{type(model).__name__} has no method that encodes media apart from its prompt"
+        )
+    if stages is not None:
+        stages.agree(paged.dtype)
     paged.quantized = quantized
+    if part is not None:
+        paged.parameters.others, paged.parameters.moved = part.others, part.moved
+        paged.notes.insert(0, f"{part.describe()}, {how}")
+    cuts = shards.sharding.cuts if shards else {}
+    if quantized is not None and (shards or part):
+        paged.quantized = CutWeights(quantized, cuts, paged.parameters.others)
+    if shards is not None:
+        paged.parameters.cuts = shards.sharding.cuts
+        paged.notes.insert(0, shards.note)
     if streamed is not None:
         paged.notes.insert(0, note)
     return paged
@@ -106,34 +153,46 @@ def page(
     name = type(model).__name__
     model.eval()
     backend = backend or ReferenceBackend()
-    with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
+    group = backend.group if isinstance(backend, ParallelBackend) else None
+    with (
+        trial_run(name),
+        RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext(),
+        group.silence() if group else nullcontext(),
+    ):
         limit = max_model_len or longest_sequence(model.config.get_text_config())
+        decoder = decoder_of(model)
+        if streamed is not None and decoder is not None:
+            raise UnsupportedModelError(f"cpu_offload_gb is set, and {name} has an encoder, whose weights must stay")
+        merger, no_media = merger_of(model) if decoder is None else (decoder, [])
         notes = freeze_rope(model, limit) if limit else []
         learn_indexers(model)
         states = learn_states(model)
         if states is not None:
             states.scans = backend.scans
-        refuse_stateful(model)
+        if stages_of(model) is None:  # another stage may have the state
+            refuse_stateful(model)
         calls = learn_attention(model, limit)
         if streamed is None:
             calls = learn_latents(model, calls, backend)
-        if not calls and states is None:
+        if not calls and states is None and stages_of(model) is None:
             raise UnsupportedModelError(f"{name} made no attention call that could be served")
         if streamed is not None and streamed.unseen:
             raise UnsupportedModelError(f"cpu_offload_gb is set, and {name} runs layers without calling them")
         if prepare is not None:
             prepare([call.spec for call in calls], model.dtype)
         kept = None
-        if streamed is not None:  # what is joined is copied, so streamed layers stay as they are, and the others too
+        if streamed is not None or decoder is not None:
+            # what is joined is copied, so streamed layers stay as they are, and the others too; an encoder is not seen
             decisions = {}
         elif isinstance(decisions, KeptDecisions):
             kept, decisions = decisions, decisions.find(model, backend)
-        fused = fuse_model(model, backend, decisions=decisions)
-        notes += fused.lines()
+        fused = _fused(model, backend, decisions, "" if merger is None else merger.layered)
+        notes += [*no_media, *fused.lines()]
         notes += isolate_rows(model, backend)
-        paged = PagedModel(model, calls, fused, notes)
+        paged = PagedModel(model, calls, fused, notes, merger)
         if streamed is not None:
             paged.streamed, paged.parameters.packed = streamed, streamed.weights
+    with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
         if kept is not None and kept.verified is not None:  # the caller compares logits
             notes += kept.verified.notes
             return paged
@@ -145,6 +204,36 @@ def page(
         if kept:
             kept.keep(fused.decisions)
     return paged
+
+
+def _fused(model: PreTrainedModel, backend: Backend, decisions: Mapping[str, Decision] | None, layered: str) -> Fusion:
+    """`fuse_model`. Of several ranks the first one decides, because measurements differ from rank to rank."""
+    if not isinstance(backend, ParallelBackend):
+        return fuse_model(model, backend, decisions=decisions, layered=layered)
+    group, fused = backend.group, None
+    if group.leads:
+        fused = fuse_model(model, backend, decisions=decisions)
+    made = group.from_leader(None if fused is None else msgspec.msgpack.encode(fused.decisions))
+    if fused is None:
+        fused = fuse_model(model, backend, decisions=msgspec.msgpack.decode(made, type=dict[str, Decision]))
+    route(model, backend)
+    return fused
+
+
+def shards_of(
+    config: PreTrainedConfig,
+    name: str,
+    backend: Backend | None,
+    whole_experts: bool = False,
+    auto: Any = AutoModelForCausalLM,
+) -> Shards | None:
+    """This rank's part of the model that transformers' class `auto` makes of `config`; None: there is one rank. Errors
+    as `choose_plan`."""
+    if not isinstance(backend, ParallelBackend):
+        return None
+    how, plan = choose_plan(config, name, backend, whole_experts, auto)
+    adds = "" if backend.group.ordered else "; the library adds their sums"
+    return Shards(plan, backend, f"one of {backend.group.size} ranks, by {how}{adds}")
 
 
 def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTrainedConfig:
@@ -190,17 +279,36 @@ def _config_of_params(name: str, fields: dict[str, Any]) -> PreTrainedConfig:
         raise UnsupportedModelError(f"params.json of {name!r} is not valid: {_first_line(error)}") from error
 
 
-def _model_class(config: PreTrainedConfig, model_config: ModelConfig) -> type[PreTrainedModel] | None:
-    """The causal-LM class transformers has for this config; None where the checkpoint brings its own code."""
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The mapping of transformers that has the class of a checkpoint: that of models which take media, if the config
+    names its class or if there is no other; or that of encoder-decoder models."""
+    causal, media = AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping
+    if config.is_encoder_decoder and type(config) not in media:
+        for auto in ENCODER_DECODER:
+            if type(config) in auto._model_mapping:
+                return auto
+    if type(config) not in media:
+        return AutoModelForCausalLM
+    if type(config) not in causal:
+        return AutoModelForMultimodalLM
+    kind: Any = media[type(config)]
+    named = kind is not causal[type(config)] and kind.__name__ in (config.architectures or ())
+    return AutoModelForMultimodalLM if named else AutoModelForCausalLM
+
+
+def _model_class(
+    config: PreTrainedConfig, model_config: ModelConfig, auto: Any = AutoModelForCausalLM
+) -> type[PreTrainedModel] | None:
+    """The class that `auto` has for this config; None where the checkpoint brings its own code."""
     if model_config.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return None
-    known = AutoModelForCausalLM._model_mapping
+    known = auto._model_mapping
     heads = [getattr(transformers, name, None) for name in config.architectures or ()]
     other = next((h.__name__ for h in heads if h is not None and not issubclass(h, GenerationMixin)), None)
     if type(config) not in known or other is not None:
         kind = other or config.model_type
         raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
-    if config.is_encoder_decoder:  # its decoder alone would be built
+    if config.is_encoder_decoder and auto not in ENCODER_DECODER:  # its decoder alone would be built, or see no media
         raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model, which is not supported")
     return cast("type[PreTrainedModel]", known[type(config)])
 
@@ -211,20 +319,26 @@ def build_model(
     load_config: LoadConfig,
     device: torch.device,
     auto: Any = AutoModelForCausalLM,
-    slices_of: SlicesOf | None = None,
+    cuts_of: CutsOf | None = None,
+    part: StagePart | None = None,
 ) -> PreTrainedModel:
-    """The model that transformers' class `auto` makes of a checkpoint. `slices_of` and errors as `load_model`."""
+    """The model that transformers' class `auto` makes of a checkpoint, or the parts of it that `cuts_of` and `part`
+    name. Errors as `load_model`."""
+    is_part = cuts_of is not None or part is not None
     with _reading_weights(model_config, load_config) as path:
         own = mistral_files(model_config, load_config)
         if load_config.load_format == "sharded_state" or own:
-            if slices_of is not None or type(config) not in auto._model_mapping:
+            if is_part or type(config) not in auto._model_mapping:
                 form = "mistral" if own else "sharded_state"
                 raise UnsupportedModelError(f"load_format {form!r} is for whole models of transformers' own classes")
             tensors = read_mistral(own, config) if own else read_parts(Path(path))
             found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
             return cast("PreTrainedModel", found.to(device))
     if load_config.load_format != "dummy":
-        with _reading_weights(model_config, load_config) as path, reading(slices_of) if slices_of else nullcontext():
+        with (
+            _reading_weights(model_config, load_config) as path,
+            reading(cuts_of, part) if is_part else nullcontext(),
+        ):
             loaded: Any = auto.from_pretrained(
                 path,
                 config=config,
@@ -240,12 +354,30 @@ def build_model(
             )
         return cast("PreTrainedModel", _complete(path, *loaded).to(device))
     dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
-    with _quiet(load_config.use_tqdm_on_load), torch.random.fork_rng(), torch.device(device):
+    first = torch.device("meta") if is_part else device
+    with _quiet(load_config.use_tqdm_on_load), torch.random.fork_rng(), first:
         torch.manual_seed(model_config.seed)
         model = auto.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=model_config.trust_remote_code
         )
+    if part is not None:
+        part.cut(model)
+    if is_part:
+        _fill(model, cuts_of(model) if cuts_of is not None else {}, device, model_config.seed)
     return cast("PreTrainedModel", model.eval())
+
+
+def _fill(model: PreTrainedModel, cuts: Mapping[str, Cut], device: torch.device, seed: int) -> None:
+    """Give a model on the meta device the parts of its parameters, with random values. These are the same on all ranks,
+    because what ranks hold whole must be."""
+    for name, cut in cuts.items():
+        path, _, attribute = name.rpartition(".")
+        part = nn.Parameter(cut.of(model.get_parameter(name).detach()), requires_grad=False)
+        model.get_submodule(path)._parameters[attribute] = part
+    model.to_empty(device=device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.init_weights()
 
 
 def _quantized_model(

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ...parallel.cuts import Cut
+
 
 class Slot(NamedTuple):
     """Rows ``start : start + length`` of a module's tensor; length None means the whole tensor."""
@@ -54,6 +56,9 @@ class ParameterMap:
         self._slots = slots
         self._shapes = {name: slot.view().shape for name, slot in slots.items()}  # also of what is elsewhere
         self.packed: Mapping[int, Elsewhere] = {}  # by the id of a tensor
+        self.cuts: Mapping[str, Cut] = {}  # of what this rank holds a part of; names and shapes are the whole ones'
+        self.others: Mapping[str, torch.Size] = {}  # shapes of what only other stages of a pipeline hold
+        self.moved: Mapping[str, str] = {}  # a parameter of another stage → the one here that is tied to it
 
     @classmethod
     def of(cls, model: nn.Module) -> ParameterMap:
@@ -73,7 +78,7 @@ class ParameterMap:
     def slot(self, name: str) -> Slot:
         """Raises KeyError for a name the checkpoint does not have."""
         try:
-            return self._slots[name]
+            return self._slots[self.moved.get(name, name)]
         except KeyError:
             raise KeyError(f"the model has no parameter {name!r} (it has {len(self._slots)} others)") from None
 
@@ -87,15 +92,25 @@ class ParameterMap:
     def check(self, name: str, start: int, given: Sequence[int]) -> None:
         """Raises KeyError as `slot`; ValueError unless values of the shape `given` are the parameter, or its rows from
         `start` on."""
-        self.slot(name)
-        shape = self._shapes[name]
+        shape = self.whole_shape(name)
         fits = given == shape if not (shape and given) else given[1:] == shape[1:]
         if not fits or (shape and not 0 <= start <= shape[0] - given[0]):
             raise ValueError(f"parameter {name!r} has shape {list(shape)}, but got {list(given)} from row {start} on")
 
     def shape(self, name: str) -> torch.Size:
-        """In the checkpoint."""
+        """Of what is held: in the checkpoint, unless this is one of several ranks."""
         return self._shapes[name]
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """In the checkpoint. Raises KeyError as `slot`."""
+        if (other := self.others.get(name)) is not None:
+            return other
+        self.slot(name)
+        name = self.moved.get(name, name)
+        shape, cut = list(self._shapes[name]), self.cuts.get(name)
+        if cut is not None:
+            shape[cut.dim] = cut.whole
+        return torch.Size(shape)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.slot(name).tensor.dtype
@@ -103,7 +118,14 @@ class ParameterMap:
     @torch.no_grad()
     def set(self, name: str, value: torch.Tensor, start: int = 0) -> None:
         """Copy `value` over the parameter, in place, or over its rows from `start` on. Shape and dtype must be the
-        parameter's; the device need not."""
+        parameter's in the checkpoint; the device need not. A rank takes its own part."""
+        if (cut := self.cuts.get(self.moved.get(name, name))) is not None:
+            for part, first in cut.rows_of(value, start):
+                self._set(name, part, first)
+        else:
+            self._set(name, value, start)
+
+    def _set(self, name: str, value: torch.Tensor, start: int) -> None:
         slot = self.slot(name)
         packed = self.packed.get(id(slot.tensor))
         whole = slot.tensor.detach() if packed is None else packed.unpack()

@@ -7,7 +7,8 @@ to the backend exactly as they are. quantized_forms.py knows how they are packed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from ....ipc.errors import InvalidArgumentError, UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.decoder_contract import INT8_ROWS, NF4, QuantizedWeight
+from ...parallel.cuts import Cut
 from .parameters import ParameterMap
-from .quantized_forms import Form, form_of, values_of
+from .quantized_forms import SHORTEST, Form, form_of, values_of
 
 BITS = {"int8": 8, "int8-dynamic": INT8_ROWS, "int4": 4, "bitsandbytes": NF4}
 """Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
@@ -95,6 +97,42 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         """``[out, in]``, in the dtype that the checkpoint would have without quantization: what the numbers stand
         for."""
         return values_of(self[name]).to(self._form.dtype(self._packed[name]))
+
+
+class CutWeights(Mapping[str, QuantizedWeight]):
+    """The parts of quantized weights that one of several ranks holds. Where a cut divides a group of inputs, the groups
+    of the weight become shorter. Those in `others` are held by other stages."""
+
+    def __init__(
+        self, weights: Mapping[str, QuantizedWeight], cuts: Mapping[str, Cut], others: Collection[str] = ()
+    ) -> None:
+        self._weights, self._cuts = weights, cuts
+        self._names = [name for name in weights if name not in others]
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        """Raises `UnsupportedModelError` if groups would be too short."""
+        weight, cut = self._weights[name], self._cuts.get(name)
+        if cut is None:
+            return weight
+        numbers, scales, zeros, codebook = weight
+        if cut.dim == 0:
+            return QuantizedWeight(cut.of(numbers), cut.of(scales), None if zeros is None else cut.of(zeros), codebook)
+        group = numbers.shape[1] // scales.shape[1]
+        short = math.gcd(group, *(edge for both in cut.ranges for edge in both))
+        if short < SHORTEST:
+            raise UnsupportedModelError(f"{name!r} would have groups of {short} inputs on a rank")
+        groups = Cut(1, tuple((start // short, end // short) for start, end in cut.ranges), cut.whole // short)
+
+        def part(of_groups: torch.Tensor) -> torch.Tensor:
+            return groups.of(of_groups.repeat_interleave(group // short, 1))
+
+        return QuantizedWeight(cut.of(numbers), part(scales), None if zeros is None else part(zeros), codebook)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class JoinedWeights(Mapping[int, QuantizedWeight]):

@@ -1,5 +1,5 @@
 """Checkpoints as a core wrote them (``load_format="sharded_state"``): the parameters under the names of transformers'
-model, in parts. There is one device, so all parts are those of rank 0."""
+model, in parts. Each rank writes its own. So far one rank alone can read them, those of rank 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ MAX_FILE_BYTES = 5 << 30  # default size of a part
 
 
 def save_parts(
-    parameters: Iterable[tuple[str, torch.Tensor]], folder: Path, pattern: str | None, max_size: int | None
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    pattern: str | None,
+    max_size: int | None,
+    rank: int = 0,
 ) -> None:
     """Write parameters into files of at most `max_size` bytes, or of one parameter that is larger.
 
@@ -30,12 +34,12 @@ def save_parts(
 
     def write() -> None:
         nonlocal part, size, count
-        save_file(part, folder / PATTERN.format(rank=0, part=count), {"format": "pt"})
+        save_file(part, folder / PATTERN.format(rank=rank, part=count), {"format": "pt"})
         part, size, count = {}, 0, count + 1
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in _parts(folder):
+        for old in _parts(folder, rank):
             old.unlink()
         for name, tensor in parameters:
             if part and size + tensor.nbytes > (max_size or MAX_FILE_BYTES):
@@ -62,5 +66,5 @@ def read_parts(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob(PATTERN.format(rank=0, part="*")))
+def _parts(folder: Path, rank: int = 0) -> list[Path]:
+    return sorted(folder.glob(PATTERN.format(rank=rank, part="*")))

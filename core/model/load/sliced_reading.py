@@ -1,13 +1,14 @@
-"""Read a part of each tensor of a checkpoint: a rank of several loads its own shard, and nothing else.
+"""Read a part of a checkpoint: a rank of several loads its own shard of its own layers, and nothing else.
 
 transformers opens safetensors files, reads each tensor when its turn comes, converts what was read (other names,
 tensors that are joined or split) and puts it in its place in the model. Two of these steps are replaced for the time of
-a load: a tensor is read in part, and a parameter takes the shape that comes of it.
+a load. A tensor that becomes a parameter as it is, perhaps under another name, is read in part. What is converted is
+read whole, tensor by tensor, and cut before it takes its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,13 +17,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 
-from ....ipc.errors import UnsupportedModelError
+from ...parallel.cuts import Cut
+from ...parallel.stage_model import StagePart
 
-SlicesOf = Callable[[str, tuple[int, ...]], tuple[slice, ...] | None]
-"""A tensor's name in the checkpoint and its shape there → the part to read, slices of step 1; None: all of it.
-
-What is made of several tensors, or of one, has the shape that follows from the parts: it is for the caller to choose
-parts that fit together, and to see that the model still computes what it should."""
+CutsOf = Callable[[PreTrainedModel], Mapping[str, Cut]]
+"""A model on the meta device → which part of each parameter is wanted, by its name in the model; others whole."""
 
 
 class _Part:
@@ -37,39 +36,73 @@ class _Part:
 
 
 @contextmanager
-def reading(slices_of: SlicesOf) -> Iterator[None]:
-    """Models that transformers loads in this context get the parts that `slices_of` names. The files must be
-    safetensors: UnsupportedModelError."""
+def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[None]:
+    """Models that transformers loads in this context get the parts that `cuts_of` names. part: the layers that are
+    wanted, if not all are."""
     load, set_parameter = PreTrainedModel._load_pretrained_model, core_model_loading.set_param_for_module
+    cuts: dict[str, Cut] = {}
 
-    def load_parts(model: Any, state_dict: Any, files: list[str] | None, *more: Any) -> Any:
-        if not files or not all(file.endswith(".safetensors") for file in files):
-            raise UnsupportedModelError("a part of a checkpoint is to be read, and its files are not safetensors")
+    def load_parts(model: Any, state_dict: Any, files: list[str] | None, wanted: Any, *more: Any) -> Any:
+        known = model.state_dict()
+        if part is not None:
+            part.cut(model)
+        cuts.update(cuts_of(model) if cuts_of is not None else {})
+        names = _Names(model, wanted.weight_mapping or [], known)
         tensors: dict[str, Any] = {}
+        if state_dict is not None and part is not None:
+            places = {name: names.in_model(name)[0] for name in state_dict}
+            kept = {name: place for name, place in places.items() if place not in part.others}
+            state_dict = {part.moved.get(place, name): state_dict[name] for name, place in kept.items()}
+        if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
+            return load(model, state_dict, files, wanted, *more)
         with ExitStack() as stack:
             for path in files:
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                for name in file.keys():  # noqa: SIM118  # it is no dict
-                    tensor = file.get_slice(name)
-                    part = slices_of(name, tuple(tensor.get_shape()))
-                    tensors[name] = tensor if part is None else _Part(tensor, part)
-            return load(model, tensors, None, *more)
+                for key in file.keys():  # noqa: SIM118  # it is no dict
+                    name, (place, is_plain) = key, names.in_model(key)
+                    if part is not None and place in part.others:
+                        continue
+                    if part is not None and place in part.moved:
+                        name = place = part.moved[place]
+                    tensor = file.get_slice(key)
+                    cut = cuts.get(place) if is_plain else None
+                    rows = None if cut is None else cut.slices(len(tensor.get_shape()))
+                    tensors[name] = tensor if rows is None else _Part(tensor, rows)
+            return load(model, tensors, None, wanted, *more)
 
-    def set_any_shape(model: PreTrainedModel, name: str, value: torch.Tensor, *more: Any) -> None:
-        path, _, attribute = name.rpartition(".")
-        module = model.get_submodule(path)
-        held = getattr(module, attribute)
-        if isinstance(held, nn.Parameter) and held.shape != value.shape and held.dim() == value.dim():
+    def set_part(model: PreTrainedModel, name: str, value: torch.Tensor, *more: Any) -> None:
+        if (cut := cuts.get(name)) is not None:
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            if value.shape[cut.dim] == cut.whole:
+                value = cut.of(value)
             setattr(module, attribute, nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
-            if isinstance(module, nn.Linear) and attribute == "weight":
-                module.out_features, module.in_features = value.shape
         set_parameter(model, name, value, *more)
 
     with ExitStack() as stack:
         for owner, function, replacement in (
             (PreTrainedModel, "_load_pretrained_model", staticmethod(load_parts)),
-            (core_model_loading, "set_param_for_module", set_any_shape),
+            (core_model_loading, "set_param_for_module", set_part),
         ):
             stack.callback(setattr, owner, function, vars(owner)[function])
             setattr(owner, function, replacement)
         yield
+
+
+class _Names:
+    """The names of a checkpoint's tensors in the model that is loaded, which has, as a whole, the names in `known`."""
+
+    def __init__(self, model: PreTrainedModel, mapping: list[Any], known: dict[str, Any]) -> None:
+        converts = [isinstance(entry, core_model_loading.WeightConverter) for entry in mapping]
+        self._converters = [entry for entry, one in zip(mapping, converts, strict=True) if one]
+        self._renamings = [entry for entry, one in zip(mapping, converts, strict=True) if not one]
+        self._prefix, self._known = model.base_model_prefix, known
+
+    def in_model(self, name: str) -> tuple[str, bool]:
+        """The parameter, or the first one, that the tensor becomes, and whether it becomes that as it is. Empty if it
+        is not used."""
+        rename = core_model_loading.rename_source_key
+        found, pattern = rename(name, self._renamings, self._converters, self._prefix, self._known)
+        if found not in self._known and name in self._known:
+            found, pattern = name, None
+        return (found if found in self._known else ""), pattern is None

@@ -19,6 +19,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....kernels.contract import Backend, LayerCache, PagedBatch, SequenceOffsets
+from ..media.features import feature_methods
+from .cross_attention import CrossAttention, aside, cross_attention_of
 from .indexed import indexers_of
 from .latents import Expansion, LatentAttention
 from .own_attention import Attend, OwnAttention, take_over
@@ -102,6 +104,9 @@ def paged_attention(
     """The function transformers calls. query ``[1, q_heads, tokens, key_dim]``, key and value likewise →
     ``[1, tokens, q_heads, value_dim]``. indices: of selected keys, ``[1, tokens, n]``. Scale, window and soft cap come
     from the plan, which has them from the dry run of loading."""
+    cross: CrossAttention | None = getattr(module, "mainspring_cross", None)
+    if cross is not None:
+        return cross.attend(module, query, kwargs.get("scaling")), None
     calls: AttentionCalls = module.mainspring_calls  # type: ignore[assignment]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     latents: LatentAttention | None = getattr(module, "mainspring_latents", None)
@@ -133,13 +138,27 @@ def has_own_attention(model: PreTrainedModel) -> bool:
     return states_of(model) is None and not any(part._can_set_attn_implementation() for part in _parts(model))
 
 
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model with encoders of media that sees the whole prompt; another model itself."""
+    decoder = model.get_decoder() if feature_methods(model) else model
+    apart = decoder is not model.base_model and isinstance(decoder, PreTrainedModel)
+    return decoder if apart and decoder._can_set_attn_implementation() else model
+
+
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     """`model` and the models inside it, each of which may have a config of its own."""
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _set_implementation(model: PreTrainedModel, name: str) -> None:
-    """Let `model` look up its attention by this name, or those of its parts that look it up."""
+    """Let `model` look up its attention by this name, or those of its parts that look it up. Encoders of media, which
+    are neither part of the language model nor around it, keep theirs."""
+    decoder = language_model(model)
+    if decoder is not model:
+        for part in _parts(model):
+            if any(module is decoder for module in part.modules()) or any(part is module for module in _parts(decoder)):
+                part.config._attn_implementation_internal = name
+        return
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return
@@ -169,6 +188,9 @@ def attention_set(
         return
     if attend is not None and build_mask is None and indexers_of(model) is not None:
         build_mask = _no_mask
+    cross = cross_attention_of(model)
+    if cross is not None and attend is not None:
+        attend = aside(cross, attend)
     before = [(part, part.config._attn_implementation) for part in _parts(model)]
     both = (ALL_ATTENTION_FUNCTIONS, attend), (ALL_MASK_ATTENTION_FUNCTIONS, build_mask)
     given = [(registry, function) for registry, function in both if function is not None]

@@ -11,15 +11,17 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from ....kernels.contract import ROW_MULTIPLE, Backend, LayerCache
-from ....kernels.decoder_contract import Decoder, PackedWeight
+from ....kernels.contract import ROW_MULTIPLE, Backend
+from ....kernels.decoder_contract import Decoder, LayeredDecoder
+from ...parallel.cuts import Cut
 from ...worker.device import device_for
 from ..learn.fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 from ..learn.row_invariant import routed
@@ -34,6 +36,7 @@ class Place(NamedTuple):
     start: int  # of its columns in that tensor's product
     num_outputs: int
     num_inputs: int
+    cut: Cut | None = None  # the part of the checkpoint's weight that it is, if this is one of several ranks
 
 
 class Delta(NamedTuple):
@@ -114,17 +117,19 @@ class AdaptedBackend:
                 part[rows] = (part[rows] + added).to(out.dtype)
         return out
 
-    def attach(self, model: PagedModel) -> dict[str, Place]:
+    def attach(self, model: PagedModel, backend: Any = None) -> dict[str, Place]:
         """Compute the linear layers of `model`, which was loaded with this backend, here. Returns those that adapters
-        may change, by module path: each that sees every row of a step once, in order, and the output layer."""
+        may change, by module path: each that sees every row of a step once, in order, and the output layer. backend:
+        the one of several ranks that this one is in."""
+        linear = (backend or self).linear
         self._device = device_for(model.device)
         if model.whole is not None:
-            keys = cast(AdaptedDecoder, model.whole.decoder).keys
+            keys = cast(AdaptedDecoder, model.whole.decoder).keys  # of several ranks' decoder, too
             self._head = keys[id(model.whole.head.linear.weight)]
             return _places(model, keys)
         for module in model.model.modules():
             if isinstance(module, nn.Linear) and is_plain_linear(module):
-                module.forward = routed(module, self.linear)  # type: ignore[method-assign]
+                module.forward = routed(module, linear)  # type: ignore[method-assign]
         seen: dict[int, set[int]] = {}
         self._note = lambda key, rows: seen.setdefault(key, set()).add(rows)
         run_rows(model.model, slice(TEXT_ROWS))
@@ -145,6 +150,16 @@ class AdaptedBackend:
         held = self._loras[place]
         if lora is not None and (held is None or held.digest != lora.digest):
             self._loras[place] = lora.to(self._device.torch)
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """In this context, no request has an adapter."""
+        places = self._place_of.copy()
+        self._place_of[:] = 0
+        try:
+            yield
+        finally:
+            self._place_of[:] = places
 
     def forget(self) -> None:
         """Nobody runs, and no adapter takes memory of the device."""
@@ -173,42 +188,19 @@ class AdaptedBackend:
         return shares
 
 
-class AdaptedDecoder:
+class AdaptedDecoder(LayeredDecoder):
     """A backend's decoder of whose products adapters may change each. It runs layer by layer, so that a row has the
     same bits with and without another row's adapter."""
 
-    runs_steps = False
-
     def __init__(self, decoder: Decoder, adapted: AdaptedBackend) -> None:
-        self._decoder, self._adapted = decoder, adapted
+        super().__init__(decoder)
+        self._adapted = adapted
         # Adapters outlive the tensors, which are other ones after the weights were dropped and loaded again.
         self.keys = {tensor: number for number, tensor in enumerate(decoder.weights)}
-
-    @property
-    def weights(self) -> Mapping[int, PackedWeight]:
-        return self._decoder.weights
-
-    def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
-        self._decoder.bind(caches, sources)
-
-    def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._decoder.bind_states(states)
-
-    def give_back(self) -> None:
-        self._decoder.give_back()
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Decoder.linear`."""
         return self._adapted.add(self._decoder.linear(x, weight, bias), x, self.keys[id(weight)])
-
-    def run(self, *_: Any, **__: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-    def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, bool]:
-        raise NotImplementedError
-
-    def logits(self, *_: Any, **__: Any) -> torch.Tensor:
-        raise NotImplementedError
 
 
 def _places(model: PagedModel, keys: Mapping[int, int]) -> dict[str, Place]:
@@ -218,5 +210,6 @@ def _places(model: PagedModel, keys: Mapping[int, int]) -> dict[str, Place]:
         owner, attribute, start, _ = slot = model.parameters.slot(name)
         key = keys.get(id(slot.tensor))
         if attribute == "weight" and isinstance(owner, nn.Linear | JoinedProjections) and key is not None:
-            places[name.removesuffix(".weight")] = Place(key, start, *model.parameters.shape(name))
+            shape, cut = model.parameters.whole_shape(name), model.parameters.cuts.get(name)
+            places[name.removesuffix(".weight")] = Place(key, start, shape[0], shape[1], cut)
     return places

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, Scans, SequenceOffsets
-from ...worker.kv_layout import KVLayout, plan_layout
+from ....kernels.decoder_contract import QuantizedWeight
+from ...worker.kv_layout import KVLayout, LayerShape, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
-from ..load.quantized import PackedWeights
+from ..media.door import StepMedia
+from ..media.encoder_decoder import EncoderMerger
+from ..media.merge import Merger
 from .attention import AttentionCalls, StepAttention, serve_attention, serve_latents
+from .cross_attention import cross_attention_of
 from .expert_recorder import ExpertRecorder
 from .indexed import indexers_of
 from .positions import longest_sequence, positions_given, receivers
@@ -34,7 +38,14 @@ class PagedModel:
     and values, the earlier call whose keys and values call ``i`` reads: `bind` is then given that call's cache twice.
     """
 
-    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], fused: Fusion, notes: list[str]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        calls: Sequence[AttentionCall],
+        fused: Fusion,
+        notes: list[str],
+        merger: Merger | EncoderMerger | None = None,
+    ) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.device = model.device
@@ -49,7 +60,7 @@ class PagedModel:
         self.notes = notes  # lines for --explain-model
         self.decisions = dict(fused.decisions)  # for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
-        self.quantized: PackedWeights | None = None  # weights that the checkpoint has as integers
+        self.quantized: Mapping[str, QuantizedWeight] | None = None  # weights that the checkpoint has as integers
         self.verdict: list[str] = []  # of `verify`, also as lines for --explain-model; empty: it was not called
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
         self.rounding = 0.0  # the error that `verify` found in the model's dtype, in standard deviations
@@ -59,7 +70,9 @@ class PagedModel:
         self.experts: ExpertRecorder | None = None  # if it is to be recorded which experts compute a row
         self.states = states_of(model)  # of layers with recurrent state, if there are any
         self.indexers = indexers_of(model)  # if attention sees only keys that an indexer selects
-        self.position_axes = 1
+        self.cross = cross_attention_of(model)  # if its tokens see an encoder's output
+        self.merger = merger  # of media with prompts, if the model takes any
+        self.position_axes = 1 if merger is None else merger.axes
         self.row_multiple = ROW_MULTIPLE  # the number of rows of a forward pass is a multiple of this
         self._calls = AttentionCalls(self.sources)
         for call in calls:
@@ -75,9 +88,16 @@ class PagedModel:
         per_layer = getattr(self.config, "hidden_size_per_layer_input", 0)
         self.accepts_embeddings = "inputs_embeds" in accepted and not per_layer
 
-    def lay_out(self, backend: Backend, block_size: int, dtype: torch.dtype) -> KVLayout:
-        """The layout of a cache of this `dtype` that `backend` reads."""
-        return plan_layout(self.layers, self.sources, block_size, dtype, backend.cache_dims, backend.heads_first)
+    def lay_out(
+        self,
+        backend: Backend,
+        block_size: int,
+        dtype: torch.dtype,
+        most: Mapping[LayerShape, int] | None = None,
+    ) -> KVLayout:
+        """The layout of a cache of this `dtype` that `backend` reads. most: see `plan_layout`."""
+        calls = self.layers, self.sources
+        return plan_layout(*calls, block_size, dtype, backend.cache_dims, backend.heads_first, most)
 
     def bind(self, caches: Sequence[LayerCache], index_keys: Sequence[torch.Tensor | None] = ()) -> None:
         """Set the cache of each attention call, and its index keys."""
@@ -106,11 +126,13 @@ class PagedModel:
         sequences: SequenceOffsets,
         logit_rows: torch.Tensor,
         inputs_embeds: torch.Tensor | None = None,
+        media: StepMedia | None = None,
     ) -> torch.Tensor:
         """One step over the flattened tokens of all its requests.
 
         input_ids are int64 ``[tokens]``, and positions ``[position_axes, tokens]``; attention has one entry per
-        attention call; logit_rows is int64 ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids.
+        attention call; logit_rows is int64 ``[n]``; inputs_embeds ``[tokens, hidden]`` takes the place of input_ids;
+        `media` is put in where the language model is called.
         tokens and n are multiples of `row_multiple`. → logits ``[n, vocab]`` in the model's dtype.
         """
         self._calls.begin(attention, sequences)
@@ -118,6 +140,8 @@ class PagedModel:
             self.states.begin(sequences, positions.shape[-1])
         if self.whole is not None:
             embeddings = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            if media is not None:
+                embeddings = media.into(embeddings)
             return self.whole.forward(embeddings, positions, attention, self._calls.run, logit_rows)
         inputs: dict[str, Any] = {"use_cache": False}
         if self.states is not None:
@@ -128,7 +152,8 @@ class PagedModel:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
         if self.selects_rows:
             inputs["logits_to_keep"] = logit_rows
-        with positions_given(self._receivers, position_ids(positions)) as given:
+        entered = nullcontext() if media is None or self.merger is None else media.at(self.merger.decoder)
+        with entered, positions_given(self._receivers, position_ids(positions)) as given:
             logits: torch.Tensor = self.model(**inputs, **given)[0][0]
         self._calls.check()
         return logits if self.selects_rows else logits[logit_rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from ....ipc.errors import InvalidArgumentError, NotSupportedError, UnsupportedM
 from ....ipc.messages import Pooling
 from ....ipc.tokenizer_files import checkpoint_folder
 from ....kernels.contract import Backend
+from ...parallel.parallel_backend import ParallelBackend
+from ...parallel.sharded_model import route
 from ...plan.pooling_facts import PoolingFacts
 from ..learn.fuse import Decision
 from ..learn.fuse_match import LOGITS_TOLERANCE
@@ -38,8 +41,9 @@ from ..learn.row_invariant import check_rows, make_row_invariant
 from ..load.classifier_of_tokens import classifier_of_tokens
 from ..load.frozen_rope import freeze_rope
 from ..load.kept_decisions import KeptDecisions
-from ..load.loader import Prepare, build_model, page, read_config
+from ..load.loader import Prepare, build_model, page, read_config, shards_of
 from ..load.refuse import refuse_config, refuse_encoder_class, trial_run
+from ..load.sliced_reading import reading
 from .attention import attention_set
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .paged_model import PagedModel
@@ -159,12 +163,18 @@ def load_pooling_model(
     refuse_config(config, name)
     architecture = (config.architectures or [""])[0]
     auto, tasks = next((head for end, head in _HEADS.items() if architecture.endswith(end)), (AutoModel, ["embed"]))
-    if getattr(config, "classifier_from_token", None):
-        tasks = ["classify"]
-        model = classifier_of_tokens(config, model_config, load_config, device)
+    of_tokens = bool(getattr(config, "classifier_from_token", None))
+    if of_tokens:
+        tasks, auto = ["classify"], AutoModelForSequenceClassification
+    shards = shards_of(config, name, backend, auto=auto)
+    if of_tokens:
+        with reading(shards.cuts_of) if shards else nullcontext():
+            model = classifier_of_tokens(config, model_config, load_config, device)
     else:
-        model = build_model(config, model_config, load_config, device, auto)
+        model = build_model(config, model_config, load_config, device, auto, shards.cuts_of if shards else None)
     model.requires_grad_(False).eval()
+    if shards is not None:
+        shards.finish(model)
     trunk: Any = model.base_model
     notes: list[str] = []
     with trial_run(type(trunk).__name__):
@@ -177,6 +187,8 @@ def load_pooling_model(
         served: Any = page(trunk, model_config.max_model_len, backend, decisions, prepare)
     else:
         refuse_encoder_class(type(trunk))
+        if isinstance(backend, ParallelBackend):
+            route(trunk, backend)
         with trial_run(type(trunk).__name__):
             served = _encoder(trunk, notes)
     if mode := pooler.seq_pooling_type or pooler.pooling_type:
@@ -186,7 +198,7 @@ def load_pooling_model(
         if pooler.task not in pooling.tasks:
             raise InvalidArgumentError(f"pooler_config: the task is {pooler.task}; the model can {pooling.tasks}")
         pooling.tasks.sort(key=lambda task: task != pooler.task)
-    pooling.notes += notes
+    pooling.notes += [*([shards.note] if shards else []), *notes]
     return pooling
 
 

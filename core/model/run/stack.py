@@ -32,6 +32,8 @@ from ....kernels.decoder_contract import (
     RecurrenceTensors,
     RecurrentMixer,
 )
+from ...parallel.stage_model import ForeignLayer, stages_of
+from ...parallel.stages import Stages
 from ..learn.fuse_observe import STAND_IN, own_values
 from .attention import IMPLEMENTATION
 from .fused import FusedMLP, FusedRMSNorm
@@ -54,11 +56,23 @@ class LayerInputs(NamedTuple):
     states: StepStates | None  # of the step's sequences, where a mixer is recurrent
 
 
-def run_layers(step: LayerInputs, layers: Sequence[LayerTensors], norm: Norm, hidden: torch.Tensor) -> torch.Tensor:
-    """All layers and the final norm, on embeddings ``[rows, hidden]``, which may be overwritten."""
+def run_layers(
+    step: LayerInputs,
+    layers: Sequence[LayerTensors],
+    norm: Norm,
+    hidden: torch.Tensor,
+    stages: Stages | None = None,
+) -> torch.Tensor:
+    """All layers and the final norm, on embeddings ``[rows, hidden]``, which may be overwritten. stages: of which these
+    are the layers of one."""
     added = None  # is added to `hidden` by the kernel of the next norm
+    if stages is not None:
+        hidden = stages.enter(hidden)
     for layer in layers:
         hidden, added = run_layer(step, layer, hidden, added)
+    if stages is not None and not stages.is_last:
+        hidden, added = hidden if added is None else hidden + added, None
+        stages.leave(hidden)
     return _add_norm(step.backend, hidden, added, norm)[0]
 
 
@@ -177,7 +191,9 @@ class StackedDecoder:
     def __init__(self, model: PreTrainedModel, options: StackOptions, backend: Backend) -> None:
         decoder = cast("PreTrainedModel", model.get_submodule(options.decoder))
         layers: Any = decoder.get_submodule(options.layers)
-        self.layers = [build_layer(layer, names) for layer, names in zip(layers, options.names, strict=True)]
+        own = [layer for layer in layers if not isinstance(layer, ForeignLayer)]
+        self.layers = [build_layer(layer, names) for layer, names in zip(own, options.names, strict=True)]
+        self.stages = stages_of(model)
         self.norm = _norm(decoder, options.norm)
         self.decoder = decoder
         self.embedding: Any = decoder.get_input_embeddings()
@@ -231,7 +247,7 @@ class StackedDecoder:
             assert position_ids is not None, "the model gives positions to its decoder"
             angles = cos_sin(self.decoder, self.rotaries, position_ids)
         step = LayerInputs(self._backend, self._backend.linear, angles, attend, states)
-        return _Output(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0])[None])
+        return _Output(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0], self.stages)[None])
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

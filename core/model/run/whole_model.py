@@ -56,11 +56,14 @@ class WholeModel:
         after another."""
         kinds = {id(step): step for step in attention}
         others = any(step.backend is not self.backend for step in kinds.values())
+        stages = self.stack.stages
+        others = others or (stages is not None and not stages.is_last)
         if others or len(positions) > 1 or not self.decoder.runs_steps:
             return self._layer_by_layer(embeddings, positions, attend, wanted)
         index = {key: i for i, key in enumerate(kinds)}
+        hidden = self.stack.scaled(embeddings)
         logits = self.decoder.run(
-            self.stack.scaled(embeddings),
+            hidden if stages is None else stages.enter(hidden),
             positions[0],
             [(step.plan, step.blocks, step.rows) for step in kinds.values()],
             [index[id(step)] for step in attention],
@@ -73,7 +76,8 @@ class WholeModel:
     @property
     def repeats(self) -> bool:
         """Whether `repeat` may be called."""
-        return self.decoder.runs_steps and self.head.cap is None and isinstance(self.embedding, Embedding)
+        alone = self.stack.stages is None and isinstance(self.embedding, Embedding)
+        return self.decoder.runs_steps and self.head.cap is None and alone
 
     def repeat(
         self,
@@ -120,7 +124,7 @@ class WholeModel:
         stack = self.stack
         angles = cos_sin(stack.decoder, stack.rotaries, position_ids(positions))
         step = LayerInputs(self.backend, self.decoder.linear, angles, attend, self.states)
-        hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings))
+        hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings), stack.stages)
         return self.head.finish(self.decoder.linear(hidden[wanted], *self.head.linear))
 
     def _angles_to(self, position: int) -> list[torch.Tensor]:

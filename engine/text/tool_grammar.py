@@ -1,0 +1,255 @@
+"""Grammars that make an output call tools: in the form of response_formats.py, with arguments of the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+from ...ipc.errors import InvalidRequestError, shown
+from ...ipc.structured import OPTIONS_KEY, WHITESPACE, StructuredOutputsParams
+from .response_formats import TOOL_FORMATS, CallForm, ReasoningFormat, ToolFormat
+from .response_reader import elements, schema_types, starts_in_reasoning
+
+Mode = Literal["auto", "none", "required"]
+
+_ANY_TEXT = "/(?s:.*)/"
+_SPACE = r"/[ \n]{0,4}/"
+_EXACT = ("pattern", "format", "allOf", "not")  # keywords of strings that a grammar of plain text can't have
+_LENGTHS = ("minLength", "maxLength")
+
+
+class Tool(NamedTuple):
+    name: str
+    schema: dict[str, Any]  # of the parameters
+    strict: bool
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of tools.
+
+    Args:
+        tools: those that may be called.
+        one: whether there may be one call at most.
+    """
+
+    tools: tuple[Tool, ...]
+    mode: Mode
+    one: bool
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        return {tool.name: tool.schema for tool in self.tools}
+
+
+def tool_choice(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice:
+    """Read the fields of OpenAI's chat API: `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        InvalidRequestError: they are not in the API's form, or name a tool that is not there.
+    """
+    known = {tool.name: tool for tool in map(_tool, tools or ())}
+    if len(known) < len(tools or ()):
+        raise InvalidRequestError("tools has two functions of the same name")
+    names: list[Any] = list(known)
+    mode, one = choice or ("auto" if known else "none"), parallel is False
+    if isinstance(choice, dict):
+        kind, allowed = choice.get("type"), choice.get("allowed_tools", choice)
+        if kind == "function":
+            names, mode, one = [_named(choice)], "required", True
+        elif kind == "allowed_tools" and isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
+            names, mode = [_named(tool) for tool in allowed["tools"]], allowed.get("mode", "auto")
+        for name in names:
+            if name not in known:
+                raise InvalidRequestError(f"tool_choice names {shown(name)}, which is not in tools")
+    if mode in get_args(Mode):
+        if mode == "required" and not names:
+            raise InvalidRequestError("tool_choice is 'required', but there are no tools")
+        return ToolChoice(tuple(known[name] for name in names), cast(Mode, mode), one)
+    raise InvalidRequestError(f"tool_choice is {shown(choice)}; it must be auto, none, required or a function")
+
+
+def _tool(given: Any) -> Tool:
+    function = (
+        given.get("function") if isinstance(given, Mapping) and given.get("type", "function") == "function" else None
+    )
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise InvalidRequestError(f"a tool is {shown(given)}; it must have type 'function' and a function with a name")
+    schema = function.get("parameters")
+    if schema is not None and not isinstance(schema, dict):
+        raise InvalidRequestError(f"the parameters of {name} are {shown(schema)}; they must be a JSON schema")
+    none: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    return Tool(name, {"type": "object", **schema} if schema else none, function.get("strict") is True)
+
+
+def _named(choice: Any) -> str | None:
+    """The name in a choice, which may be in a `function` of it."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def tool_grammar(
+    choice: ToolChoice, tools: ToolFormat | None, reasoning: ReasoningFormat | None = None, prompt: str = ""
+) -> StructuredOutputsParams | None:
+    """The grammar that an output must follow; None: it is free.
+
+    ``required``: one or several calls, after reasoning if the format has some. ``auto`` with tools that are strict: the
+    text is free, but each call has arguments of its schema.
+
+    Args:
+        tools: None: the model has no format of its own; required calls are then in that of Hermes.
+        prompt: its end, which may have opened the reasoning.
+
+    Raises:
+        InvalidRequestError: a schema can't be followed in this format.
+    """
+    free = choice.mode == "auto"
+    if choice.mode == "none" or (free and (tools is None or not any(tool.strict for tool in choice.tools))):
+        return None
+    form = (tools or TOOL_FORMATS["hermes"]).forms[0]
+    writer = _Writer(form)
+    rules = [writer.call(tool, free) for tool in choice.tools]
+    writer.add("call", " | ".join(rules))
+    repeated = "" if choice.one else f" ({_text(form.between)} call)*"
+    begin = _text(form.start)
+    run = f"{begin} call{repeated} {_text(form.end)}"
+    if not free:
+        writer.add("start", f"{_thinking(writer, reasoning, prompt)} {run}")
+    elif form.leads:
+        writer.add("start", rf"{_thinking(writer, reasoning, prompt)} (run | OTHER)?")
+        writer.add("OTHER", r"/[^\[{<](?s:.*)/")
+        writer.add("run", run)
+    else:  # free text up to the mark with which calls begin
+        whole = form.start + form.call.partition("$")[0]
+        mark = elements(whole.lstrip())[0]
+        writer.add(f"free[suffix={_literal(mark)}]", _ANY_TEXT)
+        writer.add("rest", _ANY_TEXT)
+        writer.add("first", " | ".join(writer.call(tool, free, mark) for tool in choice.tools))
+        begun = f"free first{repeated} {_text(form.end)}"
+        writer.add("start", f"({begun}){'?' if choice.one else '*'} rest")
+    return StructuredOutputsParams(grammar="\n".join(writer.rules))
+
+
+def after_reasoning(
+    form: StructuredOutputsParams, reasoning: ReasoningFormat, prompt: str
+) -> StructuredOutputsParams | None:
+    """The form of an answer with reasoning before it; None: this kind of form can't have any."""
+    kind, text = form.spec()
+    if kind != "json":
+        return None
+    writer = _Writer(TOOL_FORMATS["hermes"].forms[0])
+    writer.add("start", f"{_thinking(writer, reasoning, prompt)} answer")
+    writer.add("answer", f"%json {text}")
+    return StructuredOutputsParams(grammar="\n".join(writer.rules))
+
+
+def _thinking(writer: _Writer, reasoning: ReasoningFormat | None, prompt: str) -> str:
+    if reasoning is None:
+        return ""
+    writer.add(f"think[suffix={_literal(reasoning.close)}]", _ANY_TEXT)
+    writer.add("space", _SPACE)
+    if starts_in_reasoning(reasoning, prompt):
+        return "think space"
+    return f"(({' | '.join(map(_text, reasoning.opens))}) think space)?"
+
+
+class _Writer:
+    """Writes the rules of a Lark grammar for the calls of a form."""
+
+    def __init__(self, form: CallForm) -> None:
+        self._form = form
+        self.rules: list[str] = []
+        self._count = 0
+
+    def add(self, name: str, body: str) -> str:
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def _new(self, body: str, options: str = "") -> str:
+        self._count += 1
+        self.add(f"r{self._count}{options}", body)
+        return f"r{self._count}"
+
+    def call(self, tool: Tool, free: bool, begun: str = "") -> str:
+        """The rule of a call.
+
+        Args:
+            free: whether tools that are not strict may have any arguments.
+            begun: what of the run's first call is there already.
+        """
+        form, schema = self._form, tool.schema
+        if free and not tool.strict and "$JSON" in form.call:
+            schema = {"type": "object"}
+        if form.call == "$PYTHON":
+            return self._new(f'"[" {_text(tool.name)} "(" {self._words(tool, schema)} ")]"')
+        text = form.call.replace("~", "").replace("$NAME", tool.name).replace("$NUMBER", "0")
+        text = (form.start + text).lstrip().removeprefix(begun) if begun else text
+        before, place, after = text.partition("$JSON" if "$JSON" in text else "$PARAMS")
+        if place == "$JSON":
+            return self._new(f"{_text(before)} {self._json(schema)} {_text(after)}")
+        params = " ".join(self._param(tool, name, one) for name, one in self._properties(tool, schema))
+        return self._new(f"{_text(before)} {params} {_text(after.removeprefix(chr(10)))}")
+
+    def _json(self, schema: dict[str, Any]) -> str:
+        schema = {OPTIONS_KEY: {"whitespace_pattern": WHITESPACE}, **schema}
+        return self._new("%json " + json.dumps(schema, ensure_ascii=False))
+
+    def _properties(self, tool: Tool, schema: dict[str, Any]) -> list[tuple[str, Any]]:
+        if schema.get("type") != "object" or any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref")):
+            raise InvalidRequestError(
+                f"the parameters of {tool.name} are not a plain object; this model's calls can't be held to them"
+            )
+        found = schema.get("properties") or {}
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return [(name, {**one, **shared} if isinstance(one, dict) else {}) for name, one in found.items()]
+
+    def _param(self, tool: Tool, name: str, schema: dict[str, Any]) -> str:
+        before, _, after = self._form.params[0].partition("$VALUE")
+        if schema_types(schema) != {"string"} and len(self._form.params) > 1:  # of two forms, the second is for JSON
+            before, _, after = self._form.params[1].partition("$VALUE")
+        rule = self._new(
+            f"{_text(before.replace('$KEY', name))} {self._value(tool, name, schema, after)} {_text(chr(10))}"
+        )
+        return rule if name in tool.schema.get("required", ()) else f"{rule}?"
+
+    def _value(self, tool: Tool, name: str, schema: dict[str, Any], after: str) -> str:
+        """The value and what comes after it."""
+        types = schema_types(schema)
+        if words := [word for word in schema.get("enum", [schema.get("const")]) if isinstance(word, str)]:
+            return f"({' | '.join(map(_text, words))}) {_text(after)}"
+        if types and "string" not in types:
+            return f"{self._json(schema)} {_text(after)}"
+        if tool.strict and any(key in schema for key in _EXACT):
+            raise InvalidRequestError(
+                f"the parameter {name} of {tool.name} has {', '.join(key for key in _EXACT if key in schema)}, which "
+                "this model's calls can't be held to"
+            )
+        if any(key in schema for key in _LENGTHS):
+            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+            return rf"/[^<\n]{{{least},{most}}}/ {_text(after)}"
+        return self._new(_ANY_TEXT, f"[suffix={_literal(after.strip())}]")
+
+    def _words(self, tool: Tool, schema: dict[str, Any]) -> str:
+        """Arguments by keyword."""
+        given = [(name, f'{_text(name)} "=" {self._json(one)}') for name, one in self._properties(tool, schema)]
+        needed = schema.get("required", ())
+        must = [text for name, text in given if name in needed]
+        may = [text for name, text in given if name not in needed]
+        more = [f'(", " {text})?' for text in may]
+        if must:
+            return " ".join([' ", " '.join(must), *more])
+        ways = [" ".join([text, *more[at + 1 :]]) for at, text in enumerate(may)]
+        return f"({' | '.join(ways)})?" if ways else ""
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _text(text: str) -> str:
+    """A literal; nothing for an empty one. Newlines before it are one of their own, because the library's lexer takes
+    the longest: of a text that begins with "\\n" and "\\n" before another text, it would see only the former."""
+    rest = text.lstrip("\n")
+    return " ".join(_literal(part) for part in (text[: len(text) - len(rest)], rest) if part)

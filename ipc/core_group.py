@@ -1,0 +1,298 @@
+"""The cores of a daemon, or of an engine: one, or several that each hold a copy of the model (data parallel).
+
+Each core has a supervisor of its own, so that the death of one concerns no other. The first one's supervisor runs in
+the caller's thread, because nearly every group is a single core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .config import EngineConfig
+from .errors import EngineDeadError, MainspringError
+from .media_workers import MediaWorkers
+from .messages import DesiredState, Listening
+from .siblings import Siblings
+from .supervisor import Supervisor
+from .transport import Endpoints, ipc_address, make_runtime_dir, remove_runtime_dir
+
+logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 0.5  # from when frontends are told that a core takes no more requests until it begins to drain
+
+
+class CoreGroup:
+    """Has the interface of a `Supervisor`. Cores have numbers from 0 on; core 0 listens at the given endpoints, and the
+    others beside it.
+
+    Args:
+        config, endpoints, runtime_dir, drain_timeout: as for `Supervisor`.
+        claim: called with an address before a core that was added later listens there; raises if that is impossible.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        endpoints: Endpoints,
+        runtime_dir: str = "",
+        drain_timeout: float = 0.0,
+        claim: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._endpoints, self._claim = endpoints, claim
+        self._runtime_dir, self._drain_timeout = runtime_dir, drain_timeout
+        self._lock = threading.Lock()  # guards the members and their number
+        self._siblings = Siblings()
+        self._threads: dict[int, threading.Thread] = {}
+        self._stopping = False
+        self._claimed = config.parallel_config.num_cores  # addresses of cores below this number
+        self._wanted = config.parallel_config.num_cores
+        self.dead_error: EngineDeadError | None = None
+        self.supervisors: dict[int, Supervisor] = {}
+        self.media = MediaWorkers(config, endpoints)
+        for number in range(self._wanted):
+            self._make(number, config)
+
+    @property
+    def first(self) -> Supervisor:
+        return self.supervisors[0]
+
+    @property
+    def running(self) -> list[Supervisor]:
+        """Those of the cores that there are to be."""
+        return [one for number, one in sorted(self.supervisors.items()) if number < self._wanted]
+
+    def start(self) -> None:
+        """Start the cores, and wait until all serve. The first one decides about the size of the KV cache and how the
+        model is computed.
+
+        Raises:
+            MainspringError: a core did not start; this is its error.
+        """
+        others, errors = [one for number, one in self.supervisors.items() if number], list[BaseException]()
+
+        def start(one: Supervisor) -> None:
+            try:
+                self._follow_first(one)
+                one.start()
+            except BaseException as error:
+                errors.append(error)
+
+        self._siblings.listen({number: self._listening(number) for number in self.supervisors})
+        try:
+            self.first.start()
+            starting = [threading.Thread(target=start, args=(one,), daemon=True) for one in others]
+            for thread in starting:
+                thread.start()
+            for thread in starting:
+                thread.join()
+            if errors:
+                raise errors[0]
+            self._start_media()
+        except BaseException:
+            self.media.close()
+            for one in self.supervisors.values():
+                if one.ready:
+                    one.end()
+                else:
+                    one.stop()
+            raise
+        for number, one in self.supervisors.items():
+            if number:
+                self._in_thread(number, self._keep, one)
+
+    def run(self) -> None:
+        """Keep all cores running until `stop`. A core that has died too often stays down; the others go on.
+
+        Raises:
+            EngineDeadError: all cores died too often.
+        """
+        try:
+            self._keep(self.first)
+            while threads := [thread for thread in self._threads.values() if thread.is_alive()]:
+                threads[0].join()
+            if not self._stopping:
+                self.dead_error = self.first.dead_error
+        except BaseException as error:
+            self.dead_error = EngineDeadError(f"the supervisor failed: {error!r}")
+            raise
+        finally:
+            self.stop()
+            for thread in list(self._threads.values()):
+                thread.join()
+            self.media.close()
+        if self.dead_error is not None:
+            raise self.dead_error
+
+    def stop(self) -> None:
+        """Let all cores finish their requests, as `Supervisor.stop`. A signal handler may call this."""
+        self._stopping = True
+        for one in list(self.supervisors.values()):
+            one.stop()
+
+    # ------------------------------------------------------------------ more cores, or fewer
+
+    def scale(self, count: int) -> None:
+        """Have `count` cores. Further ones take requests when they have loaded. Those above the count take no more,
+        finish theirs within `drain_timeout`, and leave the rest to the others."""
+        with self._lock:
+            if self._stopping or count == self._wanted:
+                return
+            before, self._wanted = self._wanted, count
+            logger.info("%d cores are wanted, so far %d", count, before)
+            for number in range(before, count):
+                self._in_thread(number, self._join, number, self._threads.get(number))
+        self._siblings.listen(dict.fromkeys(range(count, before)))
+        for number in range(count, before):
+            threading.Timer(LEAVE_SECONDS, self._retire, args=(number,)).start()
+
+    def _join(self, number: int, earlier: threading.Thread | None) -> None:
+        """Start a further core, and keep it running."""
+        if earlier is not None:
+            earlier.join()  # a core of this number may still be finishing its requests
+        try:
+            with self._lock:
+                if self._stopping or number >= self._wanted:
+                    return
+                one = self._make(number, self.first.launch.config)
+            for address in (one.launch.endpoints.address, one.launch.endpoints.admin_address):
+                if address and number >= self._claimed:
+                    self._claim(address)
+            self._claimed = max(self._claimed, number + 1)
+            self._follow_first(one)
+            one.launch.state = self.first.launch.state
+            one.start()
+        except MainspringError as error:
+            logger.error("core %d did not start: %s", number, error)
+            return
+        if number < self._wanted:
+            self._siblings.listen({number: self._listening(number)})
+        self._keep(one)
+
+    def _retire(self, number: int) -> None:
+        with self._lock:
+            if number >= self._wanted and number in self.supervisors:
+                self.supervisors[number].stop()
+
+    # ------------------------------------------------------------------ one core
+
+    def _make(self, number: int, config: EngineConfig) -> Supervisor:
+        self.supervisors[number] = one = Supervisor(
+            config,
+            self._endpoints.of(number),
+            "" if number else self._runtime_dir,
+            self._drain_timeout,
+            number,
+            self._siblings,
+            environment_of(config, number, self._wanted),
+            self._on_state,
+        )
+        one.launch.media = self.media.places
+        return one
+
+    def _start_media(self) -> None:
+        """Let media workers start on demand, if the model takes media."""
+        if self.first.media:
+            self.media.config = self.first.launch.config
+            self.media.start()
+        else:
+            self.media.close()
+
+    def _on_state(self, before: DesiredState, now: DesiredState) -> None:
+        if now.num_cores is not None and now.num_cores != before.num_cores:
+            self.scale(now.num_cores)
+
+    def _follow_first(self, one: Supervisor) -> None:
+        """Let a further core do as the first one has found."""
+        one.launch.config, one.launch.decisions = self.first.launch.config, self.first.launch.decisions
+
+    def _keep(self, one: Supervisor) -> None:
+        try:
+            one.run()
+        except EngineDeadError as error:
+            logger.error("core %d stays down: %s", one.launch.number, error)
+        finally:
+            self._siblings.listen({one.launch.number: None})
+
+    def _in_thread(self, number: int, run: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=run, args=args, name=f"mainspring-core-{number}", daemon=True)
+        self._threads[number] = thread
+        thread.start()
+
+    def _listening(self, number: int) -> Listening:
+        endpoints = self._endpoints.of(number)
+        return Listening(number, endpoints.address, endpoints.admin_address)
+
+
+def environment_of(config: EngineConfig, number: int, count: int) -> dict[str, str]:
+    """The environment of core `number` of `count`: its own GPUs, or its share of the processors."""
+    parallel = config.parallel_config
+    if count == 1 and not number:
+        return {}
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(at) for at in range(len(glob.glob("/dev/nvidia[0-9]*")))] if listed is None else listed.split(",")
+    if config.device_config.device != "cpu" and any(devices):
+        width = parallel.num_local_ranks
+        own = [devices[(number * width + at) % len(devices)] for at in range(width)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))}
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // max(count, number + 1)))}
+
+
+class EmbeddedCores:
+    """Cores that belong to this process, with their supervisors in threads. They end with this process, however that
+    ends.
+
+    Each is a fresh interpreter, so scripts and notebooks need no ``__main__`` guard. Its configuration comes over
+    standard input. It watches this process and exits when this one has ended.
+
+    Raises:
+        MainspringError: a core did not start; the error it raised, under its own type.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.token = secrets.token_bytes(16)
+        folder = make_runtime_dir()
+        try:
+            self.address = ipc_address(folder)
+            self.group = CoreGroup(config, Endpoints(self.address, token=self.token), folder)
+            self.group.start()
+        except BaseException:
+            remove_runtime_dir(folder)
+            raise
+        self._thread = threading.Thread(target=_run, args=(self.group,), name="mainspring-supervisor", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end, self.group, self._thread, folder, os.getpid())
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Of the first core."""
+        return self.group.first
+
+    def dead_error(self) -> EngineDeadError | None:
+        return self.group.dead_error
+
+    def close(self) -> None:
+        """End the cores and remove their sockets. A second call does nothing."""
+        self._end()
+
+
+def _run(group: CoreGroup) -> None:
+    with contextlib.suppress(EngineDeadError):  # kept in `dead_error`
+        group.run()
+
+
+def _end(group: CoreGroup, thread: threading.Thread, folder: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # in a forked child: the cores belong to their parent
+    group.stop()
+    thread.join()
+    remove_runtime_dir(folder)

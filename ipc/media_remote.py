@@ -1,0 +1,292 @@
+"""The client of media workers: prepares prompts there, and has their items delivered to cores.
+
+What a worker has not answered is sent again when the connection is lost, and an item that the next worker lacks is
+prepared again, so the death of a worker costs time only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import zmq
+
+from .errors import EngineDeadError, InvalidRequestError, MainspringError, ProtocolError, RequestFailedError, from_wire
+from .link import Link
+from .media_client import Asked, AskedFor, MediaInput, PreparedPrompt, digests_of
+from .media_messages import Answer, Content, Deliver, Prepare, ResetCache, decode_answer, encode_order
+from .messages import MediaItem
+from .transport import Waker, readable
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 0.1  # interval between two attempts to reach a worker
+START_SECONDS = 120.0  # longest wait for a worker that does not answer at all
+MAX_ATTEMPTS = 5  # times that an item is prepared for one delivery
+Failed = Callable[[Sequence[MediaItem], MainspringError], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """An unanswered message."""
+
+    number: int
+    frames: list[Any]
+    done: Callable[[Answer], None]
+    failed: Callable[[MainspringError], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """The connection to one worker."""
+
+    address: str
+    link: Link | None = None  # made when it is needed, because a connection starts the worker
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    waits_since: float | None = None  # it has jobs and is not reached
+
+
+class _Exchange:
+    """Sends messages, and sends them again when a connection is lost. One thread has the sockets."""
+
+    def __init__(self, addresses: Sequence[str], keys: tuple[str, str, str] | None) -> None:
+        self._workers, self._keys = [_Worker(address) for address in addresses], keys
+        self._lock = threading.Lock()  # guards the list of new jobs
+        self._new: list[tuple[int, _Job]] = []
+        self._waker, self.closed, self._pid = Waker(), False, os.getpid()
+        self._thread: threading.Thread | None = None
+
+    def send(self, worker: int, job: _Job) -> None:
+        with self._lock:
+            if self.closed:
+                raise EngineDeadError("the engine was shut down")
+            self._new.append((worker, job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mainspring-media", daemon=True)
+                self._thread.start()
+        self._waker.wake()
+
+    def stop(self) -> None:
+        with self._lock:
+            self.closed = True
+        self._waker.wake()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
+            thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except zmq.ZMQError:
+            if threading.main_thread().is_alive():  # otherwise the program ends, and has closed the sockets
+                raise
+
+    def _serve(self) -> None:
+        while not self.closed:
+            links = [one.link for one in self._workers if one.link is not None]
+            waiting = any(link.lost for link in links) or any(one.waits_since is not None for one in self._workers)
+            readable(
+                (self._waker.fd, *(fd for link in links for fd in link.fds)), RECONNECT_SECONDS if waiting else None
+            )
+            self._waker.clear()
+            with self._lock:
+                new, self._new = self._new, []
+            for number, job in new:
+                worker = self._workers[number]
+                worker.jobs[job.number] = job
+                if worker.link is None:
+                    worker.link = Link(worker.address, self._keys)
+                worker.link.send(job.frames)
+            for worker in self._workers:
+                if worker.link is not None:
+                    self._look_at(worker, worker.link)
+        error = EngineDeadError("the engine was shut down")
+        for worker in self._workers:
+            if worker.link is not None:
+                worker.link.close(0)
+            self._give_up(worker, error)
+        for _, job in self._new:
+            job.failed(error)
+
+    def _look_at(self, worker: _Worker, link: Link) -> None:
+        link.read_events()
+        while (frames := link.receive()) is not None:
+            try:
+                answer = decode_answer(frames)
+            except ProtocolError:
+                logger.warning("a media worker sent what is no answer")
+                continue
+            if (job := worker.jobs.pop(answer.job, None)) is not None:
+                job.done(answer)
+        link.read_events()
+        now = time.monotonic()
+        if link.lost and now - link.opened_at >= RECONNECT_SECONDS:
+            link.open()
+            for job in worker.jobs.values():
+                link.send(job.frames)
+        if link.reached or not worker.jobs:
+            worker.waits_since = None
+        elif worker.waits_since is None:
+            worker.waits_since = now
+        elif now - worker.waits_since > START_SECONDS:
+            why = f": {link.trouble}" if link.trouble else ""
+            self._give_up(worker, EngineDeadError(f"no media worker answers at {worker.address}{why}"))
+
+    @staticmethod
+    def _give_up(worker: _Worker, error: MainspringError) -> None:
+        jobs = list(worker.jobs.values())
+        worker.jobs.clear()
+        for job in jobs:
+            job.failed(error)
+
+
+class RemoteMedia:
+    """See `MediaClient`. `sent` takes the place of `deliver`: the connection to a core calls it with each request that
+    it sends, also again to a further core.
+
+    Args:
+        addresses: of the workers.
+        token: that embedded workers want.
+        keys: for tcp, see `make_dealer`.
+        failed: told of items that can't be delivered; their requests would wait for ever.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: bytes = b"",
+        keys: tuple[str, str, str] | None = None,
+        failed: Failed = lambda media, error: None,
+    ) -> None:
+        self._token, self._count, self._failed = token, len(addresses), failed
+        self._exchange = _Exchange(addresses, keys)
+        self._numbers = itertools.count(1)
+        self._asked = AskedFor()
+        self._lock = threading.RLock()  # guards `_asked`
+        self._end = weakref.finalize(self, self._exchange.stop)
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        inputs: Sequence[MediaInput],
+        kwargs: dict[str, Any],
+        add_special_tokens: bool = True,
+    ) -> Future[PreparedPrompt]:
+        """See `MediaClient`."""
+        asked = Asked(prompt, tuple(inputs), dict(kwargs), add_special_tokens)
+        future: Future[PreparedPrompt] = Future()
+
+        def done(prepared: PreparedPrompt) -> None:
+            if future.set_running_or_notify_cancel():
+                with self._lock:
+                    self._asked.add(prepared, asked)
+                future.set_result(prepared)
+
+        def failed(error: MainspringError) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._prepare(asked, done, failed)
+        return future
+
+    def _prepare(
+        self, asked: Asked, done: Callable[[PreparedPrompt], None], failed: Callable[[MainspringError], None]
+    ) -> None:
+        contents, frames = [], list[Any]()
+        for given in asked.inputs:
+            content, dtype, shape = given.content, "", list[int]()
+            if isinstance(content, np.ndarray):
+                values = np.ascontiguousarray(content)
+                dtype, shape = values.dtype.name, list(values.shape)
+                content = values.tobytes()
+            url = content if isinstance(content, str) else ""
+            contents.append(Content(given.modality, url, dtype, shape, given.facts))
+            frames += [] if isinstance(content, str) else [content]
+        try:
+            order = Prepare(next(self._numbers), asked.prompt, contents, asked.kwargs, asked.add_special_tokens)
+            message = encode_order(self._token, order, frames)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            text = f"mm_processor_kwargs hold what can't go to another process: {error!s:.200}"
+            return failed(InvalidRequestError(text))
+
+        def answered(answer: Answer) -> None:
+            if answer.error:
+                failed(from_wire(answer.error, answer.error_text))
+            else:
+                done(PreparedPrompt(answer.token_ids, answer.media))
+
+        self._exchange.send(self._worker_of(asked), _Job(order.job, message, answered, failed))
+
+    def _worker_of(self, asked: Asked) -> int:
+        """The same worker for the same first item, which that one may still have."""
+        if self._count == 1 or not asked.inputs:
+            return 0
+        content = asked.inputs[0].content
+        if isinstance(content, np.ndarray):
+            content = np.ascontiguousarray(content).tobytes()
+        data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % self._count
+
+    def deliver(self, prepared: PreparedPrompt, inputs: Sequence[MediaInput], core: int = 0) -> None:
+        """Nothing to do: the connection calls `sent`."""
+
+    def sent(self, media: Sequence[MediaItem], core: int) -> None:
+        """Let a core have the items of a request that was sent to it."""
+        with self._lock:
+            asked = self._asked.get(media)
+        if asked is not None:
+            with contextlib.suppress(EngineDeadError):  # it is being closed
+                self._deliver(media, asked, core, MAX_ATTEMPTS)
+            return
+        error = RequestFailedError("the media of this request are not kept any more")
+        threading.Thread(target=self._failed, args=(media, error), daemon=True).start()  # the caller holds a lock
+
+    def _deliver(self, media: Sequence[MediaItem], asked: Asked, core: int, attempts: int) -> None:
+        def failed(error: MainspringError) -> None:
+            if not self._exchange.closed:
+                self._failed(media, error)
+
+        def again(prepared: PreparedPrompt) -> None:
+            if digests_of(prepared.media) != digests_of(media):
+                failed(RequestFailedError("a URL of this request has another content than before"))
+            elif attempts <= 1:
+                failed(RequestFailedError("the media of this request do not fit the workers' cache"))
+            else:
+                self._deliver(media, asked, core, attempts - 1)
+
+        def answered(answer: Answer) -> None:
+            if answer.error:
+                failed(from_wire(answer.error, answer.error_text))
+            elif answer.lacks:
+                self._prepare(asked, again, failed)
+
+        order = Deliver(next(self._numbers), core, list(dict.fromkeys(digests_of(media))))
+        job = _Job(order.job, encode_order(self._token, order), answered, failed)
+        self._exchange.send(self._worker_of(asked), job)
+
+    def forget(self, prepared: PreparedPrompt) -> None:
+        """See `MediaClient`."""
+        with self._lock:
+            self._asked.forget(prepared.media)
+
+    def reset_cache(self) -> None:
+        """See `MediaClient`."""
+        for worker in range(self._count):
+            order = ResetCache(next(self._numbers))
+            job = _Job(order.job, encode_order(self._token, order), lambda answer: None, lambda error: None)
+            self._exchange.send(worker, job)
+
+    def close(self) -> None:
+        """See `MediaClient`."""
+        self._end()

@@ -1,0 +1,74 @@
+"""Prepares media in the engine's own process, for an engine that has its core there, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..ipc.codec import Array
+from ..ipc.config import EngineConfig
+from ..ipc.errors import RequestFailedError
+from ..ipc.media_client import Asked, AskedFor, MediaInput, PreparedPrompt, digests_of
+from .preparer import Preparer
+
+OFFERED = 1000  # most digests in a call
+Call = Callable[..., Any]  # `CoreClient.call`
+
+
+def deliver(call: Call, preparer: Preparer, digests: Sequence[bytes]) -> list[bytes]:
+    """Send to a core the arrays of the items that it lacks. Returns those items that are not kept any more."""
+    gone = []
+    for start in range(0, len(digests), OFFERED):
+        for digest in call("offer_media", list(digests[start : start + OFFERED])):
+            if (item := preparer.arrays(digest)) is None:
+                gone.append(digest)
+                continue
+            arrays = [Array(values, values.dtype.name) for values in item.arrays.values()]
+            call("put_media", digest, item.modality, list(item.arrays), arrays=arrays)
+    return gone
+
+
+class LocalMedia:
+    """See `MediaClient`.
+
+    Args:
+        call: a method of the core, as `CoreClient.call`.
+    """
+
+    def __init__(self, config: EngineConfig, call: Call) -> None:
+        self._preparer, self._call, self._asked = Preparer(config), call, AskedFor()
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        inputs: Sequence[MediaInput],
+        kwargs: dict[str, Any],
+        add_special_tokens: bool = True,
+    ) -> Future[PreparedPrompt]:
+        done: Future[PreparedPrompt] = Future()
+        try:
+            prepared = self._preparer.prepare(prompt, inputs, kwargs, add_special_tokens)
+            self._asked.add(prepared, Asked(prompt, inputs, kwargs, add_special_tokens))
+            done.set_result(prepared)
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def deliver(self, prepared: PreparedPrompt, inputs: Sequence[MediaInput], core: int = 0) -> None:
+        digests = list(dict.fromkeys(digests_of(prepared.media)))
+        asked = self._asked.get(prepared.media)
+        if (gone := deliver(self._call, self._preparer, digests)) and asked is not None:
+            self._preparer.prepare(*asked)  # others have come since it was prepared
+            gone = deliver(self._call, self._preparer, digests)
+        if gone:
+            raise RequestFailedError("a media item of this request has changed, or is not kept any more")
+
+    def forget(self, prepared: PreparedPrompt) -> None:
+        self._asked.forget(prepared.media)
+
+    def reset_cache(self) -> None:
+        self._preparer.reset()
+
+    def close(self) -> None:
+        """Nothing runs."""

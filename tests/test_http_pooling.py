@@ -1,0 +1,133 @@
+"""The routes of pooling models, with OpenAI's client and compared with `LLM`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import openai
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+import pooled
+from daemons import short_folder
+from http_servers import HttpServer
+from mainspring import LLM
+
+pytestmark = pytest.mark.slow
+
+TEXTS = ["the fox jumps", "a bear sleeps in the long winter", "one two three"]
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pooled.make("qwen3", tmp_path_factory.mktemp("embedder"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classifier")
+    return pooled.make("bert", folder, AutoModelForSequenceClassification, tokenizer=True, id2label={0: "relevant"})
+
+
+def serve(model: Path, *options: str) -> Iterator[HttpServer]:
+    with short_folder() as folder:
+        server = HttpServer(folder, "--model", str(model), "--runner", "pooling", *options).wait_ready()
+        yield server
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def server(embedder: Path) -> Iterator[HttpServer]:
+    yield from serve(embedder, "--served-model-name", "spring")
+
+
+@pytest.fixture(scope="module")
+def scorer(classifier: Path) -> Iterator[HttpServer]:
+    yield from serve(classifier)
+
+
+def post(server: HttpServer, path: str, **body: Any) -> Any:
+    found = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    return found.json() if found.status_code == 200 else found.status_code
+
+
+def test_embeddings_are_those_of_the_engine(server: HttpServer, embedder: Path) -> None:
+    with LLM(str(embedder), runner="pooling") as llm:
+        expected = [one.outputs.embedding for one in llm.embed(TEXTS, use_tqdm=False)]  # type: ignore[union-attr]
+        ids = [list(one.prompt_token_ids) for one in llm.embed(TEXTS, use_tqdm=False)]
+    client = server.client()
+    found = client.embeddings.create(model="spring", input=TEXTS, encoding_format="float")
+    assert [one.index for one in found.data] == [0, 1, 2]
+    assert np.array_equal([one.embedding for one in found.data], expected)
+    assert found.usage.prompt_tokens == sum(map(len, ids))
+    # by default the client asks for base64, which it decodes only after a strict validation would have refused it
+    lenient = server.client(_strict_response_validation=False)
+    by_default = lenient.embeddings.create(model="spring", input=TEXTS)
+    assert np.allclose([one.embedding for one in by_default.data], expected)
+    raw = post(server, "/v1/embeddings", input=TEXTS[0], encoding_format="base64")["data"][0]["embedding"]
+    assert np.allclose(np.frombuffer(base64.b64decode(raw), "<f4"), expected[0])
+    of_ids = client.embeddings.create(model="spring", input=ids[0], encoding_format="float")
+    assert np.array_equal(of_ids.data[0].embedding, expected[0])
+    of_many = client.embeddings.create(model="spring", input=ids, encoding_format="float")
+    assert np.array_equal([one.embedding for one in of_many.data], expected)
+
+
+def test_scores_and_ranks_are_cosines(server: HttpServer, embedder: Path) -> None:
+    with LLM(str(embedder), runner="pooling") as llm:
+        expected = [one.outputs.score for one in llm.score("a fox", TEXTS, use_tqdm=False)]
+    for path in ("/score", "/v1/score"):
+        found = post(server, path, text_1="a fox", text_2=TEXTS)
+        assert np.allclose([one["score"] for one in found["data"]], expected)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        found = post(server, path, query="a fox", documents=TEXTS, top_n=2)
+        order = sorted(range(3), key=lambda at: -expected[at])[:2]
+        assert [one["index"] for one in found["results"]] == order
+        assert [one["document"]["text"] for one in found["results"]] == [TEXTS[at] for at in order]
+    assert len(post(server, "/rerank", query="x", documents=[{"text": "a"}, "b"])["results"]) == 2
+
+
+def test_pooling_gives_what_the_task_gives(server: HttpServer) -> None:
+    (one,) = post(server, "/pooling", input=TEXTS[0])["data"]
+    assert len(one["data"]) == 64
+    (one,) = post(server, "/pooling", input=TEXTS[0], task="token_embed")["data"]
+    assert len(one["data"][0]) == 64
+    assert len(one["data"]) == post(server, "/tokenize", prompt=TEXTS[0])["count"]
+
+
+def test_what_a_pooling_model_can_not_do(server: HttpServer) -> None:
+    client = server.client()
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="spring", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="spring", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="spring", input="x", dimensions=10_000)
+    for wrong in ([], "", ["a", 1], [["a"]], [-1], "x " * 999):
+        assert post(server, "/v1/embeddings", input=wrong) == 400
+    for path, body in (
+        ("/classify", {"input": "x"}),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}),
+        ("/score", {"text_1": "a"}),
+        ("/rerank", {"query": "a", "documents": []}),
+        ("/pooling", {"input": "x", "task": "dance"}),
+    ):
+        assert post(server, path, **body) == 400
+
+
+def test_a_cross_encoder_scores_pairs(scorer: HttpServer, classifier: Path) -> None:
+    with LLM(str(classifier), runner="pooling") as llm:
+        expected = [one.outputs.score for one in llm.score("a fox", TEXTS, use_tqdm=False)]
+        probs = [one.outputs.probs for one in llm.classify(TEXTS, use_tqdm=False)]
+    found = post(scorer, "/v1/score", text_1="a fox", text_2=TEXTS)
+    assert np.allclose([one["score"] for one in found["data"]], expected)
+    found = post(scorer, "/classify", input=TEXTS)
+    assert np.allclose([one["probs"] for one in found["data"]], probs)
+    assert [one["num_classes"] for one in found["data"]] == [1, 1, 1]
+    assert [one["label"] for one in found["data"]] == ["relevant"] * 3
+    found = post(scorer, "/v2/rerank", query="a fox", documents=TEXTS)
+    assert [one["index"] for one in found["results"]] == sorted(range(3), key=lambda at: -expected[at])

@@ -1,0 +1,221 @@
+"""Prompts with media: what is made of them is what the checkpoint's own processor makes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mainspring.ipc.config import EngineConfig, ModelConfig, MultiModalConfig
+from mainspring.ipc.errors import InvalidRequestError, UnsupportedModelError
+from mainspring.ipc.media_client import MediaInput
+from mainspring.media.local import LocalMedia
+from mainspring.media.preparer import Preparer
+from mainspring.media.processor import Processor, Way
+from media_folders import file_of, make_processor, picture, save_folder, tone, wav_of
+
+IMAGES = ["llava", "llava_next", "qwen2_vl", "smolvlm", "gemma3", "paligemma"]
+PLACEHOLDER = {"qwen2_vl": "<|image_pad|>", "gemma3": "<start_of_image>", "qwen2_audio": "<|AUDIO|>"}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    base = tmp_path_factory.mktemp("processors")
+    return cache(lambda name: save_folder(name, base / name))
+
+
+def config_of(folder: Path, **fields: Any) -> EngineConfig:
+    return EngineConfig(model_config=ModelConfig(model=str(folder)), multimodal_config=MultiModalConfig(**fields))
+
+
+def image(seed: int = 0, width: int = 90, height: int = 60) -> MediaInput:
+    return MediaInput("image", file_of(picture(seed, width, height)))
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_token_ids_and_arrays_are_those_of_the_processor(name: str, folders: Any) -> None:
+    """Two images of different sizes in one text, and each one's arrays as the processor makes them alone."""
+    placeholder = PLACEHOLDER.get(name, "<image>")
+    pictures = [picture(1, 120, 60), picture(2, 64, 100)] if name != "paligemma" else [picture(1, 120, 60)]
+    prompt = f"{placeholder * len(pictures)}What is it?" if name == "paligemma" else f"a {placeholder}\n{placeholder}?"
+    processor, preparer = make_processor(name), Preparer(config_of(folders(name)))
+    found = preparer.prepare(prompt, [MediaInput("image", file_of(each)) for each in pictures], {})
+    expected = processor(text=[prompt], images=pictures, return_tensors="np" if len(pictures) == 1 else None)
+    assert found.token_ids == list(np.asarray(expected["input_ids"]).reshape(-1))
+    assert len(found.media) == len(pictures)
+    token = preparer.processor.place("image").token_id
+    covered = [at for item in found.media for at in range(item.offset, item.offset + item.length)]
+    assert {at for at, one in enumerate(found.token_ids) if one == token} <= set(covered)
+    assert len(covered) == len(set(covered))
+    for item, one in zip(found.media, pictures, strict=True):
+        assert {found.token_ids[at] for at in (item.offset, item.offset + item.length - 1)} == {token}
+        text = placeholder if name != "paligemma" else prompt
+        alone = processor(text=[text], images=[one], return_tensors="np")
+        kept = preparer.arrays(item.digest)
+        assert kept is not None
+        assert kept.arrays
+        for key, values in kept.arrays.items():
+            np.testing.assert_array_equal(values, alone[key], key)
+
+
+@pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3"])
+def test_token_ids_are_expanded_like_text(name: str, folders: Any) -> None:
+    preparer, placeholder = Preparer(config_of(folders(name))), PLACEHOLDER.get(name, "<image>")
+    prompt = f"a {placeholder} b {placeholder} c"
+    given = [image(1), image(2, 40, 80)]
+    of_text = preparer.prepare(prompt, given, {})
+    of_ids = preparer.prepare(preparer.processor.tokenize(prompt, add_special_tokens=True), given, {})
+    assert of_ids == of_text
+
+
+def test_sound_is_resampled_to_what_the_model_hears(folders: Any) -> None:
+    preparer, processor = Preparer(config_of(folders("qwen2_audio"))), make_processor("qwen2_audio")
+    prompt = "<|audio_bos|><|AUDIO|><|audio_eos|>What is said?"
+    found = preparer.prepare(prompt, [MediaInput("audio", wav_of(tone(1.0, 44_100), 44_100))], {})
+    expected = processor(text=[prompt], audio=[tone(1.0)], return_tensors="np", sampling_rate=16_000)
+    assert found.token_ids == list(expected["input_ids"][0])
+    kept = preparer.arrays(found.media[0].digest)
+    assert kept is not None
+    np.testing.assert_array_equal(kept.arrays["feature_attention_mask"], expected["feature_attention_mask"])
+    # away from the ends of the sound, and above the floor of the logarithm
+    loud = expected["input_features"][..., 5:90] > 0
+    assert loud.any()
+    difference = np.abs(kept.arrays["input_features"] - expected["input_features"])[..., 5:90][loud]
+    assert difference.max() < 0.02
+    raw = preparer.prepare(prompt, [MediaInput("audio", tone(0.5, 8_000), {"sampling_rate": 8_000})], {})
+    assert raw.media[0].length < found.media[0].length
+
+
+def test_raw_arrays_are_what_files_are(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava")))
+    of_file = preparer.prepare("<image>", [image(3)], {})
+    of_array = preparer.prepare("<image>", [MediaInput("image", np.asarray(picture(3)))], {})
+    assert of_file.token_ids == of_array.token_ids
+    assert of_file.media[0].digest != of_array.media[0].digest  # a name is of the bytes that came
+    one, other = (preparer.arrays(found.media[0].digest) for found in (of_file, of_array))
+    assert one is not None
+    assert other is not None
+    np.testing.assert_array_equal(one.arrays["pixel_values"], other.arrays["pixel_values"])
+
+
+def test_a_digest_names_content_arguments_and_settings(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava")))
+    digest = lambda given, **kwargs: preparer.prepare("<image>", [given], kwargs).media[0].digest  # noqa: E731
+    assert digest(image(1)) == digest(image(1))
+    assert digest(image(1)) != digest(image(2))
+    assert digest(image(1)) != digest(image(1), do_normalize=False)
+    other = Preparer(config_of(folders("llava"), mm_processor_kwargs={"do_normalize": False}))
+    assert other.prepare("<image>", [image(1)], {}).media[0].digest == digest(image(1), do_normalize=False)
+    third = Preparer(config_of(folders("gemma3")))
+    assert third.prepare("<start_of_image>", [image(1)], {}).media[0].digest != digest(image(1))
+
+
+def test_an_item_is_prepared_once_while_it_is_kept(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparer, calls = Preparer(config_of(folders("llava"))), []
+    expand = Processor.expand
+    monkeypatch.setattr(Processor, "expand", lambda self, *args: calls.append(args) or expand(self, *args))
+    preparer.prepare("<image><image>", [image(1), image(1)], {})
+    preparer.prepare("b <image>", [image(1)], {})
+    assert len(calls) == 1
+    preparer.reset()
+    preparer.prepare("b <image>", [image(1)], {})
+    assert len(calls) == 2
+
+
+def test_the_oldest_items_go_when_the_cache_is_full(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava"), mm_processor_cache_gb=2.5 * 3 * 56 * 56 * 4 / 2**30))
+    digests = [preparer.prepare("<image>", [image(seed)], {}).media[0].digest for seed in range(3)]
+    assert [preparer.arrays(digest) is None for digest in digests] == [True, False, False]
+
+
+def test_items_of_one_prompt_are_kept_even_if_they_are_more_than_the_cache_holds(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava"), mm_processor_cache_gb=0.0))
+    first = preparer.prepare("<image>" * 4, [image(seed) for seed in range(4)], {})
+    assert all(preparer.arrays(item.digest) for item in first.media)
+    second = preparer.prepare("<image>", [image(9)], {})
+    assert [preparer.arrays(item.digest) is None for item in first.media + second.media] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("no place", 1), ("<image>", 2), ("<image> and <image>", 1), ([72, 259, 73, 259], 1), ([72], 1), ("<image>", 0)],
+)
+def test_each_item_needs_one_placeholder(prompt: Any, count: int, folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava")))
+    if not count:  # without items a text is a text
+        assert preparer.prepare(prompt, [], {}).media == []
+        return
+    with pytest.raises(InvalidRequestError, match="'<image>'"):
+        preparer.prepare(prompt, [image(seed) for seed in range(count)], {})
+
+
+def test_text_with_tokens_of_an_expanded_item_is_refused(folders: Any) -> None:
+    """Gemma 3 writes one text in a prompt, and another one in its expansion. A user may type the second."""
+    preparer = Preparer(config_of(folders("gemma3")))
+    with pytest.raises(InvalidRequestError, match="stand for parts of media items"):
+        preparer.prepare("<start_of_image> and <image_soft_token>", [image()], {})
+
+
+def test_items_of_another_kind_are_refused(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava")))
+    with pytest.raises(UnsupportedModelError, match="takes no audio"):
+        preparer.prepare("<audio>", [MediaInput("audio", wav_of(tone()))], {})
+    content = tone()
+    gone = weakref.ref(content)
+    for _ in range(2):  # an error that is remembered keeps no content
+        with pytest.raises(UnsupportedModelError):
+            preparer.prepare("<audio>", [MediaInput("audio", content)], {})
+    del content
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(InvalidRequestError, match="no modality"):
+        preparer.prepare("<smell>", [MediaInput("smell", b"x")], {})
+
+
+@pytest.mark.parametrize("name", ["images", "device", "return_tensors", "text"])
+def test_arguments_that_the_engine_sets_are_refused(name: str, folders: Any) -> None:
+    preparer = Preparer(config_of(folders("llava")))
+    for kwargs in ({name: "http://127.0.0.1/"}, {"images_kwargs": {name: "http://127.0.0.1/"}}):
+        with pytest.raises(InvalidRequestError, match=name):
+            preparer.prepare("<image>", [image()], kwargs)
+
+
+def test_a_processor_that_needs_the_whole_prompt_is_called_with_it(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("paligemma")))
+    assert preparer.processor.place("image").way is Way.TOGETHER
+    found = preparer.prepare("<image>caption", [image()], {})
+    assert found.media[0].length == 4
+    with pytest.raises(InvalidRequestError, match="needs the text"):
+        preparer.prepare([259, 72], [image()], {})
+
+
+def test_arrays_go_to_a_core_that_lacks_them(folders: Any) -> None:
+    """An engine with the core in its process. What the core has is not sent; what is gone is prepared again."""
+    core: dict[bytes, Any] = {}
+
+    def call(method: str, *args: Any, arrays: Any = ()) -> Any:
+        if method == "offer_media":
+            return [digest for digest in args[0] if digest not in core]
+        assert method == "put_media"
+        digest, modality, names = args
+        core[digest] = modality, {name: array.values for name, array in zip(names, arrays, strict=True)}
+        return None
+
+    media, given = LocalMedia(config_of(folders("qwen2_vl")), call), [image(1), image(2)]
+    prepared = media.prepare("<|image_pad|> or <|image_pad|>", given, {}).result()
+    media.reset_cache()
+    media.deliver(prepared, given)
+    assert set(core) == {item.digest for item in prepared.media}
+    modality, arrays = core[prepared.media[0].digest]
+    assert modality == "image"
+    assert set(arrays) == {"pixel_values", "image_grid_thw"}
+
+    media.deliver(prepared, given)
+    media.forget(prepared)
+    with pytest.raises(InvalidRequestError, match="placeholders"):
+        media.prepare("none", given, {}).result()

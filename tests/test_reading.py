@@ -1,0 +1,121 @@
+"""Readings: which reader and which grammar a conversation gets, by the chat template, the tools and the options."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mainspring.engine.text.response_reader import ResponseReader
+from mainspring.engine.text.template_reader import TemplateReader
+from mainspring.ipc.structured import StructuredOutputsParams
+from mainspring.web.bodies import ChatBody
+from mainspring.web.reading import Reading, Readings
+from test_template_reader import TEMPLATE
+from tool_models import TEMPLATE as CHAT
+from tool_models import WEATHER
+
+ASK = [{"role": "user", "content": "Rain?"}]
+TOOLS = [{"type": "function", "function": WEATHER}]
+LOOSE = [{"type": "function", "function": {"name": "now"}}]
+ANSWER = StructuredOutputsParams(json={"type": "object"})
+
+
+def engine(template: str = CHAT, special: tuple[str, ...] = (), shipped: Any = None) -> Any:
+    return SimpleNamespace(
+        tokenizer=SimpleNamespace(
+            get_chat_template=lambda name, with_tools: template,
+            all_special_tokens=list(special),
+            chats_in_tokens=False,
+            response_template=shipped,
+        )
+    )
+
+
+def reading(
+    of: Any = None,
+    options: tuple[str, str] = ("auto", "auto"),
+    prompt: str = "",
+    form: StructuredOutputsParams | None = None,
+    **body: Any,
+) -> Reading:
+    readings = Readings(*options)
+    readings.prepare(of or engine())
+    return readings.of(of or engine(), ChatBody(messages=ASK, **body), prompt, form)
+
+
+def kinds(found: Reading, text: str) -> list[str]:
+    assert found.reader is not None
+    reader = found.reader()
+    return [piece.kind for piece in [*reader.read(text, [1]), *reader.end()]]
+
+
+def test_a_template_without_marks_needs_no_reader() -> None:
+    assert reading(engine("{{ messages }}")) == Reading()
+    assert reading(engine("{{ messages }}"), tools=LOOSE) == Reading()
+    assert reading(options=("none", "none"), tools=LOOSE) == Reading()
+
+
+def test_the_options_name_other_forms_than_the_template() -> None:
+    found = reading(options=("kimi_k2", "none"), tools=LOOSE)
+    text = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert kinds(found, f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>") == ["tool"]
+    assert kinds(found, "<think>a</think>") == ["content"]
+
+
+def test_reasoning_may_be_kept_back() -> None:
+    text = "<think>So.</think>Yes."
+    assert kinds(reading(), text) == ["reasoning", "content"]
+    assert kinds(reading(include_reasoning=False), text) == ["content"]
+    assert reading(continue_final_message=True).reader is None
+
+
+def test_special_tokens_are_shown_where_they_are_marks() -> None:
+    assert not reading(tools=LOOSE).show_special
+    assert reading(engine(special=("<tool_call>",)), tools=LOOSE).show_special
+    assert not reading(engine(special=("<|im_end|>",)), tools=LOOSE).show_special
+
+
+@pytest.mark.parametrize("special", [(), ("</think>",)])
+def test_a_required_call_comes_after_reasoning_unless_that_ends_with_a_special_token(special: tuple[str, ...]) -> None:
+    found = reading(engine(special=special), prompt="<think>\n", tools=TOOLS, tool_choice="required")
+    assert found.form is not None
+    assert ("think" in str(found.form.grammar)) == (not special)
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    assert kinds(found, call if special else f"So.</think>{call}")[-1] == "tool"
+
+
+def test_a_form_of_the_answer_comes_after_reasoning_that_the_prompt_has_opened() -> None:
+    assert reading(form=ANSWER).form is None  # as the request has it
+    opened = reading(form=ANSWER, prompt="<think>\n")
+    assert opened.form is not None
+    assert kinds(opened, "So.</think>{}") == ["reasoning", "content"]
+    words = StructuredOutputsParams(choice=["yes"])  # which can have no reasoning
+    assert reading(form=words, prompt="<think>\n") == Reading()
+    assert reading(engine(special=("</think>",)), form=ANSWER, prompt="<think>\n") == Reading()
+
+
+def test_a_required_call_wins_over_a_form_of_the_answer() -> None:
+    assert reading(form=ANSWER, tools=TOOLS).form is None
+    assert reading(form=ANSWER, tools=TOOLS, tool_choice="required").form is not None
+    assert reading(engine("{{ messages }}"), tools=TOOLS, tool_choice="required").form is not None
+
+
+def test_a_response_template_of_the_checkpoint_is_used() -> None:
+    ships = engine("{{ messages }}", shipped=TEMPLATE)
+    for body in ({}, {"tools": LOOSE}):
+        found = reading(ships, **body)
+        assert found.reader is not None
+        assert isinstance(found.reader(), TemplateReader)
+    assert kinds(reading(ships), "<think>So.</think>Yes.")[:2] == ["reasoning", "content"]
+    for other in (
+        reading(ships, ("hermes", "auto"), tools=LOOSE),
+        reading(ships, tools=TOOLS, tool_choice="required"),
+    ):
+        assert other.reader is not None
+        assert isinstance(other.reader(), ResponseReader)
+
+
+def test_a_wrong_response_template_is_left_out() -> None:
+    assert reading(engine("{{ messages }}", shipped={"fields": 3})) == Reading()

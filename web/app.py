@@ -1,0 +1,212 @@
+"""The ASGI application: finds the route and the tenant, reads the body, and sends the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .counters import Counters
+from .exchange import EVENTS, JSON, Answer, Header, Receive, Request, Send, json_of, request_id
+from .failures import HttpError, http_error
+from .router import Route, Router
+from .tenants import Tenants
+
+access_log = logging.getLogger("mainspring.access")
+logger = logging.getLogger(__name__)
+
+
+class App:
+    """Called by the server for each request.
+
+    Args:
+        max_body_bytes: longest body.
+        body_timeout: seconds that a client has to go on with its body.
+        origins: of web pages that may ask; ``*`` is all.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        tenants: Tenants,
+        counters: Counters,
+        max_body_bytes: int,
+        body_timeout: float,
+        origins: Sequence[str] = (),
+    ) -> None:
+        self._origins = frozenset(one.encode() for one in origins)
+        self._router, self._tenants, self._counters = router, tenants, counters
+        self._max_body_bytes, self._body_timeout = max_body_bytes, body_timeout
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        began, status, request, route = time.monotonic(), 0, None, None
+        self._counters.began()
+        watch: asyncio.Task[None] | None = None
+        reply = _Reply(send, self._cors(scope))
+        try:
+            try:
+                if reply.headers and scope["method"] == "OPTIONS":
+                    await reply.whole(Answer(b"", 204, ()))
+                    return
+                route, params = self._router.find(scope["method"], scope["path"])
+                tenant = self._tenants.of(scope["headers"], route.access)
+                body = await self._body(scope, receive)
+                request = Request(scope, tenant, params, len(body))
+                reply.request_id = request.id
+                task = asyncio.current_task()
+                assert task is not None
+                watch = asyncio.get_running_loop().create_task(_watch(receive, task))
+                await self._answer(route, request, body, reply)
+            except asyncio.CancelledError:
+                if watch is None or not watch.done():  # the server ends
+                    await reply.fail(HttpError(503, "the server shuts down", close=True))
+                else:
+                    reply.status = 499  # the client has gone
+            except Exception as error:
+                await reply.fail(http_error(error))
+        finally:
+            if watch is not None:
+                watch.cancel()
+            status = reply.status
+            seconds = time.monotonic() - began
+            self._counters.ended(status, seconds)
+            if access_log.isEnabledFor(logging.INFO):
+                _log(scope, request, route, status, seconds, reply.request_id)
+
+    def _cors(self, scope: Mapping[str, Any]) -> list[Header]:
+        """The headers that let a page of another origin read the answer."""
+        if not self._origins:
+            return []
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        if origin is None or not (origin in self._origins or b"*" in self._origins):
+            return []
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"vary", b"origin"),
+        ]
+
+    async def _answer(self, route: Route, request: Request, body: bytes, reply: _Reply) -> None:
+        given = None if route.decoder is None else route.decoder.decode(body)
+        found = await route.handler(request, given)
+        if isinstance(found, Answer):
+            await reply.whole(found)
+            return
+        events = found.events
+        try:
+            async for one in events:
+                await (reply.more(one) if reply.started else reply.first(one))
+            await reply.end(found.last)
+        except Exception as error:
+            if not reply.started:
+                raise
+            failure = http_error(error)
+            reply.status = failure.status
+            await reply.end(found.failed(failure.body()) + found.last)
+        finally:
+            if (close := getattr(events, "aclose", None)) is not None:
+                await close()
+
+    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
+        """The whole body.
+
+        Raises:
+            HttpError: it is too long, or comes too slowly.
+        """
+        limit = self._max_body_bytes
+        too_long = HttpError(413, f"the body is longer than {limit} bytes", close=True)
+        for name, value in scope["headers"]:
+            if name == b"content-length" and (not value.isdigit() or int(value[:20]) > limit):
+                raise too_long
+        parts, size, more = [], 0, True
+        while more:
+            message = await self._next(receive)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise too_long
+            more = message.get("more_body", False)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _next(self, receive: Receive) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._body_timeout):
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(408, "the body came too slowly", close=True) from None
+        if message["type"] == "http.disconnect":
+            raise HttpError(400, "the client left before its body had come", close=True)
+        return message
+
+
+class _Reply:
+    """What was sent of an answer."""
+
+    def __init__(self, send: Send, headers: Sequence[Header] = ()) -> None:
+        self._send, self.headers = send, headers
+        self.status, self.started, self.ended = 0, False, False
+        self.request_id = ""
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started, self.status = True, status
+        headers += [(b"x-request-id", self.request_id.encode()), *self.headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def whole(self, found: Answer) -> None:
+        await self._start(found.status, [*found.headers, (b"content-length", b"%d" % len(found.body))])
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": found.body})
+
+    async def first(self, one: bytes) -> None:
+        await self._start(200, [EVENTS, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+        await self.more(one)
+
+    async def more(self, one: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": one, "more_body": True})
+
+    async def end(self, last: bytes) -> None:
+        if not self.started:
+            await self.first(b"")
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def fail(self, error: HttpError) -> None:
+        """Answer with an error, or break off an answer that has begun."""
+        if not self.started:
+            self.request_id = self.request_id or request_id("")
+            await self.whole(Answer(json_of(error.body()), error.status, [JSON, *error.headers]))
+        elif not self.ended:
+            self.status = error.status
+            await self.end(b"data: %b\n\ndata: [DONE]\n\n" % json_of(error.body()))
+
+
+async def _watch(receive: Receive, task: asyncio.Task[Any]) -> None:
+    """Cancel the task when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+def _log(
+    scope: Mapping[str, Any], request: Request | None, route: Route | None, status: int, seconds: float, name: str
+) -> None:
+    """One line of JSON."""
+    client = scope.get("client") or ("", 0)
+    line: dict[str, Any] = {
+        "time": round(time.time(), 3),
+        "client": client[0],
+        "method": scope["method"],
+        "path": scope["path"],
+        "route": None if route is None else route.path,
+        "status": status,
+        "seconds": round(seconds, 4),
+        "request_id": name,
+    }
+    if request is not None:
+        line |= {"tenant": request.tenant.name, "bytes": request.size, "tokens": request.num_tokens}
+        if (trace := request.headers.get("traceparent")) is not None:
+            line["traceparent"] = trace
+    access_log.info("%s", json_of(line).decode())

@@ -1,0 +1,250 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from ..engine.chat_methods import chat_prompt as conversation_prompt
+from ..engine.request.outputs import CompletionOutput, RequestOutput
+from ..engine.request.prompts import Prompt, TokensPrompt, with_processor_kwargs
+from ..ipc.params import SamplingParams
+from .bodies import ChatBody, form_of, sampling_params
+from .exchange import Answer, Events, Request, answer, event, json_of
+from .failures import HttpError
+from .logprobs import chat_logprobs
+from .reader import MessageReader, delta_of, read_whole
+from .reading import Reading, template_messages
+from .service import Service, finish_reason, made, new_id, usage_of
+
+if TYPE_CHECKING:
+    from ..engine.async_llm_engine import AsyncLLMEngine
+    from ..engine.request.input_processor import EngineCoreRequest
+    from ..engine.request.request_stream import RequestStream
+
+MAX_TOP_LOGPROBS = 20
+
+
+class Conversation(msgspec.Struct):
+    """A chat request that was sent, for the APIs that are made of one.
+
+    Args:
+        model: the name to answer with.
+        readers: what makes the reader of a completion; None: its text is content.
+    """
+
+    id: str
+    model: str
+    created: int
+    body: ChatBody
+    stream: Any  # RequestStream
+    readers: Callable[[], MessageReader] | None
+
+
+class ChatApi:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def handle(self, request: Request, body: ChatBody) -> Answer | Events:
+        talk = await self.begin(request, body)
+        if body.stream:
+            return Events(_events(request, talk))
+        return answer(await _whole(request, talk))
+
+    async def begin(self, request: Request, body: ChatBody, prefix: str = "chatcmpl") -> Conversation:
+        """Make the prompt of a conversation and send its request.
+
+        Raises:
+            HttpError: no such model.
+            MainspringError: as `AsyncLLMEngine.generate`, or the template refuses the conversation.
+        """
+        model, lora = self._service.model(body.model)
+        engine = await request.tenant.engine()
+        if body.functions:
+            raise HttpError(400, "functions is the older form of tools, and not supported: give tools", "functions")
+        if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS):
+            why = f"top_logprobs must be in 0 to {MAX_TOP_LOGPROBS}, and needs logprobs"
+            raise HttpError(400, why, "top_logprobs")
+        talk_id = new_id(prefix) if body.request_id is None else f"{prefix}-{body.request_id}"
+
+        special = bool(body.add_special_tokens)  # the template writes them itself
+
+        def make() -> tuple[Prompt | EngineCoreRequest, SamplingParams, Reading]:
+            prompt = chat_prompt(engine, body)
+            text = prompt if isinstance(prompt, str) else cast(TokensPrompt, prompt).get("prompt")
+            asked = form_of(body)
+            reading = self._service.readings.of(engine, body, text, asked)
+            more: dict[str, Any] = {"structured_outputs": reading.form or asked}
+            if reading.show_special:
+                more |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+            limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            limit = engine.generation_config.get("max_new_tokens") if limit is None else limit
+            count = (body.top_logprobs or 0) if body.logprobs else None
+            params = sampling_params(engine, body, max_tokens=limit, logprobs=count, **more)
+            if isinstance(prompt, dict) and "multi_modal_data" in prompt:
+                return prompt, params, reading  # its media are prepared first, which takes time
+            ready = self._service.prepared(
+                engine, request, talk_id, prompt, params, special_tokens=special, priority=body.priority, lora=lora
+            )
+            return ready, params, reading
+
+        prompt, params, reading = await made(request, make)
+        stream = engine.generate(
+            prompt,
+            params,
+            talk_id,
+            lora_request=lora,
+            priority=body.priority,
+            tokenization_kwargs={"add_special_tokens": special},
+            trace_headers=self._service.traced(engine, request),
+        )
+        await stream.begin()
+        return Conversation(talk_id, model, int(time.time()), body, stream, reading.reader)
+
+
+def chat_prompt(engine: AsyncLLMEngine, body: ChatBody) -> Prompt:
+    """The prompt of a conversation: text, with its media if there are some, or tokens if the tokenizer can encode
+    conversations only.
+
+    Raises:
+        InvalidRequestError: there is no template, or it refuses the conversation.
+        NotSupportedError: the model takes no media of that kind.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise HttpError(400, "this engine has no tokenizer; use /v1/completions with token ids")
+    more: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        more.setdefault("reasoning_effort", body.reasoning_effort)
+    begins = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    found = conversation_prompt(
+        tokenizer,
+        template_messages(body.messages),
+        tools=None if body.tool_choice == "none" else body.tools,
+        documents=body.documents,
+        chat_template=body.chat_template,
+        add_generation_prompt=begins,
+        continue_final_message=bool(body.continue_final_message),
+        **more,
+    )
+    return cast(Prompt, with_processor_kwargs([found], body.mm_processor_kwargs)[0])
+
+
+async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
+    """The answer that is not streamed."""
+    last: RequestOutput | None = None
+    async for output in cast("RequestStream", talk.stream):
+        last = output
+    assert last is not None
+    choices, generated, reasoned = [], 0, 0
+    for one in last.outputs:
+        assert one.finish_reason is not None
+        reason = finish_reason(one.finish_reason)
+        message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+        if talk.readers is not None:
+            reader = talk.readers()
+            message |= read_whole(reader, one.text, one.token_ids)
+            reasoned += reader.num_reasoning_tokens
+            reason = "tool_calls" if reason == "stop" and reader.has_calls else reason
+        choice = {"index": one.index, "message": message, "logprobs": None, "finish_reason": reason}
+        choice |= _details(talk.body, one)
+        if one.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, talk.body.top_logprobs or 0)
+        choices.append(choice)
+        generated += len(one.token_ids)
+    request.num_tokens = generated
+    return {
+        "id": talk.id,
+        "object": "chat.completion",
+        "created": talk.created,
+        "model": talk.model,
+        "choices": choices,
+        "usage": usage_of([last], generated, reasoned),
+        **({"prompt_token_ids": last.prompt_token_ids} if talk.body.return_token_ids else {}),
+    }
+
+
+def _details(body: ChatBody, one: CompletionOutput) -> dict[str, Any]:
+    """Fields of a choice that OpenAI's API does not have."""
+    found: dict[str, Any] = {} if one.stop_reason is None else {"stop_reason": one.stop_reason}
+    if body.return_token_ids:
+        found["token_ids"] = one.token_ids
+    return found
+
+
+async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
+    """The chunks. One that is text alone is put together from a template."""
+    body, readers = talk.body, talk.readers
+    options = body.stream_options
+    every = options is not None and options.continuous_usage_stats and options.include_usage
+    head: dict[str, Any] = {
+        "id": talk.id,
+        "object": "chat.completion.chunk",
+        "created": talk.created,
+        "model": talk.model,
+    }
+    pending: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
+    open_head = b"data: " + json_of(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
+    tail = b'},"finish_reason":null}]' + (b',"usage":null' if pending else b"") + b"}\n\n"
+    plain = readers is None and not body.logprobs and not body.return_token_ids and not every
+    own = [readers() for _ in range(body.num_choices)] if readers is not None else []
+    starts = [open_head % index for index in range(body.num_choices)]
+    begun = [False] * body.num_choices
+    generated, last = 0, None
+
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, **more}
+        usage = {"usage": usage_of([last], generated)} if every and last is not None else pending
+        return event({**head, "choices": [choice], **usage})
+
+    stream = cast("RequestStream", talk.stream)
+    try:
+        async for output in stream:
+            last = output
+            for one in output.outputs:
+                index = one.index
+                generated += len(one.token_ids)
+                request.num_tokens = generated
+                if not begun[index]:
+                    begun[index] = True
+                    yield chunk(index, {"role": "assistant", "content": ""})
+                if plain:
+                    if one.text:
+                        yield starts[index] + json_of(one.text) + tail
+                else:
+                    for delta, more in _deltas(body, one, own):
+                        yield chunk(index, delta, **more)
+                if one.finish_reason is not None:
+                    reason = finish_reason(one.finish_reason)
+                    if own and reason == "stop" and own[index].has_calls:
+                        reason = "tool_calls"
+                    stopped = {} if one.stop_reason is None else {"stop_reason": one.stop_reason}
+                    yield chunk(index, {}, reason, **stopped)
+        if pending and last is not None:
+            reasoned = sum(one.num_reasoning_tokens for one in own)
+            yield event({**head, "choices": [], "usage": usage_of([last], generated, reasoned)})
+    finally:
+        await stream.aclose()
+
+
+def _deltas(
+    body: ChatBody, one: CompletionOutput, own: list[MessageReader]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The deltas of an output, and more fields of each one's choice: log probabilities and ids with the first."""
+    more: dict[str, Any] = {}
+    if one.logprobs:
+        more["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, body.top_logprobs or 0)
+    if body.return_token_ids:
+        more["token_ids"] = one.token_ids
+    if not own:
+        deltas = [{"content": one.text}] if one.text or more else []
+    else:
+        reader = own[one.index]
+        pieces = reader.read(one.text, one.token_ids)
+        if one.finish_reason is not None:
+            pieces = [*pieces, *reader.end()]
+        deltas = [delta_of(piece) for piece in pieces] or ([{}] if more else [])
+    return [(delta, more if at == 0 else {}) for at, delta in enumerate(deltas)]

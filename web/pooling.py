@@ -1,0 +1,278 @@
+"""Routes of pooling models: embeddings, scores, reranking, classes, and what the pooler gives."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from ..engine.pooling_methods import cosine, late_interaction, pair_prompt
+from ..ipc.errors import ModelNotFoundError
+from ..ipc.pooling_params import PoolingParams
+from .bodies import listed_inputs
+from .exchange import Answer, Request, answer
+from .failures import HttpError
+from .service import Service, made, new_id
+
+if TYPE_CHECKING:
+    from ..engine.async_llm_engine import AsyncLLMEngine
+    from ..engine.request.outputs import PoolingOutput, PoolingRequestOutput
+    from ..ipc.config import ModelConfig
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+
+Input = str | list[str | int | list[int]]
+Encoding = Literal["float", "base64"]
+
+
+class PoolingBody(msgspec.Struct, kw_only=True):
+    """The fields that all these requests have."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    user: str | None = None
+    add_special_tokens: bool = True
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+    encoding_format: Encoding | None = None
+
+
+class InputBody(PoolingBody, kw_only=True):
+    """Of /v1/embeddings, /pooling and /classify."""
+
+    input: Input
+    dimensions: int | None = None
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+
+
+class ScoreBody(PoolingBody, kw_only=True):
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankBody(PoolingBody, kw_only=True):
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
+
+
+class PoolingApi:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._labels: dict[int, str] | None = None  # of the classes, as the checkpoint's config names them
+
+    async def embeddings(self, request: Request, body: InputBody) -> Answer:
+        _, outputs = await self._of_inputs(request, body, "embed")
+        data = [
+            {"object": "embedding", "index": at, "embedding": _encoded(one.outputs.data, body.encoding_format)}
+            for at, one in enumerate(outputs)
+        ]
+        return self._listed(body, "embd", data, outputs)
+
+    async def pooling(self, request: Request, body: InputBody) -> Answer:
+        _, outputs = await self._of_inputs(request, body, body.task)
+        data = [
+            {"object": "pooling", "index": at, "data": _encoded(one.outputs.data, body.encoding_format)}
+            for at, one in enumerate(outputs)
+        ]
+        return self._listed(body, "pool", data, outputs)
+
+    async def classify(self, request: Request, body: InputBody) -> Answer:
+        engine, outputs = await self._of_inputs(request, body, "classify")
+        if self._labels is None:  # in a thread, because it imports transformers
+            self._labels = await asyncio.to_thread(_labels, engine.model_config)
+        data = []
+        for at, one in enumerate(outputs):
+            probs = one.outputs.data.tolist()
+            best = max(range(len(probs)), key=probs.__getitem__)
+            data.append({"index": at, "label": self._labels.get(best), "probs": probs, "num_classes": len(probs)})
+        return self._listed(body, "classify", data, outputs)
+
+    async def score(self, request: Request, body: ScoreBody) -> Answer:
+        ones = next((one for one in (body.text_1, body.queries, body.data_1) if one is not None), None)
+        twos = next((two for two in (body.text_2, body.documents, body.data_2) if two is not None), None)
+        if ones is None or twos is None:
+            raise HttpError(400, "give text_1 and text_2, each a text or a list of texts", "text_1")
+        firsts, seconds = _listed(ones), _listed(twos)
+        if len(firsts) not in (1, len(seconds)) or not seconds:
+            why = f"text_1 has {len(firsts)} entries and text_2 {len(seconds)}: give one and many, or as many of both"
+            raise HttpError(400, why, "text_1")
+        scores, outputs = await self._scores(request, body, firsts, seconds)
+        data = [{"object": "score", "index": at, "score": score} for at, score in enumerate(scores)]
+        return self._listed(body, "score", data, outputs)
+
+    async def rerank(self, request: Request, body: RerankBody) -> Answer:
+        documents = [one if isinstance(one, str) else one.text for one in body.documents]
+        if not documents:
+            raise HttpError(400, "documents is empty", "documents")
+        if body.top_n is not None and body.top_n < 0:
+            raise HttpError(400, f"top_n is {body.top_n}; it must be at least 1", "top_n")
+        scores, outputs = await self._scores(request, body, [body.query], documents)
+        order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
+        results: list[dict[str, Any]] = []
+        for at in order:
+            results.append({"index": at, "relevance_score": scores[at]})
+            if body.return_documents is not False:
+                results[-1]["document"] = {"text": documents[at]}
+        model, _ = self._service.model(body.model)
+        return answer({"id": new_id("rerank"), "model": model, "usage": _usage(outputs), "results": results})
+
+    # ------------------------------------------------------------------ private
+
+    async def _of_inputs(
+        self, request: Request, body: InputBody, task: Any
+    ) -> tuple[AsyncLLMEngine, list[PoolingRequestOutput[PoolingOutput]]]:
+        prompts = listed_inputs(body.input, "input")
+        if not all(prompts):
+            raise HttpError(400, "an entry of input is empty", "input")
+        engine = await request.tenant.engine()
+        asked = _task(engine, task)
+        return engine, await self._pooled(request, body, engine, prompts, asked, body.dimensions)
+
+    async def _scores(
+        self, request: Request, body: PoolingBody, firsts: Sequence[str], seconds: Sequence[str]
+    ) -> tuple[list[float], list[PoolingRequestOutput[PoolingOutput]]]:
+        """A score for each of `seconds`."""
+        engine = await request.tenant.engine()
+        tasks = engine.engine_core.model.tasks
+        ones = [*firsts] * (len(seconds) // len(firsts))
+        if "classify" in tasks:
+            tokenizer = await engine.get_tokenizer()
+            pairs = [pair_prompt(tokenizer, one, two) for one, two in zip(ones, seconds, strict=True)]
+            outputs = await self._pooled(request, body, engine, pairs, "classify")
+            return [float(one.outputs.data[0]) for one in outputs], outputs
+        task = _task(engine, "embed")
+        outputs = await self._pooled(request, body, engine, [*firsts, *seconds], task)
+        vectors = [one.outputs.data for one in outputs]
+        likeness = late_interaction if task == "token_embed" else cosine
+        left = vectors[: len(firsts)] * (len(seconds) // len(firsts))
+        return [likeness(one, two) for one, two in zip(left, vectors[len(firsts) :], strict=True)], outputs
+
+    async def _pooled(
+        self,
+        request: Request,
+        body: PoolingBody,
+        engine: AsyncLLMEngine,
+        prompts: Sequence[Any],
+        task: Any,
+        dimensions: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        if len(prompts) > MAX_INPUTS:
+            raise HttpError(400, f"there are {len(prompts)} inputs; the limit is {MAX_INPUTS}", "input")
+        _, lora = self._service.model(body.model)
+        activate = next((v for v in (body.use_activation, body.activation, body.softmax) if v is not None), None)
+        params = PoolingParams(
+            dimensions=dimensions,
+            use_activation=body.normalize if activate is None else activate,
+            task=task,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+        name = new_id("pool")
+
+        def make() -> list[Any]:
+            return [
+                self._service.prepared(
+                    engine,
+                    request,
+                    f"{name}-{at}",
+                    prompt,
+                    params,
+                    special_tokens=body.add_special_tokens,
+                    priority=body.priority,
+                    lora=lora,
+                )
+                for at, prompt in enumerate(prompts)
+            ]
+
+        async def one(ready: Any) -> PoolingRequestOutput[PoolingOutput]:
+            async for output in engine.encode(ready, request_id=ready.request_id):
+                if output.finish_reason == "abort":
+                    break
+                return output
+            raise HttpError(503, "the request was ended by the server before it was complete", retry_after=1)
+
+        tasks = [asyncio.ensure_future(one(ready)) for ready in await made(request, make)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for each in tasks:
+                each.cancel()
+
+    def _listed(
+        self, body: PoolingBody, prefix: str, data: list[Any], outputs: Sequence[PoolingRequestOutput[PoolingOutput]]
+    ) -> Answer:
+        model, _ = self._service.model(body.model)
+        return answer(
+            {
+                "id": new_id(prefix),
+                "object": "list",
+                "created": int(time.time()),
+                "model": model,
+                "data": data,
+                "usage": _usage(outputs),
+            }
+        )
+
+
+def _labels(model: ModelConfig) -> dict[int, str]:
+    """The names of the classes; none if the checkpoint is on the daemon's machine only."""
+    try:
+        named = getattr(model.hf_config, "id2label", None) or {}
+    except ModelNotFoundError:
+        return {}
+    return {int(number): str(name) for number, name in named.items()}
+
+
+def _task(engine: AsyncLLMEngine, task: str | None) -> str | None:
+    """The task to ask for. A model whose embeddings are those of tokens gives these as embeddings.
+
+    Raises:
+        HttpError: the model does not have it.
+    """
+    tasks = list(engine.engine_core.model.tasks)
+    if not tasks:
+        raise HttpError(400, "this model generates text; it has no embeddings, scores or classes")
+    if task == "embed" and tasks[0] == "token_embed":
+        return "token_embed"
+    if task is not None and task not in tasks:
+        raise HttpError(400, f"the task is {task}, and this model can {', '.join(tasks)}")
+    return task
+
+
+def _listed(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _encoded(data: Any, encoding: Encoding | None) -> Any:
+    """A vector as numbers, or as base64 of little-endian float32."""
+    if encoding == "base64":
+        return base64.b64encode(data.astype("<f4").tobytes()).decode()
+    return data.tolist()
+
+
+def _usage(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> dict[str, Any]:
+    count = sum(len(one.prompt_token_ids) for one in outputs)
+    cached = sum(one.num_cached_tokens for one in outputs)
+    return {
+        "prompt_tokens": count,
+        "total_tokens": count,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

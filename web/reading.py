@@ -1,0 +1,159 @@
+"""How the answer to a conversation is read and what it may say: the model's forms of tool calls and reasoning, and the
+tools of the request."""
+
+from __future__ import annotations
+
+import contextlib
+import json as codec
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..engine.text.response_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from ..engine.text.response_reader import Piece, ResponseReader, starts_in_reasoning
+from ..engine.text.template_reader import TemplateReader
+from ..engine.text.tool_grammar import after_reasoning, tool_choice, tool_grammar
+from ..ipc.errors import InvalidRequestError
+from ..ipc.structured import StructuredOutputsParams
+from .reader import MessageReader
+
+if TYPE_CHECKING:
+    from ..engine.async_llm_engine import AsyncLLMEngine
+    from .bodies import ChatBody
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Args:
+    form: what the answer must be like; None: as the request says.
+    show_special: whether special tokens must be in the text, because the model marks calls or reasoning with them.
+    reader: what makes the reader of a completion; None: its text is content.
+    """
+
+    form: StructuredOutputsParams | None = None
+    show_special: bool = False
+    reader: Callable[[], MessageReader] | None = None
+
+
+class Readings:
+    """Args:
+    tools, reasoning: names of formats; ``auto``: as the chat template shows; ``none``.
+    """
+
+    def __init__(self, tools: str, reasoning: str) -> None:
+        self._tools, self._reasoning = tools, reasoning
+        self._shipped: dict[str, Any] | None = None  # the response template of the checkpoint
+
+    def prepare(self, engine: AsyncLLMEngine) -> None:
+        """Use the response template of the engine's checkpoint, if there is one and both forms are ``auto``."""
+        given = None if engine.tokenizer is None else engine.tokenizer.response_template
+        if given and self._tools == self._reasoning == "auto":
+            try:
+                TemplateReader(given)  # imports its parser, before there are streams that would wait
+                self._shipped = given
+            except (ValueError, TypeError, ImportError) as error:
+                logger.warning("the response_template of the checkpoint can't be used: %s", error)
+
+    def of(
+        self, engine: AsyncLLMEngine, body: ChatBody, prompt: str | None, form: StructuredOutputsParams | None
+    ) -> Reading:
+        """How the answers to a conversation are read.
+
+        Args:
+            prompt: its text, because a prompt may end inside of the reasoning.
+            form: that the request asks for.
+
+        Raises:
+            InvalidRequestError: the tools or the choice of them are not in OpenAI's form.
+        """
+        choice = tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
+        template = body.chat_template or _template(engine, bool(body.tools))
+        end = (prompt or "")[-256:]
+        special = [] if engine.tokenizer is None else engine.tokenizer.all_special_tokens
+        tools = tool_format(self._tools, template) if choice.mode != "none" else None
+        if choice.mode == "required":
+            tools = tools or TOOL_FORMATS["hermes"]
+        reasoning = reasoning_format(self._reasoning, template)
+        if body.continue_final_message and not (reasoning and starts_in_reasoning(reasoning, end)):
+            reasoning = None  # the message has begun with its content
+        # a grammar is made of text, so reasoning that ends with a special token can't be a part of it
+        written = reasoning if reasoning is None or reasoning.close not in special else None
+        made = tool_grammar(choice, tools, written, end) if form is None or choice.mode == "required" else None
+        if made is None and form is not None and reasoning is not None and starts_in_reasoning(reasoning, end):
+            made = None if written is None else after_reasoning(form, written, end)
+            reasoning = reasoning if made is not None else None
+        if made is not None and written is None:
+            reasoning = None
+        shipped = self._shipped if made is None and (choice.mode == "auto" or not body.tools) else None
+        if tools is None and reasoning is None and shipped is None:
+            return Reading(made)
+        show = _in_marks(special, tools, reasoning)
+        make: Callable[[], MessageReader] = partial(ResponseReader, tools, reasoning, choice.schemas, end)
+        if shipped is not None:
+            make, show = partial(TemplateReader, shipped, body.tools or (), prompt or ""), True
+        return Reading(made, show, make if body.include_reasoning is not False else lambda: _WithoutReasoning(make()))
+
+
+class _WithoutReasoning:
+    """A reader that keeps the reasoning to itself."""
+
+    def __init__(self, reader: MessageReader) -> None:
+        self._reader = reader
+
+    def read(self, text: str, token_ids: Sequence[int]) -> list[Piece]:
+        return [piece for piece in self._reader.read(text, token_ids) if piece.kind != "reasoning"]
+
+    def end(self) -> list[Piece]:
+        return [piece for piece in self._reader.end() if piece.kind != "reasoning"]
+
+    @property
+    def has_calls(self) -> bool:
+        return self._reader.has_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
+
+def _template(engine: AsyncLLMEngine, with_tools: bool) -> str | None:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return None
+    try:
+        return tokenizer.get_chat_template(None, with_tools)
+    except InvalidRequestError:
+        return "[TOOL_CALLS] [ARGS] [THINK]" if tokenizer.chats_in_tokens else None  # Mistral's own encoder
+
+
+def _in_marks(special: Sequence[str], tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> bool:
+    """Whether a special token is a part of the marks."""
+    texts = [] if reasoning is None else [*reasoning.opens, reasoning.close]
+    if tools is not None:
+        texts += [form.start + form.call + form.end for form in tools.forms]
+    return any(token in text for token in special for text in texts)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: arguments of calls as objects, which the API has as texts."""
+    return [
+        {**message, "tool_calls": _calls(message["tool_calls"])} if message.get("tool_calls") else {**message}
+        for message in messages
+    ]
+
+
+def _calls(calls: Any) -> Any:
+    if not isinstance(calls, list):
+        raise InvalidRequestError("tool_calls of a message must be a list")
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            with contextlib.suppress(ValueError, RecursionError):  # a model wrote it; the template shows it as it is
+                call = {**call, "function": {**function, "arguments": codec.loads(text or "{}")}}
+        found.append(call)
+    return found
