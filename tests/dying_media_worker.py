@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from typing import Any
@@ -19,7 +18,7 @@ def decode_or_die(what: str, data: bytes, limits: Any) -> Any:
     red, green, blue = found.getpixel((0, 0))
     if (green, blue) == (7, 7):
         if red == SEGV:
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)  # in this thread, as a library's fault is: it does not go on
         elif red == HANG:
             time.sleep(600)
         elif red == HOLD:  # a library that keeps the interpreter's lock

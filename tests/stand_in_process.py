@@ -42,7 +42,7 @@ HARMLESS, SEGV, KILL, RAISE, HANG, EXIT = range(6)
 
 def die(how: int) -> None:
     if how in (SEGV, KILL):
-        os.kill(os.getpid(), signal.SIGSEGV if how == SEGV else signal.SIGKILL)
+        signal.raise_signal(signal.SIGSEGV if how == SEGV else signal.SIGKILL)
     elif how == RAISE:
         raise RuntimeError("this step fails")
     elif how == HANG:

@@ -391,8 +391,10 @@ def media_addresses(core: MediaOwner) -> list[str]:
 
 @pytest.mark.slow
 def test_closing_ends_what_waits(owner: Callable[..., MediaOwner]) -> None:
+    before = set(threading.enumerate())
     media = SyncClient(connect(owner())).media()
     future = media.prepare("<image>", [image()], {})
+    assert any(thread.name == "mainspring-media" for thread in set(threading.enumerate()) - before)
     media.close()
     assert future.exception(5) is not None
-    assert not [thread for thread in threading.enumerate() if thread.name == "mainspring-media"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mainspring-media"]

@@ -240,7 +240,10 @@ def test_one_that_kills_in_the_middle_of_its_output_keeps_what_it_has_and_fails(
     one.client.add_request(harmless(1, 1000))
     tokens, ended = finish(one.client, 2)
     assert "at output token 7" in ended[0].error_text
-    assert tokens == {0: whole(0, 7), 1: whole(1, 1000)}
+    assert tokens[1] == whole(1, 1000)
+    kept = len(tokens[0])  # the core may die before its last outputs have left it
+    assert 0 < kept <= 7
+    assert tokens[0] == whole(0, kept)
 
 
 @pytest.mark.slow
