@@ -109,8 +109,8 @@ class AsyncEngineMethods:
         prepared of such items for any frontend. What unfinished requests need is prepared again.
 
         Raises:
-            NotPermittedError: over tcp with keys, this connection may not change the engine for everyone. Only the names
-                are forgotten.
+            NotPermittedError: over tcp with keys, this connection may not change the engine for everyone. The names are
+                forgotten.
         """
         self._engine._enter()
         await self._engine._answer(self._engine._media.reset())
