@@ -210,7 +210,7 @@ def test_coarser_numbers_are_near_and_do_not_depend_on_the_steps(
     if "quantization" in options and (reason := why_not()) is not None:
         pytest.skip(reason)
     if "quantization" in options and model.name == "qwen2_vl":  # its positions have three axes
-        with pytest.raises(UnsupportedModelError, match="weights of Qwen2VL.* can't be quantized"):
+        with pytest.raises(UnsupportedModelError, match=r"weights of Qwen2VL.* can't be quantized"):
             engine_of(model, **options)
         return
     prompts = prompts_of(model)
