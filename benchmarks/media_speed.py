@@ -1,5 +1,5 @@
-"""The speed of prompts with images: preparing them beside a stream, a second question about an image, and batches beside
-transformers.
+"""The speed of prompts with images: preparing them beside a stream, a second question about an image, and batches
+beside transformers.
 
     python benchmarks/media_speed.py [--models smolvlm-500m qwen2-vl-2b] [--rounds 3] [--write]
 
