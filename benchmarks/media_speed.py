@@ -161,20 +161,26 @@ def processor_of(name: str) -> Any:
     return processor
 
 
+def save_processor(name: str, folder: Path) -> Any:
+    """Write the files of a checkpoint that need no weights. → the processor."""
+    save_folder(SHAPES[name].processor, folder)
+    processor = processor_of(name)
+    processor.image_processor.save_pretrained(folder)
+    if SHAPES[name].image_tokens:
+        processor.save_pretrained(folder)
+    return processor
+
+
 def save(name: str) -> Path:
     """The checkpoint's folder; made if it is not there."""
-    folder, shape = MODELS / name, SHAPES[name]
+    folder = MODELS / name
     if not folder.exists():
         half = folder.with_name(f"{name}-unfinished")
         shutil.rmtree(half, ignore_errors=True)
         half.parent.mkdir(parents=True, exist_ok=True)
-        save_folder(shape.processor, half)
-        processor = processor_of(name)
-        processor.image_processor.save_pretrained(half)
-        if shape.image_tokens:
-            processor.save_pretrained(half)
+        tokenizer = save_processor(name, half).tokenizer
         torch.manual_seed(0)
-        config = shape.config(processor.tokenizer.convert_tokens_to_ids, len(processor.tokenizer))
+        config = SHAPES[name].config(tokenizer.convert_tokens_to_ids, len(tokenizer))
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.bfloat16)
         model.generation_config.eos_token_id = None
         model.save_pretrained(half)
@@ -189,6 +195,10 @@ def photo(seed: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(small).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(file, "JPEG")
     return file.getvalue()
+
+
+def decoded(file: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(file)).convert("RGB")
 
 
 # ---------------------------------------------------------------------- beside a stream
@@ -308,7 +318,7 @@ class Theirs:
 
     def answer(self, asked: list[Question], tokens: int) -> Took:
         began = time.perf_counter()
-        images = {one.file: Image.open(io.BytesIO(one.file)).convert("RGB") for one in asked}
+        images = {one.file: decoded(one.file) for one in asked}
         inputs = self._processor(
             text=[one.text for one in asked],
             images=[[images[one.file]] for one in asked],
