@@ -267,10 +267,10 @@ class Frontend(FrontendMembers, Generic[C]):
             if prompt.request_id != call["request_id"]:
                 given = call["request_id"]
                 logger.warning("request_id %r: the prepared request keeps its own, %r", given, prompt.request_id)
-            headers, rank = (
-                call["trace_headers"] or prompt.trace_headers,
-                prompt.data_parallel_rank if rank is None else rank,
-            )
+            headers = call["trace_headers"] or prompt.trace_headers
+            rank = prompt.data_parallel_rank if rank is None else rank
+            if (headers, rank) == (prompt.trace_headers, prompt.data_parallel_rank):
+                return prompt  # a copy would take longer than all else here
             return replace(prompt, trace_headers=headers, data_parallel_rank=rank)
         return self.input_processor.process_inputs(**call)
 
