@@ -44,6 +44,8 @@ from .text.model_files import eos_token_ids, generation_config
 from .text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer, media_tokens
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import numpy as np
 
     from ..ipc.async_client import AsyncClient
@@ -307,6 +309,10 @@ class Frontend(FrontendMembers, Generic[C]):
         self._enter()
         answer = self.engine_core.call(method, *args, **options)
         return await answer if inspect.isawaitable(answer) else answer
+
+    async def _answer(self, asked: Future[None]) -> None:
+        """Wait for a future that another thread sets. With a blocking client nothing is awaited."""
+        asked.result()
 
     def _take_stats(self, stats: Any) -> None:
         """Keep statistics that did not come with an output."""
