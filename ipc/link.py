@@ -102,7 +102,7 @@ class Link:
 
 def _readable(socket: Socket) -> bool:
     """Whether a message is there. To receive without one would cost an exception, at each step and each request."""
-    return bool(socket.get(zmq.EVENTS) & _READABLE)
+    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
 def _abandon(context: zmq.Context[Socket], sockets: Sequence[Socket], pid: int) -> None:
