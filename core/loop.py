@@ -26,7 +26,7 @@ from ..ipc.errors import (
     RequestFailedError,
 )
 from ..ipc.journal import Journal, Phase, request_key
-from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, News, Outputs
+from ..ipc.messages import MAX_CORES, AddRequest, DesiredState, FrontendStatus, ModelFacts, News, Outputs
 from ..ipc.processor_names import MAX_EXTRA_ARGS_BYTES
 from ..ipc.request_check import RequestCheck, check_embeds_values
 from ..ipc.structured import MAX_SPEC_BYTES
@@ -67,7 +67,6 @@ MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue 
 MAX_CHECKED_BYTES = MAX_SPEC_BYTES + MAX_EXTRA_ARGS_BYTES + MAX_ARGUMENT_BYTES  # of a request for `check_request`
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
-MAX_CORES = 64  # of a daemon
 MAX_CALLS = 256  # calls of one frontend that wait for their answers
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 

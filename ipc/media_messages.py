@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from .codec import Frame
 from .config import EngineConfig
 from .errors import ProtocolError
-from .messages import MAX_MEDIA_ITEMS, MediaItem
+from .messages import MAX_CORES, MAX_MEDIA_ITEMS, MediaItem
 from .transport import Endpoints
 
 VERSION = b"mm1"
@@ -40,7 +40,7 @@ class Deliver(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Send the arrays of these items to a core, unless it has them."""
 
     job: int
-    core: int  # its number
+    core: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CORES)]  # its number
     digests: list[bytes]
 
 

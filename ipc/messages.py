@@ -14,6 +14,7 @@ from .config import EngineConfig
 PROTOCOL_VERSION = 1
 MAX_ABORTED = 65_536  # handles in one Abort
 MAX_MEDIA_ITEMS = 4_096  # in one prompt
+MAX_CORES = 64  # of a daemon
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

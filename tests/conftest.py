@@ -28,7 +28,7 @@ settings.load_profile("mainspring")  # 100 examples; the option --hypothesis-pro
 CORES_END_WITHIN_S = 5
 
 # Tests of these files start processes, kill them or watch a clock. On a machine that others share one may fail for lack
-# of time, so it runs a second time. The summary names it (RERUN): that is a fault to look for, in the test or behind it.
+# of time, so it runs a second time. The summary shows both (RERUN): a fault to look for, in the test or behind it.
 PROCESS_TESTS = {
     f"test_{name}.py"
     for name in (

@@ -23,10 +23,10 @@ from mainspring.ipc.client import connect
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig, ModelConfig, MultiModalConfig
 from mainspring.ipc.connection import Connection
-from mainspring.ipc.errors import InvalidRequestError, NotPermittedError, NotSupportedError
+from mainspring.ipc.errors import InvalidRequestError, NotPermittedError, NotSupportedError, ProtocolError
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
 from mainspring.ipc.media_client import MediaInput, PreparedPrompt
-from mainspring.ipc.media_messages import Prepare, decode_order
+from mainspring.ipc.media_messages import Deliver, Prepare, decode_order, encode_order
 from mainspring.ipc.media_remote import RemoteMedia
 from mainspring.ipc.media_workers import MediaWorkers
 from mainspring.ipc.messages import AddRequest, Ready, Sampling
@@ -416,6 +416,14 @@ def test_over_tcp_only_an_administrator_empties_the_cache_of_all(llava: Path, tm
     for one in (tenants, operators, *clients.values()):
         one.close()
     core.end()
+
+
+@pytest.mark.parametrize("core", [-1, 64, 2**62])
+def test_a_worker_knows_no_core_with_an_impossible_number(core: int) -> None:
+    frames = encode_order(b"", Deliver(1, 0, []))
+    assert decode_order(frames)[1] == Deliver(1, 0, [])
+    with pytest.raises(ProtocolError, match="does not decode"):
+        decode_order(encode_order(b"", Deliver(1, core, [])))
 
 
 def count_of_prepares(media: RemoteMedia) -> Callable[[], int]:
