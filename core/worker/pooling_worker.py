@@ -215,7 +215,7 @@ class PoolingWorker(LocalWorker):
             kept: how many of them belong to each sequence of the plan, int64 ``[sequences]``.
         """
         pooled, errors = [], {}
-        parts = np.split(rows, np.cumsum(kept)[:-1])
+        parts = np.split(rows, np.cumsum(kept))[:-1]
         for slot, part, ends in zip(plan.slots.tolist(), parts, plan.samples.tolist(), strict=True):
             self._rows[slot].append(part)
             if ends:

@@ -327,7 +327,6 @@ class InputProcessor:
             return token_ids
         return token_ids[:keep] if pooled else token_ids[-keep:]
 
-
     def _padded(self, token_ids: list[int], tokenization_kwargs: Mapping[str, Any], pooled: bool) -> list[int]:
         """A text's token ids with padding tokens behind them, as some encoders were trained."""
         wanted, length = tokenization_kwargs["padding"], tokenization_kwargs.get("max_length")
@@ -336,8 +335,8 @@ class InputProcessor:
         longest = self.model.max_model_len
         if wanted != "max_length" or type(length) is not int or length > longest or not pooled or pad is None:
             raise InvalidRequestError(
-                f"padding is {shown(wanted)}, and max_length {shown(length)}; they must be 'max_length' and an int up to "
-                f"max_model_len, {longest}, for a pooling model whose tokenizer has a padding token"
+                f"padding is {shown(wanted)}, and max_length {shown(length)}; they must be 'max_length' and an int up "
+                f"to max_model_len, {longest}, for a pooling model whose tokenizer has a padding token"
             )
         return token_ids + [pad] * (length - len(token_ids))
 

@@ -134,7 +134,7 @@ class DualEncoder(EncoderModel):
         return caught[0]
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> _LayersCall:
-        given = [*enumerate(args), *kwargs.items()]
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         places = [place for place, value in given if isinstance(value, torch.Tensor)]
         if len(places) != 1:
             raise UnsupportedModelError(f"{type(self._whole).__name__} {NO_TENSORS}")
