@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, SequenceOffsets
 from ..learn.fuse_match import LOGITS_TOLERANCE, deviations
-from ..learn.verify import random_texts
+from ..learn.random_texts import random_texts
 from ..run.attention import attention_set
 from ..run.encoder import EncoderModel
 from .features import EncodedItem, encode_item, feature_methods

@@ -25,7 +25,7 @@ from ....kernels.contract import ROW_MULTIPLE, SequenceOffsets
 from ...worker.device import device_for
 from ..learn.fuse_match import LOGITS_TOLERANCE, deviations
 from ..learn.probe import HARMLESS, MaskFunction
-from ..learn.verify import random_texts
+from ..learn.random_texts import random_texts
 from .attention import attention_set
 
 IMPLEMENTATION = "mainspring_encoder"
