@@ -95,7 +95,7 @@ class DualEncoder(EncoderModel):
 
     @torch.inference_mode()
     def pool(self, token_ids: np.ndarray, rows: torch.Tensor) -> torch.Tensor:
-        """The vector of a text, fp32 ``[width]``, of what the layers made of it, fp32 ``[tokens, hidden]``, on the CPU."""
+        """The vector of a text, fp32 ``[width]`` on the CPU, of the rows ``[tokens, hidden]`` that its layers made."""
         states = rows[None].to(self.device, self.dtype)
 
         def given(*_: Any, **__: Any) -> Any:
