@@ -101,6 +101,11 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
     media: list[str] = []  # what a prompt may have beside text: "image", "video", "audio"; or "text", for an encoder
     encoder_input: bool = False  # each prompt has one item, which an encoder reads and which has no tokens in it
 
+    @property
+    def lone_media(self) -> bool:
+        """Whether a prompt is either a text or one item, as of a pooling model."""
+        return bool(self.tasks and self.media)
+
 
 class CorePlace(msgspec.Struct, array_like=True, frozen=True):
     """Where one of several cores listens: beside the core that sends this."""

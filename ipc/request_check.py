@@ -102,8 +102,13 @@ class RequestCheck(NamedTuple):
         takes, limits = self.model.media, self.config.multimodal_config.limit_mm_per_prompt
         if not takes:
             raise InvalidRequestError("the prompt has media, but this model takes text only")
-        if message.pooling or message.prompt_embeds or message.prompt_adapter:
-            raise NotSupportedError("media can't be used in a pooling request, with prompt_embeds or a prompt adapter")
+        if message.prompt_embeds or message.prompt_adapter:
+            raise NotSupportedError("media can't be used with prompt_embeds or a prompt adapter")
+        if self.model.lone_media and (len(message.media) != 1 or len(message.prompt_token_ids) != 1):
+            raise InvalidRequestError(
+                f"the prompt has {len(message.prompt_token_ids)} tokens and {len(message.media)} media items; a prompt "
+                "of this model is a text, or one item with one token in its place"
+            )
         if self.model.encoder_input and len(message.media) != 1:
             count, kinds = len(message.media), " or ".join(takes)
             raise InvalidRequestError(

@@ -147,9 +147,11 @@ class Preparer:
         self._kept.begin()
         kwargs = {**self._config.mm_processor_kwargs, **kwargs}
         if self.processor.is_encoder_decoder:
-            return self._beside(prompt, inputs, kwargs)
+            return self._beside(self.processor.decoder_ids(prompt), inputs, kwargs)
         if any(given.modality == ENCODER_TEXT for given in inputs):
             raise InvalidRequestError("a prompt has a text for an encoder, but this model is no encoder-decoder model")
+        if not prompt and len(inputs) == 1 and not self.processor.has_place(inputs[0].modality):
+            return self._beside([0], inputs, kwargs)  # the prompt is the item, and has one token, which nothing reads
         by_modality: dict[str, list[MediaInput]] = {}
         for given in inputs:
             by_modality.setdefault(given.modality, []).append(given)
@@ -161,13 +163,11 @@ class Preparer:
         ids = self._expand(prompt, [item for _, item in items], places, add_special_tokens)
         return PreparedPrompt(ids, locate(ids, items, places))
 
-    def _beside(
-        self, prompt: str | list[int], inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]
-    ) -> PreparedPrompt:
-        """Prepare the prompt of a decoder, and the input of its encoder, which counts as a part of the first token."""
+    def _beside(self, ids: list[int], inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]) -> PreparedPrompt:
+        """Prepare a prompt of these tokens, and the input of an encoder, which counts as a part of the first one."""
         if len(inputs) != 1:
             raise InvalidRequestError(f"a prompt of this model has one input for its encoder, not {len(inputs)}")
-        given, ids = inputs[0], self.processor.decoder_ids(prompt)
+        given = inputs[0]
         content = self._content(0, given)
         digest = self._digest(given, content, kwargs)
         if self._kept.get(digest) is None:

@@ -115,6 +115,13 @@ class Processor:
             raise UnsupportedModelError(found)  # a new one: an error keeps the frames through which it was raised
         return found
 
+    def has_place(self, modality: str) -> bool:
+        """Whether prompts can name items of a modality."""
+        try:
+            return bool(self.place(modality))
+        except UnsupportedModelError:
+            return False
+
     def _find_place(self, modality: str) -> Place:
         processor, why = self._processor, ""
         part = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}[modality]
@@ -203,17 +210,18 @@ class Processor:
         return Expanded(inner, heard.arrays) if inner and heard.text == head + inner + tail else None
 
     def features(self, modality: str, item: Any, kwargs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of an item that is the input of an encoder, and has no tokens in the prompt.
+        """The arrays of an item that is all of an encoder's input, and has no tokens in the prompt.
 
         Raises:
             UnsupportedModelError: the checkpoint's processor does not take this modality.
             InvalidRequestError: the processor refuses the item or the arguments.
         """
-        extractor = getattr(self._processor, "feature_extractor", None)
-        if modality != "audio" or extractor is None:
+        part = {"image": "image_processor", "audio": "feature_extractor"}.get(modality, "")
+        if (extractor := getattr(self._processor, part, None)) is None:
             raise UnsupportedModelError(f"the checkpoint's processor takes no {modality} items")
+        rate = {"sampling_rate": self.sampling_rate} if modality == "audio" else {}
         with self._lock, _refusing(modality):
-            found = extractor(item, sampling_rate=self.sampling_rate, return_tensors="np", **kwargs)
+            found = extractor(item, **rate, return_tensors="np", **kwargs)
             return {key: _array(value) for key, value in found.items() if key not in NOT_FOR_THE_MODEL}
 
     def encoder_ids(self, text: bytes | np.ndarray) -> dict[str, np.ndarray]:

@@ -14,7 +14,8 @@ from torch import nn
 
 import tiny
 from mainspring.core.model.learn.own_probe import learn_attention
-from mainspring.core.model.learn.verify import Chunk, paged_logits, random_texts, schedule
+from mainspring.core.model.learn.random_texts import random_texts
+from mainspring.core.model.learn.verify import Chunk, paged_logits, schedule
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.run.own_attention import OwnAttention, Terms
 from mainspring.core.model.run.paged_model import PagedModel

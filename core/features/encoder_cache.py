@@ -131,8 +131,9 @@ class EncoderCache(Feature):
             self.due.append(item)
 
     def _length(self, items: Sequence[StoredItem]) -> int:
-        """Tokens that count against the budget of a step. An encoder's input takes all of it."""
-        return sum(self._budget if self._facts.encoder_input else item.length for item in items)
+        """Tokens that count against the budget of a step. An item that has none in its prompt takes all of it."""
+        whole = self._facts.encoder_input or self._facts.lone
+        return sum(self._budget if whole else item.length for item in items)
 
     def is_suspect(self, item: StoredItem) -> bool:
         return any(request.key in self._suspects for request in item.users)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import MainspringError, OutOfMemoryError, UnsupportedModelError, wire_name, wire_text
+from ..model.media.dual_encoder import DualEncoder
 from ..model.media.encoder_decoder import EncoderMerger
 from ..model.media.features import EncodedItem
 from ..model.media.merge import MergedPrompt
@@ -26,11 +27,17 @@ class MediaItems:
 
     Args:
         verify: compares the paged path with the model's own for a prompt with media; raises `UnsupportedModelError`.
+            None: media are not merged into prompts.
     """
 
-    def __init__(self, model: PagedModel, verify: Callable[[list[int], list[EncodedItem], MergedPrompt], None]) -> None:
+    def __init__(
+        self,
+        model: PagedModel | DualEncoder,
+        verify: Callable[[list[int], list[EncodedItem], MergedPrompt], None] | None = None,
+    ) -> None:
         self._model, self._verify = model, verify
-        if model.merger is not None and model.whole is not None:
+        self._merger = model if isinstance(model, DualEncoder) else model.merger
+        if isinstance(model, PagedModel) and model.merger is not None and model.whole is not None:
             model.merger.embed = model.whole.embedding
         self._arrays: dict[int, KeepMedia] = {}
         self._encoded: dict[int, EncodedItem] = {}
@@ -38,9 +45,11 @@ class MediaItems:
 
     @property
     def facts(self) -> MediaFacts | None:
-        merger = self._model.merger
+        merger = self._merger
         if merger is None:
             return None
+        if isinstance(merger, DualEncoder):
+            return MediaFacts(list(merger.modalities), merger.item_bytes, lone=True)
         if isinstance(merger, EncoderMerger):
             return MediaFacts(list(merger.modalities), merger.item_bytes, encoder_input=True)
         copies = 2 if merger.layered else 1  # such a model may be given rows for its first layers, too
@@ -64,7 +73,7 @@ class MediaItems:
             if record is None:
                 raise KeyError(f"no arrays of media item {number}")
             arrays = {name: tensor_of(x) for name, x in zip(record.names, record.arrays, strict=True)}
-            merger = self._model.merger
+            merger = self._merger
             if merger is None or record.modality not in merger.modalities:
                 raise UnsupportedModelError(f"the model takes no {record.modality} in its prompts")
             began = time.perf_counter()
@@ -79,14 +88,19 @@ class MediaItems:
             error = UnsupportedModelError(f"the model could not encode a media item: {failed}")
         return Encoded(number, 0, wire_name(error), wire_text(error))
 
+    def vector(self, sequence: NewSequence) -> torch.Tensor:
+        """``[width]``: what a dual encoder made of the item that is the prompt of a sequence."""
+        found: torch.Tensor = self._encoded[sequence.media[0].number].output
+        return found
+
     def merged(self, sequence: NewSequence) -> MergedPrompt:
         """The prompt of an admitted sequence.
 
         Raises:
             UnsupportedModelError: the model merges its media in a way that can't be served.
         """
-        merger = self._model.merger
-        if merger is None or sequence.num_virtual:
+        merger = self._merger
+        if merger is None or isinstance(merger, DualEncoder) or sequence.num_virtual:
             raise UnsupportedModelError("this model, or a prompt with the virtual tokens of an adapter, takes no media")
         ids = sequence.tokens[: sequence.prompt_len].tolist()
         try:
@@ -105,6 +119,7 @@ class MediaItems:
         return merged
 
     def _verify_once(self, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
+        assert self._verify is not None
         for modality in {item.modality for item in items}:
             if modality not in self._verified:
                 self._verified[modality] = None

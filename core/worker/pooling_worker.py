@@ -18,14 +18,16 @@ from ...kernels.contract import Backend, SequenceOffsets
 from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
+from ..model.media.dual_encoder import DualEncoder
 from ..model.run.encoder import EncoderModel
 from ..model.run.lora import AdaptedBackend
 from ..model.run.paged_model import PagedModel
-from ..model.run.pooling import PoolingModel, load_pooling_model
+from ..model.run.pooling import PoolingModel, finish_vectors, load_pooling_model
 from ..parallel.group import RankGroup
-from ..plan.control import ParameterRows, PendingStep, WorkerFacts
+from ..plan.control import KeepMedia, ParameterRows, PendingStep, WorkerFacts
 from ..plan.step import NewSequence, StepPlan, StepResult
 from .backends import prepare_kernels
+from .media_items import MediaItems
 from .registry import Registry
 from .worker import (
     Decisions,
@@ -84,6 +86,7 @@ class PoolingWorker(LocalWorker):
             limits = lora_limits(config, trunk, self._backend, f"{self.model.model.base_model_prefix}.")
             self._registry = Registry(None, limits, trunk.hidden_size)
         embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
+        self._media = MediaItems(trunk) if isinstance(trunk, DualEncoder) else None
         self.facts = WorkerFacts(
             self._model_facts(trunk, max_model_len, fingerprint=weights, tasks=self.model.tasks),
             groups,
@@ -93,6 +96,7 @@ class PoolingWorker(LocalWorker):
             asynchronous=self._copies.asynchronous,
             has_adapters=self._loras is not None,
             pooling=self.model.facts(),
+            media=None if self._media is None else self._media.facts,
         )
         if isinstance(trunk, PagedModel):
             self._runner = self._make_runner(trunk, self._layout, self._backend)
@@ -136,6 +140,8 @@ class PoolingWorker(LocalWorker):
                     tensor.data = new.data
             self._dropped = False
         trunk = self.model.trunk
+        if isinstance(trunk, DualEncoder):
+            self._media = MediaItems(trunk)
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
             self._runner = self._make_runner(trunk, self._layout, self._backend)
 
@@ -150,14 +156,24 @@ class PoolingWorker(LocalWorker):
     def parameters(self) -> NoReturn:
         raise NotSupportedError("save_sharded_state is for models that generate; this one pools")
 
+    def keep_media(self, record: KeepMedia) -> None:
+        assert self._media is not None, "a model without media in its prompts"
+        self._media.keep(record)
+
+    def drop_media(self, number: int) -> None:
+        assert self._media is not None, "a model without media in its prompts"
+        self._media.drop(number)
+
     def launch(self, plan: StepPlan) -> PendingStep:
+        encoded = self._media.encode(plan.encodes.tolist()) if self._media is not None and plan.encodes.size else []
         try:
             self.on_plan(plan)
             hidden, kept = self._compute(plan)
         except RuntimeError as error:
-            return self._lacking(plan, error)
+            lacking = self._lacking(plan, error)
+            return lacking._replace(wait=lambda: msgspec.structs.replace(lacking.wait(), encoded=encoded))
         rows = self._copies.download(hidden.float())
-        return Pending(lambda: self._take_in(plan, rows.wait(), kept))
+        return Pending(lambda: msgspec.structs.replace(self._take_in(plan, rows.wait(), kept), encoded=encoded))
 
     def follow(self, plan: StepPlan) -> None:
         self._compute(plan)
@@ -166,24 +182,30 @@ class PoolingWorker(LocalWorker):
         """The hidden states that are wanted of a step, and how many of them belong to each sequence."""
         for sequence in plan.admitted:
             self._sequences[sequence.slot], self._rows[sequence.slot] = sequence, []
-        slots, starts, counts = (a.astype(np.int64) for a in (plan.slots, plan.starts, plan.counts))
+        # a prompt that is a media item has no hidden states: its vector was made when it was encoded
+        texts = np.array([not self._sequences[slot].media for slot in plan.slots.tolist()], bool)
+        every = np.zeros(len(texts), np.int64)
+        if not texts.any():
+            return torch.zeros(0, self.model.trunk.hidden_size, device=self._device), every
+        slots, starts, counts = (a.astype(np.int64)[texts] for a in (plan.slots, plan.starts, plan.counts))
+        token_ids = plan.token_ids[np.repeat(texts, plan.counts)]
         sequences = [self._sequences[slot] for slot in slots.tolist()]
-        kept = np.where([one.keeps_rows for one in sequences], counts, plan.samples)
+        kept = every[texts] = np.where([one.keeps_rows for one in sequences], counts, plan.samples[texts])
         ends = np.cumsum(counts)
         wanted = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, kept, strict=True)])
         with self.span("execute"):
             if self._runner is not None:
                 self._runner.copy(plan)
                 self._runner.begin(plan)
-                hidden = self._runner.forward(slots, starts, counts, plan.token_ids, wanted)
+                hidden = self._runner.forward(slots, starts, counts, token_ids, wanted)
                 self._runner.snapshot(plan)
             else:
                 encoder: Any = self.model.trunk
                 offsets = SequenceOffsets.of(counts.tolist(), slots.tolist())
                 seconds = [one.pooling.second if one.pooling else 0 for one in sequences]
-                hidden = encoder.forward(plan.token_ids, offsets, seconds)
+                hidden = encoder.forward(token_ids, offsets, seconds)
                 hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
-        return hidden, kept
+        return hidden, every
 
     def _take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
         """Store the hidden states of `plan`, and return its result.
@@ -193,7 +215,7 @@ class PoolingWorker(LocalWorker):
             kept: how many of them belong to each sequence of the plan, int64 ``[sequences]``.
         """
         pooled, errors = [], {}
-        parts = np.split(rows, np.cumsum(kept)[:-1])
+        parts = np.split(rows, np.cumsum(kept))[:-1]
         for slot, part, ends in zip(plan.slots.tolist(), parts, plan.samples.tolist(), strict=True):
             self._rows[slot].append(part)
             if ends:
@@ -201,7 +223,10 @@ class PoolingWorker(LocalWorker):
                 assert sequence.pooling is not None
                 tokens, states = sequence.tokens[: sequence.prompt_len], np.concatenate(self._rows.pop(slot))
                 try:
-                    pooled.append(self.model.finish(sequence.pooling, tokens, states))
+                    if sequence.media and self._media is not None:
+                        pooled.append(finish_vectors(sequence.pooling, self._media.vector(sequence)))
+                    else:
+                        pooled.append(self.model.finish(sequence.pooling, tokens, states))
                 except Exception as error:  # raised by code of the model: ends this request only
                     errors[slot] = error
                     pooled.append(np.zeros(0, np.float32))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 ALL_TOKENS = 2**31 - 1
+_TOKENIZATION = ["add_special_tokens", "padding", "max_length"]
 _BY_TYPE: dict[Any, Callable[[Any], Any]] = {  # type of a field of `Sampling` → its value from the user's
     float: float,
     int: int,
@@ -239,6 +240,11 @@ class InputProcessor:
         inputs, special = self._media.inputs(parsed.given), _adds_special_tokens(tokenization_kwargs or {})
         if not inputs:
             return done(parsed._replace(given=None))
+        if self.model.lone_media and (parsed.text or parsed.token_ids or len(inputs) != 1):
+            raise InvalidRequestError(
+                "a prompt of this model is a text or one media item, not both: leave the text empty, and give one item "
+                "for each prompt"
+            )
         source: str | list[int]
         if parsed.token_ids is not None:
             source = parsed.token_ids
@@ -315,9 +321,24 @@ class InputProcessor:
             token_ids = self._checked_text(parsed.text).encode_first(parsed.text, special, keep)
         else:
             token_ids = self.encode(parsed.text or "", special)
+        if tokenization_kwargs.get("padding"):
+            token_ids = self._padded(token_ids, tokenization_kwargs, pooled)
         if keep is None:
             return token_ids
         return token_ids[:keep] if pooled else token_ids[-keep:]
+
+    def _padded(self, token_ids: list[int], tokenization_kwargs: Mapping[str, Any], pooled: bool) -> list[int]:
+        """A text's token ids with padding tokens behind them, as some encoders were trained."""
+        wanted, length = tokenization_kwargs["padding"], tokenization_kwargs.get("max_length")
+        length = self.model.max_model_len if length is None else length
+        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        longest = self.model.max_model_len
+        if wanted != "max_length" or type(length) is not int or length > longest or not pooled or pad is None:
+            raise InvalidRequestError(
+                f"padding is {shown(wanted)}, and max_length {shown(length)}; they must be 'max_length' and an int up "
+                f"to max_model_len, {longest}, for a pooling model whose tokenizer has a padding token"
+            )
+        return token_ids + [pad] * (length - len(token_ids))
 
 
 class Ahead:
@@ -349,9 +370,9 @@ class Ahead:
 
 def _adds_special_tokens(tokenization_kwargs: Mapping[str, Any]) -> bool:
     for name, special in tokenization_kwargs.items():
-        if name != "add_special_tokens":
-            raise unknown_argument("tokenization_kwargs", name, ["add_special_tokens"])
-        if not isinstance(special, bool):
+        if name not in _TOKENIZATION:
+            raise unknown_argument("tokenization_kwargs", name, _TOKENIZATION)
+        if name == "add_special_tokens" and not isinstance(special, bool):
             raise InvalidRequestError(f"add_special_tokens is {shown(special)}; it must be True or False")
     return bool(tokenization_kwargs.get("add_special_tokens", True))
 

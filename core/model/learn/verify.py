@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
@@ -27,6 +26,7 @@ from ..run.paged_model import PagedModel
 from ..run.positions import takes_positions
 from ..run.recurrent import cache_argument
 from .fuse_match import LOGITS_TOLERANCE, deviations, widened
+from .random_texts import random_texts
 from .recurrent_probe import OwnCache
 
 BLOCK_SIZE = 8
@@ -121,15 +121,6 @@ def random_sequences(model: PagedModel) -> list[torch.Tensor]:
     extra = min((window for window in windows if window < SMALL_WINDOW), default=0)
     lengths = [min(length + extra, model.max_position or length + extra) for length in LENGTHS]
     return [ids.to(model.device) for ids in random_texts(model.config, lengths)]
-
-
-def random_texts(config: PreTrainedConfig, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Fixed random token ids, int64 on the CPU, of these numbers of tokens. Never the padding token."""
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, config.vocab_size, (length,), generator=generator) for length in lengths]
-    for ids in texts:
-        ids[ids == getattr(config, "pad_token_id", None)] = 1
-    return texts
 
 
 @torch.inference_mode()

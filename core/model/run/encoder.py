@@ -25,7 +25,7 @@ from ....kernels.contract import ROW_MULTIPLE, SequenceOffsets
 from ...worker.device import device_for
 from ..learn.fuse_match import LOGITS_TOLERANCE, deviations
 from ..learn.probe import HARMLESS, MaskFunction
-from ..learn.verify import random_texts
+from ..learn.random_texts import random_texts
 from .attention import attention_set
 
 IMPLEMENTATION = "mainspring_encoder"
@@ -59,6 +59,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: _Pattern | None,
     scaling: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls. query ``[1, heads, tokens, dim]``, key and value likewise →
@@ -68,6 +69,8 @@ def _attend(
             raise UnsupportedModelError(
                 f"{type(module).__name__} passes {argument!r} to its attention, which encoders are not served with"
             )
+    if is_causal and attention_mask is None:
+        raise UnsupportedModelError(f"{type(module).__name__} gives its attention no mask and wants it to be causal")
     out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     grouped = query.shape[1] != key.shape[1]
     step: _Step = module.mainspring_step  # type: ignore[assignment]

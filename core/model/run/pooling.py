@@ -44,6 +44,7 @@ from ..load.kept_decisions import KeptDecisions
 from ..load.loader import Prepare, build_model, page, read_config, shards_of
 from ..load.refuse import refuse_config, refuse_encoder_class, trial_run
 from ..load.sliced_reading import reading
+from ..media.dual_encoder import DualEncoder, is_dual_encoder
 from .attention import attention_set
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .paged_model import PagedModel
@@ -116,6 +117,8 @@ class PoolingModel:
         self.tasks = [*tasks, *(["score"] if by_pairs else [] if self.has_head else ["token_embed", "score"])]
         self.notes: list[str] = []
         self.width = recipe.dense[-1].weight.shape[0] if recipe.dense else trunk.hidden_size
+        if isinstance(trunk, DualEncoder):
+            self.tasks, self.width = ["embed", "score"], trunk.width
 
     def facts(self) -> PoolingFacts:
         last_row_alone = self.recipe.mode == "lasttoken"
@@ -129,21 +132,29 @@ class PoolingModel:
             out = ACTIVATIONS[self._activation](logits) if pooling.activate in (None, True) else logits
             return out.cpu().numpy()
         vectors, normalize = torch.from_numpy(rows), True
-        if pooling.task == "embed":
+        if isinstance(self.trunk, DualEncoder):
+            vectors = self.trunk.pool(token_ids, vectors)
+        elif pooling.task == "embed":
             vectors, normalize = _MODES[self.recipe.mode](vectors), self.recipe.normalize
             for weight, bias, activation in self.recipe.dense:
                 vectors = ACTIVATIONS[activation](F.linear(vectors[None], weight, bias)[0])
-        if pooling.dimensions:
-            vectors = vectors[..., : pooling.dimensions]
-        if normalize if pooling.activate is None else pooling.activate:
-            vectors = F.normalize(vectors, dim=-1)
-        return vectors.numpy()
+        return finish_vectors(pooling, vectors, normalize)
 
     def explain(self) -> list[str]:
         """What was learned and decided at load, for ``--explain-model``."""
         named = "its own head" if self.has_head else f"{self.recipe.mode}, {len(self.recipe.dense)} dense layers"
         lines = self.trunk.explain() if isinstance(self.trunk, PagedModel) else [f"model: {type(self.model).__name__}"]
         return [*lines, *self.notes, f"pooling: {named}; tasks: {', '.join(self.tasks)}"]
+
+
+def finish_vectors(pooling: Pooling, vectors: torch.Tensor, normalize: bool = True) -> np.ndarray:
+    """The part that a request wants of vectors ``[..., width]``, of length 1 if it says so, or else if `normalize`."""
+    vectors = vectors.float().cpu()
+    if pooling.dimensions:
+        vectors = vectors[..., : pooling.dimensions]
+    if normalize if pooling.activate is None else pooling.activate:
+        vectors = F.normalize(vectors, dim=-1)
+    return vectors.numpy()
 
 
 def load_pooling_model(
@@ -173,6 +184,13 @@ def load_pooling_model(
     else:
         model = build_model(config, model_config, load_config, device, auto, shards.cuts_of if shards else None)
     model.requires_grad_(False).eval()
+    if is_dual_encoder(model):
+        if shards is not None or pooler.seq_pooling_type or pooler.pooling_type:
+            raise NotSupportedError(
+                f"{type(model).__name__} is a dual encoder: it pools by its own code, and on one rank; unset "
+                "pooling_type of pooler_config, and tensor_parallel_size"
+            )
+        return _dual_encoder(model, pooler)
     if shards is not None:
         shards.finish(model)
     trunk: Any = model.base_model
@@ -194,12 +212,26 @@ def load_pooling_model(
     if mode := pooler.seq_pooling_type or pooler.pooling_type:
         recipe = recipe._replace(mode={"CLS": "cls", "LAST": "lasttoken", "MEAN": "mean"}[mode])
     pooling = PoolingModel(model, served, tasks, recipe)
+    pooling.notes += [*([shards.note] if shards else []), *notes]
+    return _with_first_task(pooling, pooler)
+
+
+def _with_first_task(pooling: PoolingModel, pooler: PoolerConfig) -> PoolingModel:
     if pooler.task is not None:
         if pooler.task not in pooling.tasks:
             raise InvalidArgumentError(f"pooler_config: the task is {pooler.task}; the model can {pooling.tasks}")
         pooling.tasks.sort(key=lambda task: task != pooler.task)
-    pooling.notes += [*([shards.note] if shards else []), *notes]
     return pooling
+
+
+def _dual_encoder(model: PreTrainedModel, pooler: PoolerConfig) -> PoolingModel:
+    with trial_run(type(model).__name__):
+        encoder = DualEncoder(model)
+        notes = make_row_invariant(encoder.model) if model.device.type == "cpu" else []
+        notes += [encoder.verify(), *check_rows(encoder.model, refuse=False)]
+    pooling = PoolingModel(model, encoder, ["embed"], Recipe("cls"))
+    pooling.notes += notes
+    return _with_first_task(pooling, pooler)
 
 
 def _encoder(model: PreTrainedModel, notes: list[str]) -> EncoderModel:
