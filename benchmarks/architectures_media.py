@@ -39,7 +39,7 @@ from transformers.utils import logging as transformers_logging
 from mainspring.benchmarks.architectures import MEDIA_HEADING, REPORT
 from mainspring.benchmarks.tiny_media import AUDIO, END, IMAGE, START, TINY, VIDEO, Inputs, build
 from mainspring.core.memory.updates import TableUpdate
-from mainspring.core.model.load.loader import refuse_config
+from mainspring.core.model.load.loader import _model_class, auto_class, refuse_config
 from mainspring.core.model.media.features import MODALITIES, feature_methods
 from mainspring.core.plan.control import KeepMedia
 from mainspring.core.plan.step import NewSequence, SequenceMedia, StepPlan
@@ -260,6 +260,8 @@ def rows_of(model: PreTrainedModel, modality: str, inputs: Inputs) -> torch.Tens
     accepted = inspect.signature(method).parameters
     output = method(**{k: v for k, v in inputs.items() if k in accepted}, return_dict=True)
     rows = output.get("pooler_output")
+    if rows is None and "deepstack_features" in output:  # of the first layer that gets some
+        rows = output["deepstack_features"][0][1]
     rows = output.last_hidden_state if rows is None else rows
     parts = rows if isinstance(rows, list | tuple) else [rows]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -292,25 +294,17 @@ def generate_alone(model: PreTrainedModel, request: Request, max_tokens: int = M
 
 def judge(model_type: str) -> Result:
     torch.set_num_threads(1)
-    if model_type not in TINY:
-        return _refused_unbuilt(model_type) or Result("not constructible", "no tiny config is written for it")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
             model, requests, expected = _diverse(model_type)
             model.save_pretrained(folder)
         except Exception as error:
-            return _refused_unbuilt(model_type) or Result("not constructible", one_line(error))
+            return _refused_unbuilt(model_type) or _refused_without_inputs(model_type, folder, one_line(error))
         try:
             worker = worker_of(folder)
             if worker.facts.media is None:
-                notes = [line for line in worker._explained if line.startswith("media: ")]
-                return Result(
-                    "refused",
-                    (notes or ["its class has no method that encodes media apart from its prompt"])[0].removeprefix(
-                        "media: not served: "
-                    ),
-                )
+                return _without_media(worker)
             if worker.model.states is not None:  # a prefix would need a snapshot of the state
                 requests, expected = requests[:3], expected[:3]
             if worker.facts.media.spans == "prompt":  # no prefix is shared, and `generate` has no causal text
@@ -379,13 +373,32 @@ def _diverse(model_type: str) -> tuple[PreTrainedModel, list[Request], list[list
 
 def _refused_unbuilt(model_type: str) -> Result | None:
     config = CONFIG_MAPPING[model_type]()
+    config.architectures = [MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]]
     if config.is_encoder_decoder:
         return Result("refused", "an encoder-decoder model, which is not supported")
     try:
         refuse_config(config, "the checkpoint")
+        _model_class(config, ModelConfig(model="the checkpoint"), auto_class(config))
     except UnsupportedModelError as error:
         return Result("refused", str(error))
     return None
+
+
+def _refused_without_inputs(model_type: str, folder: Path, why: str) -> Result:
+    """Of a model for which there are no inputs that transformers itself can run: whether it is refused at load."""
+    try:
+        build(model_type)[0].save_pretrained(folder)
+        worker = worker_of(folder)
+    except UnsupportedModelError as error:
+        return Result("refused", str(error).replace(str(folder), "the checkpoint"))
+    except Exception:
+        return Result("not constructible", why)
+    return Result("not constructible", why) if worker.facts.media is not None else _without_media(worker)
+
+
+def _without_media(worker: GenerationWorker) -> Result:
+    notes = [line.removeprefix("media: not served: ") for line in worker._explained if line.startswith("media: ")]
+    return Result("refused", (notes or ["its class has no method that encodes media apart from its prompt"])[0])
 
 
 def one_line(error: BaseException) -> str:
