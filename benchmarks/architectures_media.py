@@ -1,5 +1,5 @@
-"""Every class of transformers that takes media in its prompts, tiny and random, through the worker: `make
-architectures-media`.
+"""Every class of transformers that takes media in its prompts, or has an encoder for text or sound, tiny and random,
+through the worker: `make architectures-media`.
 
 Each is *exact* (greedy fp32 tokens equal to ``model.generate`` for requests with no, one and two items that share steps
 of at most 24 tokens, one of them preempted, and one that begins with blocks of another), *refused* with a reason, *not
@@ -36,6 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from mainspring.benchmarks import architectures_readers as readers
 from mainspring.benchmarks.architectures import MEDIA_HEADING, REPORT
 from mainspring.benchmarks.tiny_media import AUDIO, END, IMAGE, START, TINY, VIDEO, Inputs, build
 from mainspring.core.memory.updates import TableUpdate
@@ -58,6 +59,7 @@ TOKEN_BUDGET = 24
 BLOCK_SIZE = 16
 GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4), (0.3, 6.0)]
 DIVERSE = 9  # distinct tokens among all outputs
+CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **readers.READERS}
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -294,6 +296,8 @@ def generate_alone(model: PreTrainedModel, request: Request, max_tokens: int = M
 
 def judge(model_type: str) -> Result:
     torch.set_num_threads(1)
+    if model_type in readers.READERS:
+        return judge_reader(model_type)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -328,6 +332,66 @@ def judge(model_type: str) -> Result:
     if bad:
         return Result("wrong", f"other tokens than generate in requests {bad}")
     return Result("exact", note)
+
+
+def judge_reader(model_type: str) -> Result:
+    """As `judge`, of an encoder-decoder model."""
+    refused = _refused_unbuilt(model_type)
+    if refused is not None:
+        return refused
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            readers.build(model_type, GAINS[0], folder)
+        except Exception as error:
+            return Result("not constructible", one_line(error))
+        try:
+            worker_of(folder)
+        except ModelNotFoundError as error:
+            return Result("not constructible", one_line(error))
+        except UnsupportedModelError as error:
+            return Result("refused", str(error).replace(str(folder), "the checkpoint"))
+        try:
+            model, requests, expected = _diverse_reader(model_type, folder)
+            model.save_pretrained(folder)
+        except Exception as error:
+            return Result("not constructible", one_line(error))
+        try:
+            tokens = Driver(worker_of(folder)).serve(requests, preempt=1)
+        except (UnsupportedModelError, Failed) as error:
+            text = str(error).replace(str(folder), "the checkpoint")
+            if isinstance(error, Failed) and not text.startswith("UnsupportedModelError: "):
+                return Result("wrong", text)
+            return Result("refused", text.removeprefix("UnsupportedModelError: "))
+        except Exception as error:
+            return Result("wrong", "raised " + one_line(error))
+    bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
+    return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", "")
+
+
+def _diverse_reader(model_type: str, folder: Path) -> tuple[PreTrainedModel, list[Request], list[list[int]]]:
+    """As `_diverse`, of an encoder-decoder model."""
+    best: Any = None
+    for gains in GAINS:
+        model = readers.build(model_type, gains, folder)
+        items = [Item(seed, *readers.encoder_inputs(model, seed), 0, 0) for seed in (1, 2)]
+        long = readers.prompt(20)
+        requests = [
+            Request(readers.prompt(1), items[:1]),
+            Request(readers.prompt(30), items[1:]),
+            Request(long, items[1:]),
+            Request([*long, 7, 8, 9], items[1:], prefix=len(long) - 1),
+        ]
+        expected = [readers.generate(model, r.items[0].inputs, r.tokens, MAX_TOKENS) for r in requests]
+        other = readers.generate(model, items[0].inputs, long, MAX_TOKENS) != expected[2]
+        distinct = len({token for text in expected for token in text})
+        if best is None or (other, distinct) > best[0]:
+            best = (other, distinct), model, requests, expected
+        if best[0] >= (True, DIVERSE):
+            break
+    if not best[0][0]:
+        raise ValueError("its tokens do not depend on the encoder's input, whatever the gains")
+    return best[1:]  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
@@ -373,9 +437,7 @@ def _diverse(model_type: str) -> tuple[PreTrainedModel, list[Request], list[list
 
 def _refused_unbuilt(model_type: str) -> Result | None:
     config = CONFIG_MAPPING[model_type]()
-    config.architectures = [MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]]
-    if config.is_encoder_decoder:
-        return Result("refused", "an encoder-decoder model, which is not supported")
+    config.architectures = [CLASSES[model_type]]
     try:
         refuse_config(config, "the checkpoint")
         _model_class(config, ModelConfig(model="the checkpoint"), auto_class(config))
@@ -414,6 +476,7 @@ def _child(model_type: str, sender: multiprocessing.connection.Connection) -> No
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     try:
         sender.send(judge(model_type))
@@ -460,7 +523,8 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
         "a prompt, with tiny random models as above: greedy fp32 tokens of requests with no, one and two items that",
         "share steps, one preempted and one with a cached prefix. `make architectures-media` writes the table.",
         "Where all tokens of a prompt with media see each other (PaliGemma), one without media is causal, which is not",
-        "what `generate` computes; its requests have one and two items.",
+        "what `generate` computes; its requests have one and two items. Encoder-decoder classes that read text or hear",
+        "sound are in the table, too; each of their requests has one input for the encoder.",
         "",
         f"**{totals}**",
         "",
@@ -469,7 +533,7 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
     ]
     for model_type, (outcome, reason) in sorted(results.items()):
         reason = reason.replace("|", "\\|")
-        lines.append(f"| {model_type} | {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]} | {outcome} | {reason} |")
+        lines.append(f"| {model_type} | {CLASSES[model_type]} | {outcome} | {reason} |")
     before = REPORT.read_text().partition(MEDIA_HEADING)[0].rstrip("\n")
     REPORT.write_text(before + "\n\n" + "\n".join(lines) + "\n")
 
@@ -477,7 +541,7 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
 def main(arguments: list[str]) -> int:
     started, write = time.monotonic(), "--write" in arguments
     names = [name for name in arguments if name != "--write"]
-    results = sweep(names or list(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
+    results = sweep(names or list(CLASSES))
     counts = Counter(result.outcome for result in results.values())
     print(
         ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"

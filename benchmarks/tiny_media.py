@@ -104,12 +104,17 @@ def build(model_type: str, gains: tuple[float, float] = (0.3, 1.5)) -> tuple[Pre
     config = shrink(CONFIG_MAPPING[model_type], tiny.fields)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    return draw(model, gains).eval(), tiny
+
+
+def draw(model: PreTrainedModel, gains: tuple[float, float]) -> PreTrainedModel:
+    """The model, with random matrices. gains: see `build`."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, gains[parameter not in embeddings] * parameter[0].numel() ** -0.5)
-    return model.eval(), tiny
+    return model
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
@@ -194,6 +199,16 @@ def _moss(seed: int) -> Inputs:
 def _stacked(seed: int) -> Inputs:
     """Frames of a sound, stacked by seven."""
     return {"input_features": _normal(seed, 1, 9, 7 * 16), "input_features_mask": torch.ones(1, 9, dtype=torch.long)}
+
+
+def _pooled(seed: int) -> Inputs:
+    """One crop of 4 x 4 patches; each token is pooled of four of them."""
+    corners = torch.arange(16).reshape(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    return {
+        "pixel_values": _normal(seed, 1, 16, 588),
+        "image_token_pooling": corners,
+        "image_grids": torch.tensor([[2, 2, 0, 0]]),
+    }
 
 
 def _frames_first(seed: int) -> Inputs:
@@ -361,7 +376,31 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen4_exp": Tiny({"text_config": {**_DELTA, **_BLOCK_INDEX}}, grid(16)),
     "muse_glimmer": Tiny({"out_hidden_size": 128}, grid(14)),
-    "muse_spark": Tiny({"out_hidden_size": 128}, grid(14)),
+    "muse_spark": Tiny(
+        {
+            "out_hidden_size": 128,
+            "text_config": {"moe_hidden_size": HIDDEN},
+            "audio_config": {"num_hidden_layers": 4, "out_hidden_size": HIDDEN},
+        },
+        grid(14),
+    ),
+    "inkling2": Tiny({"vision_config": {"text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}, grid(20, 1)),
+    "molmo2": Tiny(
+        {
+            "adapter_config": {
+                "vision_feature_layer": [1, 0],
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 48,
+                "text_hidden_size": HIDDEN,
+            },
+            "vision_config": {"image_size": [56, 56], "num_position_embeddings": 16},
+            "text_config": {"additional_vocab_size": 16},
+        },
+        _pooled,
+    ),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({}, _strips, axis=3)),
     "moss_transcribe_diarize": Tiny({"audio_config": {"max_source_positions": 32}}, _moss, "audio"),
     "voxtral_realtime": Tiny({}, sound(16, 64), "audio"),

@@ -309,7 +309,7 @@ def _model_class(
         kind = other or config.model_type
         raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
     if config.is_encoder_decoder and auto not in ENCODER_DECODER:  # its decoder alone would be built, or see no media
-        raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model, which is not supported")
+        raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model for images; none is supported")
     return cast("type[PreTrainedModel]", known[type(config)])
 
 
