@@ -303,6 +303,7 @@ def judge(model_type: str) -> Result:
         try:
             model, requests, expected = _diverse(model_type)
             model.save_pretrained(folder)
+            torch.save({}, folder / "spk_dict.pt")  # voices of Qwen2.5-Omni, which `save_pretrained` does not write
         except Exception as error:
             return _refused_unbuilt(model_type) or _refused_without_inputs(model_type, folder, one_line(error))
         try:

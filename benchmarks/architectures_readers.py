@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from mainspring.benchmarks.tiny_media import Inputs, draw, shrink
+from mainspring.benchmarks.tiny_media import HIDDEN, Inputs, draw, shrink
 
 READERS: dict[str, str] = {  # model type → class
     name: kind
@@ -34,6 +34,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "whisper": {"max_source_positions": FRAMES // 2, "num_mel_bins": BINS},
     "speech_to_text": {"num_mel_bins": BINS, "input_feat_per_channel": BINS, "conv_channels": 32},
     "bigbird_pegasus": {"attention_type": "original_full"},
+    "canary": {"encoder_config": {"hidden_size": HIDDEN}},
+    "moonshine": {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("num_attention_heads", 4), ("num_key_value_heads", 4), ("num_hidden_layers", 2))
+    },
     "led": {"attention_window": 16},
 }
 

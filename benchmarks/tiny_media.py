@@ -387,6 +387,7 @@ TINY: dict[str, Tiny] = {
     "inkling2": Tiny({"vision_config": {"text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}, grid(20, 1)),
     "molmo2": Tiny(
         {
+            "image_patch_id": IMAGE,
             "adapter_config": {
                 "vision_feature_layer": [1, 0],
                 "hidden_size": 32,
