@@ -408,7 +408,12 @@ def _encodes_alone(model: PreTrainedModel, requests: Sequence[Request]) -> bool:
 def joined(items: Sequence[Item], axis: int) -> Inputs:
     """What a processor gives for several items. axis: see `Tiny`."""
     names = items[0].inputs
-    return {n: torch.cat([item.inputs[n] for item in items], axis if n == "pixel_values" else 0) for n in names}
+    found = {n: torch.cat([item.inputs[n] for item in items], axis if n == "pixel_values" else 0) for n in names}
+    if "image_token_pooling" in found:  # numbers of patches, which go on from item to item
+        patches = items[0].inputs["pixel_values"].shape[:2].numel()
+        parts = [item.inputs["image_token_pooling"] + patches * number for number, item in enumerate(items)]
+        found["image_token_pooling"] = torch.cat(parts)
+    return found
 
 
 def _diverse(model_type: str) -> tuple[PreTrainedModel, list[Request], list[list[int]]]:

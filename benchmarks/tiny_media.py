@@ -181,8 +181,8 @@ def _two_sizes(seed: int) -> Inputs:
 
 
 def _strips(seed: int) -> Inputs:
-    """One image of 4 x 4 patches in a row."""
-    return {"pixel_values": _normal(seed, 1, 3, 14, 16 * 14), "target_sizes": torch.tensor([[4, 4]])}
+    """One image of 4 x 8 patches in a row."""
+    return {"pixel_values": _normal(seed, 1, 3, 14, 32 * 14), "target_sizes": torch.tensor([[4, 8]])}
 
 
 def _asked(seed: int, frames: int = 0) -> Inputs:
@@ -402,7 +402,9 @@ TINY: dict[str, Tiny] = {
         },
         _pooled,
     ),
-    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({}, _strips, axis=3)),
+    **dict.fromkeys(
+        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({"vision_config": {"insert_layer_id": 0}}, _strips, axis=3)
+    ),
     "moss_transcribe_diarize": Tiny({"audio_config": {"max_source_positions": 32}}, _moss, "audio"),
     "voxtral_realtime": Tiny({}, sound(16, 64), "audio"),
     "glm5_next": Tiny({"text_config": {"num_key_value_heads": 4, "index_kpool": 4}}, grid(14)),

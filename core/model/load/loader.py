@@ -413,6 +413,8 @@ def _reading_weights(model_config: ModelConfig, load_config: LoadConfig) -> Iter
             yield name
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
+    except AttributeError as error:  # of a class with a `from_pretrained` of its own
+        raise UnsupportedModelError(f"the class of {name!r} loads weights by code of its own ({error})") from error
     except OSError as error:
         raise ModelNotFoundError(f"no weights of {name!r} could be read: {_first_line(error)}") from error
     except torch.OutOfMemoryError:
