@@ -403,7 +403,7 @@ TINY: dict[str, Tiny] = {
         _pooled,
     ),
     **dict.fromkeys(
-        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({"vision_config": {"insert_layer_id": 0}}, _strips, axis=3)
+        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({"insert_layer_id": 0}, _strips, axis=3)
     ),
     "moss_transcribe_diarize": Tiny({"audio_config": {"max_source_positions": 32}}, _moss, "audio"),
     "voxtral_realtime": Tiny({}, sound(16, 64), "audio"),
