@@ -402,9 +402,7 @@ TINY: dict[str, Tiny] = {
         },
         _pooled,
     ),
-    **dict.fromkeys(
-        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({"insert_layer_id": 0}, _strips, axis=3)
-    ),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({"insert_layer_id": 0}, _strips, axis=3)),
     "moss_transcribe_diarize": Tiny({"audio_config": {"max_source_positions": 32}}, _moss, "audio"),
     "voxtral_realtime": Tiny({}, sound(16, 64), "audio"),
     "glm5_next": Tiny({"text_config": {"num_key_value_heads": 4, "index_kpool": 4}}, grid(14)),
