@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -30,6 +31,7 @@ from .request.request_stream import RequestStream
 
 if TYPE_CHECKING:
     import argparse
+    from concurrent.futures import Future
 
     from ..ipc.async_client import AsyncClient
     from ..ipc.connection import Connection
@@ -320,6 +322,9 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         answer = await super()._call(method, *args, **options)
         await self._reader.caught_up()  # so that after a pause no stream yields anything
         return answer
+
+    async def _answer(self, asked: Future[None]) -> None:
+        await asyncio.wrap_future(asked)
 
     def _stream(self, call: Call) -> RequestStream:
         return RequestStream(self._reader, call["request_id"], partial(self._add, call))

@@ -27,8 +27,8 @@ _A_FUNCTION = "{} takes a function, which cannot go to another process"
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
-    """The same coroutine as a plain method. It awaits `Frontend._call` only, and a blocking client has answered
-    when that returns, so the coroutine ends at its first step."""
+    """The same coroutine as a plain method. It awaits `Frontend._call` and `_answer` only, and a blocking client has
+    answered when they return, so the coroutine ends at its first step."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -105,10 +105,15 @@ class AsyncEngineMethods:
         return bool(await self._engine._call("reset_prefix_cache", *of))
 
     async def reset_mm_cache(self) -> None:
-        """Forget what was prepared of images, videos and sounds, and the names (`multi_modal_uuids`) of those that this
-        engine was given. Media of unfinished requests are kept."""
+        """Forget the names (`multi_modal_uuids`) of images, videos and sounds that this engine was given, and what was
+        prepared of such items for any frontend. What unfinished requests need is prepared again.
+
+        Raises:
+            NotPermittedError: over tcp with keys, this connection may not change the engine for everyone. The names are
+                forgotten.
+        """
         self._engine._enter()
-        self._engine._media.reset()
+        await self._engine._answer(self._engine._media.reset())
 
     async def reset_encoder_cache(self) -> None:
         """Forget what encoders have made of images, videos and sounds. Running requests keep theirs.

@@ -44,6 +44,8 @@ from .text.model_files import eos_token_ids, generation_config
 from .text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer, media_tokens
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import numpy as np
 
     from ..ipc.async_client import AsyncClient
@@ -265,10 +267,10 @@ class Frontend(FrontendMembers, Generic[C]):
             if prompt.request_id != call["request_id"]:
                 given = call["request_id"]
                 logger.warning("request_id %r: the prepared request keeps its own, %r", given, prompt.request_id)
-            headers, rank = (
-                call["trace_headers"] or prompt.trace_headers,
-                prompt.data_parallel_rank if rank is None else rank,
-            )
+            headers = call["trace_headers"] or prompt.trace_headers
+            rank = prompt.data_parallel_rank if rank is None else rank
+            if (headers, rank) == (prompt.trace_headers, prompt.data_parallel_rank):
+                return prompt  # a copy would take longer than all else here
             return replace(prompt, trace_headers=headers, data_parallel_rank=rank)
         return self.input_processor.process_inputs(**call)
 
@@ -307,6 +309,10 @@ class Frontend(FrontendMembers, Generic[C]):
         self._enter()
         answer = self.engine_core.call(method, *args, **options)
         return await answer if inspect.isawaitable(answer) else answer
+
+    async def _answer(self, asked: Future[None]) -> None:
+        """Wait for a future that another thread sets. With a blocking client nothing is awaited."""
+        asked.result()
 
     def _take_stats(self, stats: Any) -> None:
         """Keep statistics that did not come with an output."""

@@ -15,6 +15,7 @@ from .transport import Socket, make_dealer
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
+_READABLE = int(zmq.POLLIN)
 UNLISTED = "it does not know our key; have it listed with mainspring keys allow"
 
 
@@ -29,6 +30,7 @@ class Link:
         self._address, self._keys, self._queue = address, keys, queue
         self._context: zmq.Context[Socket] = zmq.Context()
         self._sockets: list[Socket] = []  # the one in use, and its monitor
+        self.fds: tuple[int, ...] = ()  # their descriptors
         self._end = weakref.finalize(self, _abandon, self._context, self._sockets, os.getpid())
         self.num_sockets = 0  # a new socket may get the file descriptors of the old one
         self.trouble = ""  # why no connection was made, or why the last one ended
@@ -52,10 +54,7 @@ class Link:
             return
         dealer.connect(self._address)
         self.num_sockets += 1
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        return tuple(int(socket.FD) for socket in self._sockets)
+        self.fds = tuple(int(socket.FD) for socket in self._sockets)
 
     def send(self, frames: Sequence[Any], copy: bool = True) -> None:
         """libzmq queues any number of frames, except on a socket that the core has rejected: that one would block for
@@ -69,20 +68,14 @@ class Link:
 
     def receive(self) -> list[memoryview] | None:
         """The frames of the next message; None if there is none."""
-        if not self._sockets:
+        if not self._sockets or not _readable(self._sockets[0]):
             return None
-        try:
-            return [frame.buffer for frame in self._sockets[0].recv_multipart(zmq.NOBLOCK, copy=False)]
-        except zmq.Again:
-            return None
+        return [frame.buffer for frame in self._sockets[0].recv_multipart(zmq.NOBLOCK, copy=False)]
 
     def read_events(self) -> None:
         """Update `reached`, `lost` and `trouble`."""
-        while self._sockets:
-            try:
-                event = parse_monitor_message(self._sockets[1].recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return
+        while self._sockets and _readable(self._sockets[1]):
+            event = parse_monitor_message(self._sockets[1].recv_multipart(zmq.NOBLOCK))["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.reached, self.trouble = True, ""
             elif event == zmq.EVENT_DISCONNECTED:
@@ -99,11 +92,17 @@ class Link:
             monitor.close(linger=0)
             dealer.close(linger=linger_ms)
             self._sockets.clear()
+            self.fds = ()
 
     def close(self, linger_ms: int) -> None:
         """Close for good. Waits up to `linger_ms` for the last frames to be sent."""
         self.close_socket(linger_ms)
         self._end()
+
+
+def _readable(socket: Socket) -> bool:
+    """Whether a message is there. To receive without one would cost an exception, at each step and each request."""
+    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
 def _abandon(context: zmq.Context[Socket], sockets: Sequence[Socket], pid: int) -> None:

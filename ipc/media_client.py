@@ -58,8 +58,11 @@ class MediaClient(Protocol):
     def forget(self, prepared: PreparedPrompt) -> None:
         """The request with these items has ended."""
 
-    def reset_cache(self) -> None:
-        """Forget all prepared items that no request needs."""
+    def reset_cache(self) -> Future[None]:
+        """Forget all prepared items; those that requests need are prepared again. The future raises:
+
+        NotPermittedError: other frontends use them, too, and this one may not change the engine for everyone.
+        """
 
     def close(self) -> None: ...
 

@@ -280,12 +280,28 @@ class RemoteMedia:
         with self._lock:
             self._asked.forget(prepared.media)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> Future[None]:
         """See `MediaClient`."""
+        every, missing = Future[None](), self._count
+        every.set_running_or_notify_cancel()  # so that it can't be cancelled
+
+        def failed(error: MainspringError) -> None:
+            if not every.done():
+                every.set_exception(error)
+
+        def answered(answer: Answer) -> None:
+            nonlocal missing
+            missing -= 1
+            if answer.error:
+                failed(from_wire(answer.error, answer.error_text))
+            elif not missing and not every.done():
+                every.set_result(None)
+
         for worker in range(self._count):
             order = ResetCache(next(self._numbers))
-            job = _Job(order.job, encode_order(self._token, order), lambda answer: None, lambda error: None)
+            job = _Job(order.job, encode_order(self._token, order), answered, failed)
             self._exchange.send(worker, job)
+        return every
 
     def close(self) -> None:
         """See `MediaClient`."""

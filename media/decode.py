@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,13 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 MAX_FRAMES = 4096  # of an animation; each frame is decoded, because most build on the one before
 MAX_SIDE = 65_500  # pixels of an image's longer side, as in JPEG
+MAX_VIDEO_FRAMES = 90_000  # of a file of video, an hour at 25 per second; few of them are kept
+VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg"  # FFmpeg's names; others may open further files
 MAX_SOUND_SECONDS = 3600.0
+MAX_SOUND_SAMPLES = 3600 * 48_000  # of a channel, an hour at the rate of most files
 MAX_SAMPLING_RATE = 384_000
 _SINC_WIDTH = 24  # zero crossings on each side of the resampling filter
-_GATHERED = 1 << 22  # samples that resampling gathers at once
+_BLOCK = 1 << 20  # samples, of all channels, that are decoded at once
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # format tags of WAV files
 
 
@@ -179,16 +183,18 @@ def _container(what: str, data: bytes, sample: Sampler, limits: Limits) -> Frame
         raise NotSupportedError(
             f"{what} is no animated GIF, WebP or PNG; for video files install PyAV: pip install 'mainspring[video]'"
         ) from None
-    with av.open(io.BytesIO(data), mode="r", format=None, options={"protocol_whitelist": "pipe"}) as file:
+    allowed = {"protocol_whitelist": "pipe", "format_whitelist": VIDEO_FORMATS}
+    with av.open(io.BytesIO(data), options=allowed) as file:
         if not file.streams.video:
             raise InvalidRequestError(f"{what} has no video stream")
         stream = file.streams.video[0]
         width, height = stream.codec_context.width, stream.codec_context.height
         check_pixels(what, width, height, limits)
+        stream.codec_context.options = {"max_pixels": str(limits.pixels)}  # its frames may be larger than it says
         fps = float(stream.average_rate) if stream.average_rate else None
-        total = stream.frames or int(float((stream.duration or 0) * (stream.time_base or 0)) * (fps or 0))
-        if total < 1:
-            raise InvalidRequestError(f"{what} does not say how many frames it has")
+        total = stream.frames or _count_packets(data, allowed)  # some formats have no number of frames
+        if not 1 <= total <= MAX_VIDEO_FRAMES:
+            raise InvalidRequestError(f"{what} has {total} frames; it must have 1 to {MAX_VIDEO_FRAMES}")
         indices = _checked(what, sample(total, fps, width, height), total)
         check_pixels(what, width, height, limits, len(set(indices)))
         wanted, found = set(indices), dict[int, np.ndarray]()
@@ -203,6 +209,15 @@ def _container(what: str, data: bytes, sample: Sampler, limits: Limits) -> Frame
     if not kept:
         raise InvalidRequestError(f"{what} has none of the {total} frames that its header promises")
     return Frames(np.stack([found[at] for at in kept]), fps, total, kept)
+
+
+def _count_packets(data: bytes, allowed: dict[str, str]) -> int:
+    """The number of frames of a video, or one more than the limit. Nothing is decoded."""
+    import av
+
+    with av.open(io.BytesIO(data), options=allowed) as file:
+        packets = (packet for packet in file.demux(file.streams.video[0]) if packet.size)
+        return sum(1 for _ in itertools.islice(packets, MAX_VIDEO_FRAMES + 1))
 
 
 def decode_sound(what: str, data: bytes, rate: int, limits: Limits) -> np.ndarray:
@@ -226,6 +241,8 @@ def _check_sound(what: str, frames: int, rate: float) -> None:
         raise InvalidRequestError(f"{what} has {rate} samples per second; it must be 1 to {MAX_SAMPLING_RATE}")
     if frames > MAX_SOUND_SECONDS * rate:
         raise InvalidRequestError(f"{what} is {frames / rate:.0f} s long; the limit is {MAX_SOUND_SECONDS:.0f} s")
+    if frames > MAX_SOUND_SAMPLES:
+        raise InvalidRequestError(f"{what} has {frames} samples; the limit is {MAX_SOUND_SAMPLES}")
     if frames < 1:
         raise InvalidRequestError(f"{what} is empty")
 
@@ -273,12 +290,13 @@ def _sound_file(what: str, data: bytes) -> tuple[np.ndarray, int]:
             f"{what} is no WAV file; for other formats install soundfile: pip install 'mainspring[audio]'"
         ) from None
     with soundfile.SoundFile(io.BytesIO(data)) as file:
-        rate = int(file.samplerate)
-        _check_sound(what, int(file.frames), rate)
-        most = int(MAX_SOUND_SECONDS * rate)
-        samples = file.read(min(most, int(file.frames)), dtype="float32", always_2d=True)
-    _check_sound(what, len(samples), rate)
-    return samples, rate
+        rate, count, parts = int(file.samplerate), 0, []
+        while len(block := file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)):
+            count += len(block)
+            _check_sound(what, count, rate)
+            parts.append(block.mean(axis=1, dtype=np.float32, keepdims=True))
+    _check_sound(what, count, rate)
+    return np.concatenate(parts), rate
 
 
 def raw_sound(what: str, values: np.ndarray, own_rate: float, rate: int) -> np.ndarray:
@@ -305,16 +323,13 @@ def resample(what: str, samples: np.ndarray, old: int, new: int) -> np.ndarray:
     padded = np.pad(samples, half)
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half)
     result = np.empty(count, np.float32)
-    step = max(1, _GATHERED // (2 * half))
     taps = np.arange(2 * half) - half + 1
-    for start in range(0, count, step):
-        at = np.arange(start, min(count, start + step))
-        whole, part = at * down // up, (at * down % up) / up
-        distance = taps[None] - part[:, None]  # in old samples, from each output to its inputs
+    for phase in range(min(up, count)):  # outputs `up` apart have the same weights
+        distance = taps - phase * down % up / up  # in old samples, from each output to its inputs
         shape = np.cos(np.pi / 2 * np.clip(distance / half, -1, 1)) ** 2
         weights = (cutoff * np.sinc(cutoff * distance) * shape).astype(np.float32)
-        rows = windows[np.minimum(whole + 1, len(windows) - 1)]
-        result[at] = np.einsum("ij,ij->i", rows, weights)
+        mine = result[phase::up]
+        mine[:] = np.einsum("ij,j->i", windows[phase * down // up + 1 :: down][: len(mine)], weights)
     return result
 
 

@@ -67,8 +67,11 @@ class LocalMedia:
     def forget(self, prepared: PreparedPrompt) -> None:
         self._asked.forget(prepared.media)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> Future[None]:
         self._preparer.reset()
+        done = Future[None]()
+        done.set_result(None)
+        return done
 
     def close(self) -> None:
         """Nothing runs."""

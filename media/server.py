@@ -29,6 +29,7 @@ from ..ipc.errors import (
     EngineDeadError,
     InvalidRequestError,
     MainspringError,
+    NotPermittedError,
     ProtocolError,
     wire_name,
     wire_text,
@@ -131,7 +132,12 @@ class MediaServer:
         origin = frames[0].bytes
         try:
             token, order, contents = decode_order([frame.buffer for frame in frames[1:]])
-            self._access.admit(frames[1], token)
+            key = self._access.admit(frames[1], token)
+            if isinstance(order, ResetCache) and key is not None and not key.admin:
+                raise NotPermittedError(
+                    "reset_mm_cache empties the cache of all frontends: have this client's key listed with `admin` "
+                    "among the allowed keys"
+                )
         except ProtocolError as error:
             logger.warning("dropped a message: %s", error)
             return

@@ -32,10 +32,10 @@ CORES_END_WITHIN_S = 5
 PROCESS_TESTS = {
     f"test_{name}.py"
     for name in (
-        "adapters_recovery batch_files benchmarks blame chaos cli clients collective_rpc connection_limits curve daemon "
-        "data_parallel engine_recovery health http_hostile http_recovery lifecycle media_processes media_safety "
-        "node_client pipeline rank_gate ranks remote_ranks server sessions start supervisor tracing transport "
-        "weight_transfer"
+        "adapters_recovery batch_files benchmarks blame chaos cli clients collective_rpc connection_limits "
+        "curve daemon data_parallel engine_recovery health http_hostile http_recovery lifecycle "
+        "media_processes media_safety node_client pipeline rank_gate ranks remote_ranks server sessions start "
+        "supervisor tracing transport weight_transfer"
     ).split()
 }
 

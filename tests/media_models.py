@@ -122,21 +122,31 @@ def _auto(name: str) -> Any:
 class Reference:
     """transformers on the same checkpoint."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, model: Any = None) -> None:
+        self._name, self._folder = name, folder
         self._processor, self._hears = make_processor(name), name == "glmasr"
-        self._model = _auto(name).from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = model or self.load()
+
+    def load(self) -> Any:
+        """The checkpoint in float32."""
+        return _auto(self._name).from_pretrained(self._folder, dtype=torch.float32).eval()
 
     def prompt_ids(self, prompt: str, items: list[Any]) -> list[int]:
         return list(map(int, self._inputs(prompt, items)["input_ids"][0]))
 
     def tokens(self, prompt: str, items: list[Any], count: int) -> list[int]:
         """The first `count` output tokens, greedily, whatever they are."""
+        [found] = self.generate(prompt, items, count)
+        return found
+
+    def generate(self, prompt: str, items: list[Any], count: int, **how: Any) -> list[list[int]]:
+        """`count` tokens of each sequence that `how`, arguments of transformers, asks for."""
         inputs = self._inputs(prompt, items)
         with torch.inference_mode():
             found = self._model.generate(
-                **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+                **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, **how
             )
-        return list(map(int, found[0, inputs["input_ids"].shape[1] :]))
+        return [[int(token) for token in one[inputs["input_ids"].shape[1] :]] for one in found]
 
     def _inputs(self, prompt: str, items: list[Any]) -> Any:
         given = {"audio": items, "sampling_rate": 16_000} if self._hears else {"images": items}

@@ -13,10 +13,14 @@ from tiers import fast_only
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import compare
+import media_speed
 import resume
 import versus
 from cpu import at_least
 from growth import Point, cliffs
+from mainspring.ipc.config import EngineConfig, ModelConfig
+from mainspring.ipc.media_client import MediaInput
+from mainspring.media.preparer import Preparer
 from resume import Log
 
 
@@ -153,3 +157,25 @@ def test_the_throughput_ratio_is_above_one_if_this_checkout_is_faster() -> None:
     assert versus.conclude("w", pairs) == (
         "w: 2.000 s here, 3.000 s there; throughput of here over there, median of 3 rounds: 1.500 (1.000 to 2.000)"
     )
+
+
+IMAGE_TOKENS = {"smolvlm-tiny": 5 * 4, "smolvlm-500m": 13 * 64, "qwen2-vl-2b": 17 * 23}  # as docs/performance.md says
+
+
+@pytest.mark.parametrize("name", fast_only(("smolvlm-tiny",), IMAGE_TOKENS))
+def test_both_engines_get_the_same_tokens_of_an_image(name: str, tmp_path: Path) -> None:
+    processor = media_speed.save_processor(name, tmp_path)
+    asked = media_speed.questions(media_speed.SHAPES[name].before, 1, 0)[0]
+    config = EngineConfig(model_config=ModelConfig(model=str(tmp_path)))
+    ours = Preparer(config).prepare(asked.text, [MediaInput("image", asked.file)], {})
+    theirs = processor(text=[asked.text], images=[[media_speed.decoded(asked.file)]])
+    assert ours.token_ids == list(theirs["input_ids"][0])
+    token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>" if "qwen" in name else "<image>")
+    assert ours.token_ids.count(token) == IMAGE_TOKENS[name]
+
+
+def test_a_batch_has_so_many_images_and_shares_nothing_with_another() -> None:
+    one, other = (media_speed.questions("<image>", 4, seed) for seed in (1, 2))
+    assert len({each.file for each in one}) == 4
+    assert len({each.text for each in one}) == len(one) == 16
+    assert not {each.file for each in one} & {each.file for each in other}

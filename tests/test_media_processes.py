@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -22,9 +23,10 @@ from mainspring.ipc.client import connect
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig, ModelConfig, MultiModalConfig
 from mainspring.ipc.connection import Connection
-from mainspring.ipc.errors import InvalidRequestError, NotSupportedError
+from mainspring.ipc.errors import InvalidRequestError, NotPermittedError, NotSupportedError
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
 from mainspring.ipc.media_client import MediaInput, PreparedPrompt
+from mainspring.ipc.media_messages import Prepare, decode_order
 from mainspring.ipc.media_remote import RemoteMedia
 from mainspring.ipc.media_workers import MediaWorkers
 from mainspring.ipc.messages import AddRequest, Ready, Sampling
@@ -383,6 +385,52 @@ def test_over_tcp_workers_let_in_the_keys_of_their_daemon(llava: Path, tmp_path:
     for one in (other, media, client):
         one.close()
     core.end()
+
+
+@pytest.mark.slow
+def test_over_tcp_only_an_administrator_empties_the_cache_of_all(llava: Path, tmp_path: Path) -> None:
+    server, tenant, operator = (new_keypair(tmp_path / f"{name}.key") for name in ("server", "tenant", "operator"))
+    append_allowed(tmp_path / "allowed", tenant.public, AllowedKey("tenant"))
+    append_allowed(tmp_path / "allowed", operator.public, AllowedKey("operator", admin=True))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    keys = {"secret_key": server.secret, "allowed_keys": str(tmp_path / "allowed")}
+    core = MediaOwner(config_of(llava), workers=2, address=address, **keys)
+    clients = {
+        name: SyncClient(Connection(address, key=str(tmp_path / f"{name}.key"), server_key=server.public))
+        for name in ("tenant", "operator")
+    }
+    tenants, operators = (clients[name].media() for name in ("tenant", "operator"))
+    prepared = {seed: operators.prepare("<image>", [image(seed)], {}).result(PATIENCE_S) for seed in range(8)}
+    handles = itertools.count()
+    for media, error in ((tenants, NotPermittedError), (operators, None)):
+        asked = media.reset_cache()
+        assert type(asked.exception(PATIENCE_S)) is (error or type(None))
+        # what a worker has not any more it can't give: the media client prepares it again, from what it was asked
+        prepares = count_of_prepares(operators)
+        for one in prepared.values():
+            clients["operator"].add_request(request(next(handles), one))
+        outputs_of(clients["operator"], len(prepared))
+        core.core.items.clear()
+        assert prepares() == (0 if error else len(prepared))
+    for one in (tenants, operators, *clients.values()):
+        one.close()
+    core.end()
+
+
+def count_of_prepares(media: RemoteMedia) -> Callable[[], int]:
+    """How many prompts a client has sent to workers since this call."""
+    sent: list[Prepare] = []
+    send = media._exchange.send
+
+    def noted(worker: int, job: Any) -> None:
+        order = decode_order(job.frames)[1]
+        if isinstance(order, Prepare):
+            sent.append(order)
+        send(worker, job)
+
+    media._exchange.send = noted
+    return lambda: len(sent)
 
 
 def media_addresses(core: MediaOwner) -> list[str]:

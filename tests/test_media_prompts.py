@@ -23,7 +23,7 @@ from mainspring.demo import MODEL_PATH
 from mainspring.engine.chat_methods import chat_prompt
 from mainspring.engine.request.input_processor import Ahead, EngineCoreRequest, InputProcessor, core_messages
 from mainspring.engine.request.media_inputs import given_items
-from mainspring.engine.request.prompt_media import PromptMedia
+from mainspring.engine.request.prompt_media import PromptMedia, done
 from mainspring.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mainspring.ipc.config import MultiModalConfig
 from mainspring.ipc.errors import (
@@ -77,8 +77,9 @@ class StandInMedia:
     def forget(self, prepared: PreparedPrompt) -> None:
         self.forgotten.append(prepared)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> Future[None]:
         self.resets += 1
+        return done(None)
 
     def close(self) -> None:
         self.closed = True

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mainspring.engine.text.response_formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
+    VLLM_NAMES,
     ReasoningFormat,
     reasoning_format,
     tool_format,
@@ -328,6 +329,12 @@ def test_the_document_names_all_formats() -> None:
 
 def test_a_format_by_name() -> None:
     assert tool_format("kimi_k2", None) is TOOL_FORMATS["kimi_k2"]
+    assert tool_format("qwen3_coder", None) is TOOL_FORMATS["qwen3_xml"]
+    assert reasoning_format("openai_gptoss", None) is REASONING_FORMATS["gpt_oss"]
+    ours = {"tool_parser": TOOL_FORMATS, "reasoning_parser": REASONING_FORMATS}
+    for option, names in VLLM_NAMES.items():
+        assert not names.keys() & ours[option].keys()
+        assert set(names.values()) <= ours[option].keys()
     assert tool_format("none", "<tool_call>") is None
     with pytest.raises(InvalidArgumentError, match="reasoning_parser is 'x'; it must be auto, none or one of gpt_oss,"):
         reasoning_format("x", None)

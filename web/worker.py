@@ -202,6 +202,7 @@ class _Server(uvicorn.Server):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         gc.collect()
         gc.freeze()  # the objects of modules and tokenizer are not searched again
+        gc.set_threshold(20_000)  # a request makes hundreds of objects, and hardly a cycle
         self._on_ready()
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ...ipc.config import ENCODER_TEXT, MOST_ITEMS, MultiModalConfig
-from ...ipc.errors import InvalidRequestError, NotSupportedError
+from ...ipc.errors import EngineDeadError, InvalidRequestError, NotSupportedError
 
 if TYPE_CHECKING:
     from ...ipc.media_client import MediaClient, MediaInput, PreparedPrompt
@@ -79,6 +79,7 @@ class PromptMedia:
     def __init__(self, config: MultiModalConfig, modalities: Sequence[str], open_client: Callable[[], MediaClient]):
         self._config, self.modalities, self._open = config, modalities, open_client
         self._client: MediaClient | None = None
+        self._closed = False
         self._lock = threading.RLock()
         self._ended: deque[PreparedPrompt] = deque()
         self._known: OrderedDict[tuple[str, str], MediaInput] = OrderedDict()  # by modality and uuid
@@ -142,23 +143,24 @@ class PromptMedia:
         """Let a core have the items of a request that is sent to it."""
         self._use().deliver(media.prepared, media.inputs, core)
 
-    def reset(self) -> None:
-        """Forget all items that no request needs, and all uuids."""
+    def reset(self) -> Future[None]:
+        """Forget all items, and all uuids. See `MediaClient.reset_cache`."""
         with self._lock:
             self._known.clear()
             self._known_bytes = 0
-            if self._client is not None:
-                self._use().reset_cache()
+        return self._use().reset_cache() if self.modalities else done(None)
 
     def close(self) -> None:
         with self._lock:
-            client, self._client = self._client, None
+            client, self._client, self._closed = self._client, None, True
         if client is not None:
             client.close()
 
     def _use(self) -> MediaClient:
         """The client, which has forgotten what ended."""
         with self._lock:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down")
             if self._client is None:
                 self._client = self._open()
             client = self._client

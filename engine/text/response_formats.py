@@ -15,6 +15,7 @@ A template is text with places for the parts of a call. Whitespace in a template
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
@@ -218,7 +219,20 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat(("<think>",), "</think>", (("<think>",), ("</think>",))),
 }
 
+VLLM_NAMES: dict[str, dict[str, str]] = {  # names of the same forms in vLLM, which the options take, too
+    "tool_parser": {
+        "glm47": "glm45",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "openai": "gpt_oss",
+        "phi4_mini_json": "phi4_mini",
+        "qwen3_coder": "qwen3_xml",
+    },
+    "reasoning_parser": {"glm45": "qwen3", "minimax_m2": "deepseek_r1", "openai_gptoss": "gpt_oss"},
+}
 
+
+@functools.lru_cache(maxsize=32)  # because templates are long, and each request asks
 def tool_format(name: str, chat_template: str | None) -> ToolFormat | None:
     """The format of this name; ``auto``: the one that the chat template shows; ``none``: None.
 
@@ -228,6 +242,7 @@ def tool_format(name: str, chat_template: str | None) -> ToolFormat | None:
     return _format("tool_parser", name, chat_template, TOOL_FORMATS)
 
 
+@functools.lru_cache(maxsize=32)
 def reasoning_format(name: str, chat_template: str | None) -> ReasoningFormat | None:
     """As `tool_format`."""
     return _format("reasoning_parser", name, chat_template, REASONING_FORMATS)
@@ -243,6 +258,7 @@ def _format(what: str, name: str, chat_template: str | None, formats: Mapping[st
         text = chat_template or ""
         shown_by = (one for one in formats.values() if any(all(mark in text for mark in way) for way in one.marks))
         return next(shown_by, None)
+    name = VLLM_NAMES[what].get(name, name)
     if name not in formats:
         raise InvalidArgumentError(f"{what} is {shown(name)}; it must be auto, none or one of {', '.join(formats)}")
     return formats[name]
