@@ -1,5 +1,5 @@
-"""Every class of transformers that takes media in its prompts, tiny and random, through the worker: `make
-architectures-media`.
+"""Every class of transformers that takes media in its prompts, or has an encoder for text or sound, tiny and random,
+through the worker: `make architectures-media`.
 
 Each is *exact* (greedy fp32 tokens equal to ``model.generate`` for requests with no, one and two items that share steps
 of at most 24 tokens, one of them preempted, and one that begins with blocks of another), *refused* with a reason, *not
@@ -36,10 +36,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from mainspring.benchmarks import architectures_readers as readers
 from mainspring.benchmarks.architectures import MEDIA_HEADING, REPORT
 from mainspring.benchmarks.tiny_media import AUDIO, END, IMAGE, START, TINY, VIDEO, Inputs, build
 from mainspring.core.memory.updates import TableUpdate
-from mainspring.core.model.load.loader import refuse_config
+from mainspring.core.model.load.loader import _model_class, auto_class, refuse_config
 from mainspring.core.model.media.features import MODALITIES, feature_methods
 from mainspring.core.plan.control import KeepMedia
 from mainspring.core.plan.step import NewSequence, SequenceMedia, StepPlan
@@ -58,6 +59,7 @@ TOKEN_BUDGET = 24
 BLOCK_SIZE = 16
 GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4), (0.3, 6.0)]
 DIVERSE = 9  # distinct tokens among all outputs
+CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **readers.READERS}
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -260,6 +262,8 @@ def rows_of(model: PreTrainedModel, modality: str, inputs: Inputs) -> torch.Tens
     accepted = inspect.signature(method).parameters
     output = method(**{k: v for k, v in inputs.items() if k in accepted}, return_dict=True)
     rows = output.get("pooler_output")
+    if rows is None and "deepstack_features" in output:  # of the first layer that gets some
+        rows = output["deepstack_features"][0][1]
     rows = output.last_hidden_state if rows is None else rows
     parts = rows if isinstance(rows, list | tuple) else [rows]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -292,25 +296,20 @@ def generate_alone(model: PreTrainedModel, request: Request, max_tokens: int = M
 
 def judge(model_type: str) -> Result:
     torch.set_num_threads(1)
-    if model_type not in TINY:
-        return _refused_unbuilt(model_type) or Result("not constructible", "no tiny config is written for it")
+    if model_type in readers.READERS:
+        return judge_reader(model_type)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
             model, requests, expected = _diverse(model_type)
             model.save_pretrained(folder)
+            torch.save({}, folder / "spk_dict.pt")  # voices of Qwen2.5-Omni, which `save_pretrained` does not write
         except Exception as error:
-            return _refused_unbuilt(model_type) or Result("not constructible", one_line(error))
+            return _refused_unbuilt(model_type) or _refused_without_inputs(model_type, folder, one_line(error))
         try:
             worker = worker_of(folder)
             if worker.facts.media is None:
-                notes = [line for line in worker._explained if line.startswith("media: ")]
-                return Result(
-                    "refused",
-                    (notes or ["its class has no method that encodes media apart from its prompt"])[0].removeprefix(
-                        "media: not served: "
-                    ),
-                )
+                return _without_media(worker)
             if worker.model.states is not None:  # a prefix would need a snapshot of the state
                 requests, expected = requests[:3], expected[:3]
             if worker.facts.media.spans == "prompt":  # no prefix is shared, and `generate` has no causal text
@@ -336,6 +335,66 @@ def judge(model_type: str) -> Result:
     return Result("exact", note)
 
 
+def judge_reader(model_type: str) -> Result:
+    """As `judge`, of an encoder-decoder model."""
+    refused = _refused_unbuilt(model_type)
+    if refused is not None:
+        return refused
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            readers.build(model_type, GAINS[0], folder)
+        except Exception as error:
+            return Result("not constructible", one_line(error))
+        try:
+            worker_of(folder)
+        except ModelNotFoundError as error:
+            return Result("not constructible", one_line(error))
+        except UnsupportedModelError as error:
+            return Result("refused", str(error).replace(str(folder), "the checkpoint"))
+        try:
+            model, requests, expected = _diverse_reader(model_type, folder)
+            model.save_pretrained(folder)
+        except Exception as error:
+            return Result("not constructible", one_line(error))
+        try:
+            tokens = Driver(worker_of(folder)).serve(requests, preempt=1)
+        except (UnsupportedModelError, Failed) as error:
+            text = str(error).replace(str(folder), "the checkpoint")
+            if isinstance(error, Failed) and not text.startswith("UnsupportedModelError: "):
+                return Result("wrong", text)
+            return Result("refused", text.removeprefix("UnsupportedModelError: "))
+        except Exception as error:
+            return Result("wrong", "raised " + one_line(error))
+    bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
+    return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", "")
+
+
+def _diverse_reader(model_type: str, folder: Path) -> tuple[PreTrainedModel, list[Request], list[list[int]]]:
+    """As `_diverse`, of an encoder-decoder model."""
+    best: Any = None
+    for gains in GAINS:
+        model = readers.build(model_type, gains, folder)
+        items = [Item(seed, *readers.encoder_inputs(model, seed), 0, 0) for seed in (1, 2)]
+        long = readers.prompt(20)
+        requests = [
+            Request(readers.prompt(1), items[:1]),
+            Request(readers.prompt(30), items[1:]),
+            Request(long, items[1:]),
+            Request([*long, 7, 8, 9], items[1:], prefix=len(long) - 1),
+        ]
+        expected = [readers.generate(model, r.items[0].inputs, r.tokens, MAX_TOKENS) for r in requests]
+        other = readers.generate(model, items[0].inputs, long, MAX_TOKENS) != expected[2]
+        distinct = len({token for text in expected for token in text})
+        if best is None or (other, distinct) > best[0]:
+            best = (other, distinct), model, requests, expected
+        if best[0] >= (True, DIVERSE):
+            break
+    if not best[0][0]:
+        raise ValueError("its tokens do not depend on the encoder's input, whatever the gains")
+    return best[1:]  # type: ignore[no-any-return]
+
+
 @torch.inference_mode()
 def _encodes_alone(model: PreTrainedModel, requests: Sequence[Request]) -> bool:
     """Whether the model's features of two items are those of each alone."""
@@ -349,7 +408,12 @@ def _encodes_alone(model: PreTrainedModel, requests: Sequence[Request]) -> bool:
 def joined(items: Sequence[Item], axis: int) -> Inputs:
     """What a processor gives for several items. axis: see `Tiny`."""
     names = items[0].inputs
-    return {n: torch.cat([item.inputs[n] for item in items], axis if n == "pixel_values" else 0) for n in names}
+    found = {n: torch.cat([item.inputs[n] for item in items], axis if n == "pixel_values" else 0) for n in names}
+    if "image_token_pooling" in found:  # numbers of patches, which go on from item to item
+        patches = items[0].inputs["pixel_values"].shape[:2].numel()
+        parts = [item.inputs["image_token_pooling"] + patches * number for number, item in enumerate(items)]
+        found["image_token_pooling"] = torch.cat(parts)
+    return found
 
 
 def _diverse(model_type: str) -> tuple[PreTrainedModel, list[Request], list[list[int]]]:
@@ -359,6 +423,8 @@ def _diverse(model_type: str) -> tuple[PreTrainedModel, list[Request], list[list
         model, _ = build(model_type, gains)
         if not feature_methods(model):
             return model, [], []  # refused at load
+        if model_type not in TINY:
+            raise ValueError("no inputs are written for it")
         requests = requests_for(model, model_type)
         try:
             expected = [generate_alone(model, requests[0])]
@@ -379,13 +445,32 @@ def _diverse(model_type: str) -> tuple[PreTrainedModel, list[Request], list[list
 
 def _refused_unbuilt(model_type: str) -> Result | None:
     config = CONFIG_MAPPING[model_type]()
-    if config.is_encoder_decoder:
-        return Result("refused", "an encoder-decoder model, which is not supported")
+    config.architectures = [CLASSES[model_type]]
     try:
         refuse_config(config, "the checkpoint")
+        _model_class(config, ModelConfig(model="the checkpoint"), auto_class(config))
     except UnsupportedModelError as error:
         return Result("refused", str(error))
     return None
+
+
+def _refused_without_inputs(model_type: str, folder: Path, why: str) -> Result:
+    """Of a model for which there are no inputs that transformers itself can run: whether it is refused at load."""
+    try:
+        build(model_type)[0].save_pretrained(folder)
+        worker = worker_of(folder)
+    except UnsupportedModelError as error:
+        if "could not be loaded" in str(error):  # transformers writes other weights than it reads
+            return Result("not constructible", why)
+        return Result("refused", str(error).replace(str(folder), "the checkpoint"))
+    except Exception:
+        return Result("not constructible", why)
+    return Result("not constructible", why) if worker.facts.media is not None else _without_media(worker)
+
+
+def _without_media(worker: GenerationWorker) -> Result:
+    notes = [line.removeprefix("media: not served: ") for line in worker._explained if line.startswith("media: ")]
+    return Result("refused", (notes or ["its class has no method that encodes media apart from its prompt"])[0])
 
 
 def one_line(error: BaseException) -> str:
@@ -401,6 +486,7 @@ def _child(model_type: str, sender: multiprocessing.connection.Connection) -> No
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     try:
         sender.send(judge(model_type))
@@ -447,7 +533,8 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
         "a prompt, with tiny random models as above: greedy fp32 tokens of requests with no, one and two items that",
         "share steps, one preempted and one with a cached prefix. `make architectures-media` writes the table.",
         "Where all tokens of a prompt with media see each other (PaliGemma), one without media is causal, which is not",
-        "what `generate` computes; its requests have one and two items.",
+        "what `generate` computes; its requests have one and two items. Encoder-decoder classes that read text or hear",
+        "sound are in the table, too; each of their requests has one input for the encoder.",
         "",
         f"**{totals}**",
         "",
@@ -456,7 +543,7 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
     ]
     for model_type, (outcome, reason) in sorted(results.items()):
         reason = reason.replace("|", "\\|")
-        lines.append(f"| {model_type} | {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]} | {outcome} | {reason} |")
+        lines.append(f"| {model_type} | {CLASSES[model_type]} | {outcome} | {reason} |")
     before = REPORT.read_text().partition(MEDIA_HEADING)[0].rstrip("\n")
     REPORT.write_text(before + "\n\n" + "\n".join(lines) + "\n")
 
@@ -464,7 +551,7 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
 def main(arguments: list[str]) -> int:
     started, write = time.monotonic(), "--write" in arguments
     names = [name for name in arguments if name != "--write"]
-    results = sweep(names or list(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
+    results = sweep(names or list(CLASSES))
     counts = Counter(result.outcome for result in results.values())
     print(
         ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"

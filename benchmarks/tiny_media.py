@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mainspring.benchmarks.architectures import _BLOCK_INDEX, _DELTA
 from mainspring.core.parallel.twin import _ALSO_UNSET, _SMALL, HEAD_DIM, HEADS, KV_HEADS, LAYERS
 
 HIDDEN = HEADS * HEAD_DIM
@@ -99,16 +100,21 @@ def _encoder(default: Any, given: dict[str, Any]) -> Any:
 
 def build(model_type: str, gains: tuple[float, float] = (0.3, 1.5)) -> tuple[PreTrainedModel, Tiny]:
     """A tiny random fp32 model. gains: of embeddings, and of other matrices."""
-    tiny = TINY[model_type]
+    tiny = TINY.get(model_type, NONE)
     config = shrink(CONFIG_MAPPING[model_type], tiny.fields)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    return draw(model, gains).eval(), tiny
+
+
+def draw(model: PreTrainedModel, gains: tuple[float, float]) -> PreTrainedModel:
+    """The model, with random matrices. gains: see `build`."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, gains[parameter not in embeddings] * parameter[0].numel() ** -0.5)
-    return model.eval(), tiny
+    return model
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
@@ -175,8 +181,8 @@ def _two_sizes(seed: int) -> Inputs:
 
 
 def _strips(seed: int) -> Inputs:
-    """One image of 4 x 4 patches in a row."""
-    return {"pixel_values": _normal(seed, 1, 3, 14, 16 * 14), "target_sizes": torch.tensor([[4, 4]])}
+    """One image of 4 x 8 patches in a row."""
+    return {"pixel_values": _normal(seed, 1, 3, 14, 32 * 14), "target_sizes": torch.tensor([[4, 8]])}
 
 
 def _asked(seed: int, frames: int = 0) -> Inputs:
@@ -188,6 +194,25 @@ def _asked(seed: int, frames: int = 0) -> Inputs:
 
 def _moss(seed: int) -> Inputs:
     return {**sound(16, 64, "input_features_mask")(seed), "padding_mask": torch.ones(1, 64, dtype=torch.long)}
+
+
+def _stacked(seed: int) -> Inputs:
+    """Frames of a sound, stacked by seven."""
+    return {"input_features": _normal(seed, 1, 9, 7 * 16), "input_features_mask": torch.ones(1, 9, dtype=torch.long)}
+
+
+def _pooled(seed: int) -> Inputs:
+    """One crop of 4 x 4 patches; each token is pooled of four of them."""
+    corners = torch.arange(16).reshape(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    return {
+        "pixel_values": _normal(seed, 1, 16, 588),
+        "image_token_pooling": corners,
+        "image_grids": torch.tensor([[2, 2, 0, 0]]),
+    }
+
+
+def _frames_first(seed: int) -> Inputs:
+    return {"input_features": _normal(seed, 1, 30, 16)}
 
 
 def _mllama(seed: int) -> Inputs:
@@ -252,7 +277,13 @@ _QUERIES = {
     "text_config": {"word_embed_proj_dim": HIDDEN},
     "qformer_config": {"encoder_hidden_size": 32},
 }
-_NONE = Tiny({}, squares)  # of a class that has no method for features
+_SMALL_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+NONE = Tiny({}, squares)  # of a class that has no method for features, or is refused before it gets some
 
 TINY: dict[str, Tiny] = {
     "shieldgemma2": Tiny(_GEMMA_3, lambda s: squares(s, 56)),
@@ -267,20 +298,136 @@ TINY: dict[str, Tiny] = {
     "minimax_m3_vl": Tiny({}, grid(14)),
     "mistral_large4": Tiny({"text_config": {"num_key_value_heads": 4}}, sized),
     "janus": Tiny({"vision_config": {"projection_dim": HIDDEN}}, squares),
-    "deepseek_vl_hybrid": Tiny({}, _two_sizes),
-    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({}, _strips, axis=3)),
+    "deepseek_vl_hybrid": Tiny(
+        {"high_res_vision_config": {"global_attn_indexes": [0], "output_channels": 16, "mlp_dim": 48}}, _two_sizes
+    ),
+    "deepseek_ocr2": Tiny(
+        {
+            "text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+            "vision_config": {
+                "sam_config": {
+                    **_SMALL_ENCODER,
+                    "image_size": 128,
+                    "patch_size": 16,
+                    "output_channels": 16,
+                    "window_size": 4,
+                    "global_attn_indexes": [1],
+                    "mlp_dim": 48,
+                    "downsample_channels": [24, 32],
+                },
+                "encoder_config": {**_SMALL_ENCODER, "num_key_value_heads": 2},
+            },
+        },
+        lambda s: squares(s, 128),
+    ),
+    "emu3": Tiny(
+        {
+            "vocabulary_map": {
+                "<image>": IMAGE,
+                "<|extra_200|>": 306,
+                **{f"<|visual token {code:06d}|>": 307 + code for code in range(8)},
+            },
+            "vq_config": {
+                "codebook_size": 8,
+                "embed_dim": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 2],
+                "num_res_blocks": 1,
+                "attn_resolutions": [2],
+                "num_attention_heads": 1,
+            },
+        },
+        lambda s: {**squares(s, 16), "image_sizes": torch.tensor([[16, 16]])},
+    ),
+    "chameleon": Tiny(
+        {
+            "vocabulary_map": {"<image>": IMAGE, **{f"IMGIMG{'ABCDEFGH'[code]}Z": 307 + code for code in range(8)}},
+            "vq_config": {
+                "num_embeddings": 8,
+                "embed_dim": 8,
+                "latent_channels": 8,
+                "resolution": 16,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1],
+                "num_res_blocks": 1,
+            },
+        },
+        lambda s: squares(s, 16),
+    ),
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        Tiny(
+            {
+                "has_lora_adapter": False,
+                "encoder_config": {
+                    "hidden_dim": 32,
+                    "num_layers": 2,
+                    "input_dim": 16,
+                    "dim_head": 16,
+                    "output_dim": 8,
+                    "context_size": 16,
+                    "max_pos_emb": 32,
+                },
+                "projector_config": {"encoder_hidden_size": 32},
+            },
+            _frames_first,
+            "audio",
+        ),
+    ),
+    "qwen4_exp": Tiny({"text_config": {**_DELTA, **_BLOCK_INDEX}}, grid(16)),
+    "muse_glimmer": Tiny({"out_hidden_size": 128}, grid(14)),
+    "muse_spark": Tiny(
+        {
+            "out_hidden_size": 128,
+            "text_config": {"moe_hidden_size": HIDDEN},
+            "audio_config": {"num_hidden_layers": 4, "out_hidden_size": HIDDEN},
+        },
+        grid(14),
+    ),
+    "inkling2": Tiny({"vision_config": {"text_hidden_size": HIDDEN, "projection_hidden_dim": 32}}, grid(20, 1)),
+    "molmo2": Tiny(
+        {
+            "image_patch_id": IMAGE,
+            "adapter_config": {
+                "vision_feature_layer": [1, 0],
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 48,
+                "text_hidden_size": HIDDEN,
+            },
+            "vision_config": {"image_size": [56, 56], "num_position_embeddings": 16},
+            "text_config": {"additional_vocab_size": 16},
+        },
+        _pooled,
+    ),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), Tiny({"insert_layer_id": 0}, _strips, axis=3)),
     "moss_transcribe_diarize": Tiny({"audio_config": {"max_source_positions": 32}}, _moss, "audio"),
     "voxtral_realtime": Tiny({}, sound(16, 64), "audio"),
     "glm5_next": Tiny({"text_config": {"num_key_value_heads": 4, "index_kpool": 4}}, grid(14)),
-    "dots3_note": Tiny({"text_config": {"num_key_value_heads": 4, "per_layer_config": {}}}, grid(14)),
+    "dots3_note": Tiny(
+        {
+            "text_config": {"num_key_value_heads": 4, "head_dim": 32, "per_layer_config": {}},
+            "vision_config": {
+                "adapter_in_dim": 32,
+                "adapter_out_dim": HIDDEN,
+                "mlp_layer_types": ["dense", "sparse"],
+                "num_local_experts": 4,
+                "per_layer_config": {},
+            },
+            "audio_config": {"adapter_input_size": 32, "adapter_out_dim": HIDDEN},
+        },
+        grid(14, temporal=1),
+    ),
     "gemma4_unified": Tiny({"vision_config": _GEMMA_4_VISION}, lambda s: _gemma_4(s, 192)),
     "fuyu": Tiny({}, lambda s: {"pixel_values": _normal(s, 1, 4, 2700)}),
     "cohere_compass": Tiny(
         {"text_config": {"rope_parameters": {"full_attention": _AXES["rope_parameters"]}}}, grid(14)
     ),
-    "fun_asr_nano": Tiny({"adaptor_config": {"intermediate_size": 16}}, sound(64, 16, "input_features_mask"), "audio"),
-    **dict.fromkeys(("blip", "git", "idefics", "kosmos-2", "kosmos-2.5", "mistral4", "pi0", "phi4_multimodal"), _NONE),
-    "qwen2_5_omni": _NONE,
+    "fun_asr_nano": Tiny({"adaptor_config": {"intermediate_size": 16}}, _stacked, "audio"),
+    **dict.fromkeys(("blip", "git", "idefics", "kosmos-2", "kosmos-2.5", "mistral4", "pi0", "phi4_multimodal"), NONE),
+    "qwen2_5_omni": NONE,
     "llava": Tiny({}, squares),
     "vipllava": Tiny({"vision_feature_layers": [-1, -2]}, squares),
     "fast_vlm": Tiny({}, squares),

@@ -26,6 +26,7 @@ from mainspring import (
     LLMEngine,
     SamplingParams,
 )
+from mainspring.benchmarks import architectures_media
 from mainspring.core.model.media import encoder_decoder
 from mainspring.core.model.media.encoder_decoder import cross_states
 from mainspring.core.model.run.cross_attention import CrossStates
@@ -133,6 +134,18 @@ def test_relatives_have_the_tokens_of_transformers(name: str, tmp_path: Path) ->
     for case in CASES:
         assert ids(found[case]) == model.tokens(case), case
     assert model.tokens("a:") != model.tokens("b:"), "the encoder's input has no effect"
+
+
+@pytest.mark.parametrize("name", ["moonshine", "canary"])
+def test_an_encoder_with_a_mask_in_its_output_or_a_config_of_its_own_is_served(name: str) -> None:
+    assert architectures_media.judge(name).outcome == "exact"
+
+
+@pytest.mark.slow
+def test_a_class_that_loads_weights_by_code_of_its_own_is_refused() -> None:
+    outcome, reason = architectures_media.judge("qwen2_5_omni")
+    assert outcome == "refused"
+    assert "code of its own" in reason
 
 
 def test_steps_that_preempt_requests_give_the_same_tokens(model: Model) -> None:

@@ -309,7 +309,7 @@ def _model_class(
         kind = other or config.model_type
         raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")
     if config.is_encoder_decoder and auto not in ENCODER_DECODER:  # its decoder alone would be built, or see no media
-        raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model, which is not supported")
+        raise UnsupportedModelError(f"{model_config.model!r} is an encoder-decoder model for images; none is supported")
     return cast("type[PreTrainedModel]", known[type(config)])
 
 
@@ -413,6 +413,8 @@ def _reading_weights(model_config: ModelConfig, load_config: LoadConfig) -> Iter
             yield name
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
+    except AttributeError as error:  # of a class with a `from_pretrained` of its own
+        raise UnsupportedModelError(f"the class of {name!r} loads weights by code of its own ({error})") from error
     except OSError as error:
         raise ModelNotFoundError(f"no weights of {name!r} could be read: {_first_line(error)}") from error
     except torch.OutOfMemoryError:

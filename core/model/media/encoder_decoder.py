@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ TOKENS, ROWS = 8, 2 * ROW_MULTIPLE  # of the decoder, and of the encoder's outpu
 HARMLESS = frozenset({"dropout", "scaling", "output_attentions", "use_cache", "is_causal", "position_ids"})
 
 MODALITY = {"audio": "audio", "text": ENCODER_TEXT}  # `input_modalities` of an encoder → what a prompt calls its input
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """What an encoder returns. Some classes (Moonshine) also read a mask from it; one input needs none."""
+
+    attention_mask: torch.Tensor | None = None
 
 
 class EncoderMerger:
@@ -125,7 +133,7 @@ def serve_decoder(model: PreTrainedModel) -> EncoderMerger:
 
     def decode(ids: torch.Tensor, **more: Any) -> Any:
         return own(
-            encoder_outputs=BaseModelOutput(last_hidden_state=cross.states),
+            encoder_outputs=EncoderOutput(last_hidden_state=cross.states),
             decoder_input_ids=ids,
             use_cache=False,
             **more,
@@ -145,9 +153,13 @@ def serve_decoder(model: PreTrainedModel) -> EncoderMerger:
 
 
 def _hidden_size(model: PreTrainedModel) -> int:
-    encoder = getattr(model.config, "encoder", None) or model.config
-    size: int = encoder.hidden_size
-    return size
+    config: Any = model.get_encoder().config
+    own = getattr(config, "hidden_size", None) or getattr(model.config, "hidden_size", None)
+    if own is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model whose encoder has no hidden_size"
+        )
+    return int(own)
 
 
 @torch.inference_mode()
