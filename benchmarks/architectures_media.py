@@ -322,17 +322,22 @@ def judge(model_type: str) -> Result:
             tokens = Driver(worker).serve(requests, preempt=1)
         except ModelNotFoundError as error:  # transformers writes less than it reads
             return Result("not constructible", one_line(error))
-        except (UnsupportedModelError, Failed) as error:
-            text = str(error).replace(str(folder), "the checkpoint")
-            if isinstance(error, Failed) and not text.startswith("UnsupportedModelError: "):
-                return Result("wrong", text)
-            return Result("refused", text.removeprefix("UnsupportedModelError: "))
         except Exception as error:
-            return Result("wrong", "raised " + one_line(error))
+            return _result_of(error, folder)
+    return _compared(tokens, expected, note)
+
+
+def _result_of(error: Exception, folder: Path) -> Result:
+    """The result of a model that an error kept from being served."""
+    text, unsupported = str(error).replace(str(folder), "the checkpoint"), "UnsupportedModelError: "
+    if isinstance(error, UnsupportedModelError) or (isinstance(error, Failed) and text.startswith(unsupported)):
+        return Result("refused", text.removeprefix(unsupported))
+    return Result("wrong", text if isinstance(error, Failed) else "raised " + one_line(error))
+
+
+def _compared(tokens: Sequence[list[int]], expected: Sequence[list[int]], note: str = "") -> Result:
     bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
-    if bad:
-        return Result("wrong", f"other tokens than generate in requests {bad}")
-    return Result("exact", note)
+    return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", note)
 
 
 def judge_reader(model_type: str) -> Result:
@@ -359,15 +364,9 @@ def judge_reader(model_type: str) -> Result:
             return Result("not constructible", one_line(error))
         try:
             tokens = Driver(worker_of(folder)).serve(requests, preempt=1)
-        except (UnsupportedModelError, Failed) as error:
-            text = str(error).replace(str(folder), "the checkpoint")
-            if isinstance(error, Failed) and not text.startswith("UnsupportedModelError: "):
-                return Result("wrong", text)
-            return Result("refused", text.removeprefix("UnsupportedModelError: "))
         except Exception as error:
-            return Result("wrong", "raised " + one_line(error))
-    bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
-    return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", "")
+            return _result_of(error, folder)
+    return _compared(tokens, expected)
 
 
 def _diverse_reader(model_type: str, folder: Path) -> tuple[PreTrainedModel, list[Request], list[list[int]]]:
