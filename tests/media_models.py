@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import transformers
 
+from mainspring import LLMEngine, SamplingParams
 from media_folders import make_processor, save_folder
+
+COUNT = 12  # tokens of an output
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 PLACEHOLDER = {
     "llava": "<image>",
@@ -151,3 +155,17 @@ class Reference:
     def _inputs(self, prompt: str, items: list[Any]) -> Any:
         given = {"audio": items, "sampling_rate": 16_000} if self._hears else {"images": items}
         return self._processor(text=[prompt], return_tensors="pt", **(given if items else {}))
+
+
+def run(engine: LLMEngine, prompts: dict[str, Any], params: SamplingParams = GREEDY) -> dict[str, Any]:
+    """The last output of each request."""
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    found: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine.step()}
+    return found
+
+
+def ids(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)

@@ -33,10 +33,8 @@ from mainspring.core.model.run.cross_attention import CrossStates
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
 from mainspring.ipc.messages import Stats
 from media_folders import make_processor, tone
-from media_models import ENCODER_DECODER, READERS, make
+from media_models import COUNT, ENCODER_DECODER, GREEDY, READERS, ids, make, run
 
-COUNT = 12  # output tokens
-GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 SIZES = {"max_model_len": 200, "dtype": "float32", "kv_cache_memory_bytes": 8 << 20, "block_size": 16}
 SOUNDS = {"a": tone(1.0), "b": tone(0.6, hertz=200.0), "c": tone(1.5, hertz=900.0)}
 LONG = "what was said before, at some length, as context; "
@@ -98,20 +96,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def engine_of(model: Model, **options: Any) -> LLMEngine:
     args = EngineArgs(str(model.folder), **{**SIZES, **options})
     return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
-
-
-def run(engine: LLMEngine, prompts: dict[str, Any], params: SamplingParams = GREEDY) -> dict[str, Any]:
-    """The last output of each request."""
-    for name, prompt in prompts.items():
-        engine.add_request(name, prompt, params)
-    found: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output for output in engine.step()}
-    return found
-
-
-def ids(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("budget", [200, 16], ids=["whole", "chunked"])

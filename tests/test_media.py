@@ -22,11 +22,9 @@ from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine, BeamSearchParams, E
 from mainspring.cli.main import main
 from mainspring.ipc.errors import InvalidRequestError, NotPermittedError, NotSupportedError
 from media_folders import file_of, picture, tone
-from media_models import PLACEHOLDER, Reference, make
+from media_models import COUNT, GREEDY, PLACEHOLDER, Reference, ids, make, run
 
 MODELS = ["llava", "qwen2_vl", "glmasr"]
-COUNT = 12  # output tokens
-GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 SIZES = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory_bytes": 8 << 20, "block_size": 16}
 CAT, DOG = picture(1), picture(2, 64, 100)
 MEOW, BARK = tone(1.0), tone(0.6, hertz=200.0)
@@ -74,20 +72,6 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def engine_of(model: Model, **options: Any) -> LLMEngine:
     args = EngineArgs(str(model.folder), **{**SIZES, **options})
     return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
-
-
-def run(engine: LLMEngine, prompts: dict[str, Any], params: SamplingParams = GREEDY) -> dict[str, Any]:
-    """The last output of each request."""
-    for name, prompt in prompts.items():
-        engine.add_request(name, prompt, params)
-    found: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: output for output in engine.step()}
-    return found
-
-
-def ids(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
 
 
 # ------------------------------------------------------------------ one process
