@@ -3,6 +3,7 @@ comparison."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 
 Job = tuple[Any, SamplingParams]  # a prompt and its sampling parameters
+GUARD_S = 240.0  # longest wait for streams that go on after a death
 
 
 def make_engine(path: Path | None, **settings: Any) -> LLMEngine:
@@ -68,3 +70,20 @@ class Plain:
             logits = rules(output, self.logits([*prompt, *output])[-1])
             output.append(int(logits.argmax()))
         return output
+
+
+def tokens_through(engine: LLMEngine, kill: Callable[[], None], after: int = 40) -> dict[str, list[int]]:
+    """The tokens of all requests, of which `kill` ends a process after `after` tokens. No stream may repeat or change
+    what it had."""
+    seen: dict[str, list[int]] = {}
+    killed, deadline = False, time.monotonic() + GUARD_S
+    while engine.has_unfinished_requests():
+        assert time.monotonic() < deadline
+        for output in engine.step():
+            tokens = list(output.outputs[0].token_ids)
+            assert tokens[: len(seen.get(output.request_id, []))] == seen.get(output.request_id, [])
+            seen[output.request_id] = tokens
+        if not killed and sum(map(len, seen.values())) > after:
+            killed = True
+            kill()
+    return seen

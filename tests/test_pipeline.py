@@ -237,17 +237,7 @@ def test_after_the_death_of_any_stage_every_stream_goes_on(
         [first] = ranks_of(core.pid)
         group = [first, core]
         add(engine)
-        seen: dict[str, list[int]] = {}
-        killed, deadline = False, time.monotonic() + GUARD
-        while engine.has_unfinished_requests():
-            assert time.monotonic() < deadline
-            for output in engine.step():
-                tokens = list(output.outputs[0].token_ids)
-                assert tokens[: len(seen.get(output.request_id, []))] == seen.get(output.request_id, [])
-                seen[output.request_id] = tokens
-            if not killed and sum(map(len, seen.values())) > 40:
-                killed = True
-                kill(group[stage], how, engine, stage)
+        seen = plain.tokens_through(engine, lambda: kill(group[stage], how, engine, stage))
         assert seen == expected
         assert supervisor.launch.restarts == 1
         if stage == 0 and how == "SIGKILL":

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -422,17 +421,7 @@ def test_after_the_death_of_any_rank_every_stream_goes_on(model: Path, extension
         core = psutil.Process(supervisor.core_pid)
         group = [core, *ranks_of(core.pid)]
         add(engine)
-        seen: dict[str, list[int]] = {}
-        killed, deadline = False, time.monotonic() + GUARD
-        while engine.has_unfinished_requests():
-            assert time.monotonic() < deadline
-            for output in engine.step():
-                tokens = list(output.outputs[0].token_ids)
-                assert tokens[: len(seen.get(output.request_id, []))] == seen.get(output.request_id, [])
-                seen[output.request_id] = tokens
-            if not killed and sum(map(len, seen.values())) > 40:
-                killed = True
-                kill(group[rank], how, engine, rank)
+        seen = plain.tokens_through(engine, lambda: kill(group[rank], how, engine, rank))
         assert seen == expected
         assert supervisor.launch.restarts == 1
         why = supervisor.launch.last_crash
