@@ -427,7 +427,6 @@ TINY: dict[str, Tiny] = {
     ),
     "fun_asr_nano": Tiny({"adaptor_config": {"intermediate_size": 16}}, _stacked, "audio"),
     **dict.fromkeys(("blip", "git", "idefics", "kosmos-2", "kosmos-2.5", "mistral4", "pi0", "phi4_multimodal"), NONE),
-    "qwen2_5_omni": NONE,
     "llava": Tiny({}, squares),
     "vipllava": Tiny({"vision_feature_layers": [-1, -2]}, squares),
     "fast_vlm": Tiny({}, squares),
