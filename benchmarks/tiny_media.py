@@ -578,6 +578,13 @@ TINY: dict[str, Tiny] = {
         sound(16, 100, "input_features_mask"),
         "audio",
     ),
+    "gemma3n": Tiny(  # the encoder is timm's
+        {
+            "vision_soft_tokens_per_image": 4,
+            "vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288, "model_args": None},
+        },
+        lambda s: squares(s, 64),
+    ),
     "qwen2_5_omni_thinker": Tiny({**_OMNI, **_QWEN_2_5}, grid(14)),
     "qwen3_omni_moe_thinker": Tiny({**_OMNI, **_QWEN_3}, grid(16)),
 }
