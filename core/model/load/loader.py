@@ -110,7 +110,8 @@ def load_model(
     else:
         first = torch.device("cpu") if offload else device
         cuts_of = shards.cuts_of if shards else None
-        model = build_model(config, model_config, load_config, first, auto, cuts_of, part)
+        place = _place(backend, stages)
+        model = build_model(config, model_config, load_config, first, auto, cuts_of, part, place)
     if part is not None:
         part.finish(model)
     model.requires_grad_(False)
@@ -331,18 +332,20 @@ def build_model(
     auto: Any = AutoModelForCausalLM,
     cuts_of: CutsOf | None = None,
     part: StagePart | None = None,
+    place: tuple[int, int] = (0, 1),
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint, or the parts of it that `cuts_of` and `part`
-    name. Errors as `load_model`."""
+    name. place: this rank's number, and the number of ranks. Errors as `load_model`."""
     is_part = cuts_of is not None or part is not None
     with _reading_weights(model_config, load_config) as path:
         own = mistral_files(model_config, load_config)
         if load_config.load_format == "sharded_state" or own:
-            if is_part or type(config) not in auto._model_mapping:
+            if type(config) not in auto._model_mapping:
                 form = "mistral" if own else "sharded_state"
-                raise UnsupportedModelError(f"load_format {form!r} is for whole models of transformers' own classes")
-            tensors = read_mistral(own, config) if own else read_parts(Path(path))
-            found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
+                raise UnsupportedModelError(f"load_format {form!r} is for models of transformers' own classes")
+            tensors = read_mistral(own, config) if own else read_parts(Path(path), *place)
+            with reading(cuts_of, part) if is_part else nullcontext():
+                found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
             return cast("PreTrainedModel", found.to(device))
     if load_config.load_format != "dummy":
         with (
@@ -375,6 +378,13 @@ def build_model(
     if is_part:
         _fill(model, cuts_of(model) if cuts_of is not None else {}, device, model_config.seed)
     return cast("PreTrainedModel", model.eval())
+
+
+def _place(backend: Backend | None, stages: Stages | None) -> tuple[int, int]:
+    """This rank's number, and the number of ranks."""
+    if stages is not None:
+        return stages.rank, stages.world.size
+    return (backend.group.rank, backend.group.size) if isinstance(backend, ParallelBackend) else (0, 1)
 
 
 def _fill(model: PreTrainedModel, cuts: Mapping[str, Cut], device: torch.device, seed: int) -> None:
