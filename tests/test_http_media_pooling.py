@@ -11,6 +11,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 
+import retrieval_models
 from daemons import short_folder
 from dual_encoders import LONGEST, Model
 from http_servers import HttpServer
@@ -170,6 +171,24 @@ def test_a_refused_image_leaves_the_other_requests_alone(server: HttpServer, cli
     assert (status, "image 0" in message) == (400, True), message
     (found,) = post(server, "/v1/embeddings", messages=said(part(IMAGES[0])))["data"]
     np.testing.assert_allclose(found["embedding"], clip.image(IMAGES[0]), atol=ATOL)
+
+
+def test_a_retrieval_model_gives_vectors_of_tokens_and_scores_them_late(tmp_path: Path) -> None:
+    model = retrieval_models.Model("colqwen2", tmp_path)
+    query, (_, words) = model.query("a cat"), model.text("a cat")
+    images = [model.image(one)[1] for one in IMAGES]
+    with short_folder() as folder:
+        server = HttpServer(folder, "--model", str(tmp_path), "--dtype", "float32").wait_ready()
+        try:
+            (found,) = post(server, "/v1/embeddings", messages=said(part(IMAGES[0])))["data"]
+            (pooled,) = post(server, "/pooling", messages=said(text_part(query)))["data"]
+            scores = post(server, "/v1/score", queries=query, documents={"content": [part(one) for one in IMAGES]})
+        finally:
+            server.end()
+    np.testing.assert_allclose(found["embedding"], images[0], atol=ATOL)
+    np.testing.assert_allclose(pooled["data"], words, atol=ATOL)
+    own = [float((words @ one.T).max(1).sum()) for one in images]
+    np.testing.assert_allclose([one["score"] for one in scores["data"]], own, atol=100 * ATOL)
 
 
 def test_files_of_an_allowed_folder_are_read(clip: Model, tmp_path: Path) -> None:
