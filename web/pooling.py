@@ -227,7 +227,7 @@ class PoolingApi:
             ]
 
         async def one(at: int, ready: Any) -> PoolingRequestOutput[PoolingOutput]:
-            more = {"lora_request": lora, "priority": body.priority, "tokenization_kwargs": options}
+            more: dict[str, Any] = {"lora_request": lora, "priority": body.priority, "tokenization_kwargs": options}
             traced = self._service.traced(engine, request)
             async with few if has_media(ready) else contextlib.nullcontext():
                 async for output in engine.encode(ready, params, f"{name}-{at}", trace_headers=traced, **more):

@@ -117,13 +117,15 @@ def plain_prompt(messages: Any, media: Mapping[str, str]) -> Any:
         if not isinstance(content, (str, list, tuple)):
             raise InvalidRequestError(f"the content of a message is {shown(content)}; it must be a text or a list")
         for part in [content] if isinstance(content, str) else content:
-            text = part.get("text") if isinstance(part, Mapping) and "text" in part else part
-            if _is_taken(part):
+            text: Any = part
+            if isinstance(part, _Taken):
                 text = media[part["type"]]
+            elif isinstance(part, Mapping):
+                text = part.get("text") if part.get("type", "text") in ("text", "input_text") else None
             if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 takes = ", ".join(("text", *media))
                 raise NotSupportedError(f"a message has a part of type {shown(kind)}; this model takes: {takes}")
             lines.append(text)
-    text = "\n".join(filter(None, lines))
-    return {"prompt": text, **media_of(found)} if found else text
+    prompt = "\n".join(filter(None, lines))
+    return {"prompt": prompt, **media_of(found)} if found else prompt

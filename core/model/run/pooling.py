@@ -118,8 +118,8 @@ class PoolingModel:
         self.has_head = not (self.retrieves or self.is_plain)
         self._activation = _activation(model.config) if self.has_head else "Identity"
         by_pairs = tasks == ["classify"] and model.config.num_labels == 1
-        self.tasks = [*tasks, *(["score"] if by_pairs else [] if self.has_head else ["token_embed", "score"])]
-        self.tasks = list(dict.fromkeys(self.tasks))
+        more = ["score"] if by_pairs else [] if self.has_head else ["token_embed", "score"]
+        self.tasks = list(dict.fromkeys([*tasks, *more]))
         self.notes: list[str] = []
         self.width = recipe.dense[-1].weight.shape[0] if recipe.dense else trunk.hidden_size
         if isinstance(trunk, DualEncoder):
