@@ -70,8 +70,8 @@ class Service:
         request_id: str,
         prompt: Any,
         params: SamplingParams | PoolingParams,
+        tokenization_kwargs: Mapping[str, Any],
         *,
-        special_tokens: bool = True,
         priority: int = 0,
         lora: LoRARequest | None = None,
     ) -> EngineCoreRequest:
@@ -82,7 +82,7 @@ class Service:
             request_id,
             prompt,
             params,
-            tokenization_kwargs={"add_special_tokens": special_tokens},
+            tokenization_kwargs=tokenization_kwargs,
             priority=priority,
             trace_headers=self.traced(engine, request),
             lora_request=lora,

@@ -48,7 +48,7 @@ from ..learn.recurrent_probe import learn_states
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..media.encoder_decoder import decoder_of
-from ..media.merge import merger_of
+from ..media.merge import Merger, merger_of
 from ..run.paged_model import PagedModel
 from ..run.positions import longest_sequence
 from ..run.streamed_layers import StreamedLayers, stream_layers
@@ -149,8 +149,10 @@ def page(
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     prepare: Prepare | None = None,
     streamed: StreamedLayers | None = None,
+    merger: Merger | None = None,
 ) -> PagedModel:
-    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
+    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify. `merger`: of the model
+    that it is a part of; None: its own, if it has one."""
     name = type(model).__name__
     model.eval()
     backend = backend or ReferenceBackend()
@@ -164,7 +166,8 @@ def page(
         decoder = decoder_of(model)
         if streamed is not None and decoder is not None:
             raise UnsupportedModelError(f"cpu_offload_gb is set, and {name} has an encoder, whose weights must stay")
-        merger, no_media = merger_of(model) if decoder is None else (decoder, [])
+        given = merger or decoder
+        merges, no_media = merger_of(model) if given is None else (given, [])
         notes = freeze_rope(model, limit) if limit else []
         learn_indexers(model)
         states = learn_states(model)
@@ -187,10 +190,10 @@ def page(
             decisions = {}
         elif isinstance(decisions, KeptDecisions):
             kept, decisions = decisions, decisions.find(model, backend)
-        fused = _fused(model, backend, decisions, "" if merger is None else merger.layered)
+        fused = _fused(model, backend, decisions, "" if merges is None else merges.layered)
         notes += [*no_media, *fused.lines()]
         notes += isolate_rows(model, backend)
-        paged = PagedModel(model, calls, fused, notes, merger)
+        paged = PagedModel(model, calls, fused, notes, merges)
         if streamed is not None:
             paged.streamed, paged.parameters.packed = streamed, streamed.weights
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
