@@ -46,6 +46,7 @@ class ReasoningFormat(NamedTuple):
     marks: tuple[tuple[str, ...], ...]
     implied: bool = False  # the output begins with reasoning, even if neither prompt nor output opens it
     anywhere: bool = False  # reasoning may begin again after other parts
+    after: str = ""  # what stands between reasoning and a call
 
 
 _JSON_CALL = '{~"name"~: "$NAME"~, "arguments"~: $JSON~}'
@@ -205,7 +206,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "gpt_oss": ReasoningFormat(
-        ("<|channel|>analysis<|message|>",), "<|end|>", (("<|channel|>", "<|call|>"),), anywhere=True
+        ("<|channel|>analysis<|message|>",),
+        "<|end|>",
+        (("<|channel|>", "<|call|>"),),
+        anywhere=True,
+        after="<|start|>assistant",
     ),
     "mistral": ReasoningFormat(("[THINK]",), "[/THINK]", (("[THINK]",),)),
     "granite": ReasoningFormat(
