@@ -13,6 +13,7 @@ constructible* (`tiny_media.py` has no tiny config and inputs that transformers 
 from __future__ import annotations
 
 import inspect
+import json
 import multiprocessing
 import multiprocessing.connection
 import random
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -60,6 +62,11 @@ BLOCK_SIZE = 16
 GAINS = [(0.3, 1.5), (0.3, 3.0), (1.0, 0.8), (0.3, 0.4), (0.3, 6.0)]
 DIVERSE = 9  # distinct tokens among all outputs
 CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **readers.READERS}
+# Parts of a checkpoint that write its text, by the checkpoint's type.
+THINKERS = {
+    "qwen2_5_omni": "qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker",
+}  # by the checkpoint they are in
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -301,9 +308,10 @@ def judge(model_type: str) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            model, requests, expected = _diverse(model_type)
+            model, requests, expected = _diverse(THINKERS.get(model_type, model_type))
             model.save_pretrained(folder)
-            torch.save({}, folder / "spk_dict.pt")  # voices of Qwen2.5-Omni, which `save_pretrained` does not write
+            if model_type in THINKERS:
+                join_talker(folder, model_type)
         except Exception as error:
             return _refused_unbuilt(model_type) or _refused_without_inputs(model_type, folder, one_line(error))
         try:
@@ -325,6 +333,17 @@ def judge(model_type: str) -> Result:
         except Exception as error:
             return _result_of(error, folder)
     return _compared(tokens, expected, note)
+
+
+def join_talker(folder: Path, model_type: str) -> None:
+    """Make a checkpoint of a model that thinks one that also holds a model that speaks, of which only a tensor is
+    written."""
+    config = CONFIG_MAPPING[model_type](thinker_config=json.loads((folder / "config.json").read_text()))
+    config.architectures = [CLASSES[model_type]]
+    config.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(weights).items()}
+    save_file({**tensors, "talker.codec_head.weight": torch.ones(2, 2)}, weights, {"format": "pt"})
 
 
 def _result_of(error: Exception, folder: Path) -> Result:

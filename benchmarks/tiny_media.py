@@ -427,7 +427,6 @@ TINY: dict[str, Tiny] = {
     ),
     "fun_asr_nano": Tiny({"adaptor_config": {"intermediate_size": 16}}, _stacked, "audio"),
     **dict.fromkeys(("blip", "git", "idefics", "kosmos-2", "kosmos-2.5", "mistral4", "pi0", "phi4_multimodal"), NONE),
-    "qwen2_5_omni": NONE,
     "llava": Tiny({}, squares),
     "vipllava": Tiny({"vision_feature_layers": [-1, -2]}, squares),
     "fast_vlm": Tiny({}, squares),
@@ -578,6 +577,13 @@ TINY: dict[str, Tiny] = {
         },
         sound(16, 100, "input_features_mask"),
         "audio",
+    ),
+    "gemma3n": Tiny(  # the encoder is timm's
+        {
+            "vision_soft_tokens_per_image": 4,
+            "vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288, "model_args": None},
+        },
+        lambda s: squares(s, 64),
     ),
     "qwen2_5_omni_thinker": Tiny({**_OMNI, **_QWEN_2_5}, grid(14)),
     "qwen3_omni_moe_thinker": Tiny({**_OMNI, **_QWEN_3}, grid(16)),

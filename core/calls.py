@@ -1,7 +1,4 @@
-"""Utility calls: the table of methods, the permission that each needs, and the arguments that it gets.
-
-To add one, add a line to the table in `EngineCore`; frontends reach it through `engine/engine_methods.py`.
-"""
+"""How a method is called by name: its permission and its arguments. The table of methods is in `methods.py`."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,20 +20,16 @@ from ..ipc.errors import (
     EngineDeadError,
     InvalidArgumentError,
     InvalidRequestError,
-    NotSupportedError,
     OverloadedError,
     RequestFailedError,
 )
 from ..ipc.journal import Journal, Phase, request_key
-from ..ipc.messages import MAX_CORES, AddRequest, DesiredState, FrontendStatus, ModelFacts, News, Outputs
-from ..ipc.processor_names import MAX_EXTRA_ARGS_BYTES
+from ..ipc.messages import AddRequest, DesiredState, FrontendStatus, ModelFacts, News, Outputs
 from ..ipc.request_check import RequestCheck, check_embeds_values
-from ..ipc.structured import MAX_SPEC_BYTES
 from ..ipc.tokenizer_files import check_tokenizer, digest_of, read_files
-from .calls import MAX_ARGUMENT_BYTES, Caller, Method, call_method
+from .calls import Caller, call_method
 from .features.adapters import Adapters, Wait
 from .features.encoder_cache import EncoderCache
-from .features.held_weights import rows_of
 from .features.moved import MovedRequests
 from .features.pipeline import Pipeline
 from .features.routed_experts import RoutedExperts
@@ -42,36 +37,29 @@ from .features.speculation import speculation_of
 from .lifecycle import Lifecycle
 from .memory.cache_manager import CacheManager
 from .memory.home_caches import HomeCaches
+from .methods import methods_of
 from .plan import request_limits
 from .plan.control import (
     CheckSampling,
     DropFunctions,
     DropGrammar,
-    Explain,
     PendingStep,
     PrepareGrammar,
     ReleaseMemory,
-    StartProfile,
-    StopProfile,
     Worker,
     WorkerFacts,
 )
 from .plan.request import Request
 from .plan.scheduler import Scheduler
 from .plan.step import PROMPT_LOGITS, Step
+from .waits import Waits
 
 logger = logging.getLogger(__name__)
 
-COMPILING_SECONDS = 0.005  # seconds that a step without other work waits for a grammar or an adapter
 MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue as if it had this one
-MAX_CHECKED_BYTES = MAX_SPEC_BYTES + MAX_EXTRA_ARGS_BYTES + MAX_ARGUMENT_BYTES  # of a request for `check_request`
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
-MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
 MAX_CALLS = 256  # calls of one frontend that wait for their answers
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
-
-
-T = TypeVar("T")
 
 
 class _Connection(NamedTuple):
@@ -172,10 +160,9 @@ class EngineCore:
         self._most_steps = facts.most_steps if self._depth == 1 else 1  # of one plan
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
         self._hand_out: Callable[[dict[int, Outputs]], None] = lambda outputs: None
-        self._num_preparing = 0  # grammars being compiled and adapters being read
-        self._prepared: SimpleQueue[Callable[[], None]] = SimpleQueue()  # callbacks of those that are ready
+        self.waits = Waits()  # for grammars that are compiled, adapters that are read, calls that need steps
         self._next_grammar = 1
-        self.adapters = Adapters(config.lora_config, self.worker, self.scheduler, self._later)
+        self.adapters = Adapters(config.lora_config, self.worker, self.scheduler, self.waits.then)
         self.adapters.on_held = self._tell_state
         model_facts = msgspec.structs.replace(facts.model, files_digest=files)
         if (taken := facts.media) is not None:
@@ -195,55 +182,14 @@ class EngineCore:
             lambda: bool(self._in_flight),
             self._tell_state,
             lambda model: self.on_model(model),
-            self._later,
+            self.waits.then,
         )
         if self.media is not None:
             self.lifecycle.on_stale = self.media.reset_encoded
-        self.methods = self._methods()
+        self.methods = methods_of(self)
         logger.info(
             "ready in %.1f s: %d KV blocks of %d tokens", time.monotonic() - started, kv.num_blocks, kv.block_size
         )
-
-    def _methods(self) -> dict[str, Method]:
-        """The utility calls by name."""
-        lifecycle, adapters, worker = self.lifecycle, self.adapters, self.worker
-        model, folder = self.config.model_config, self.config.load_config.download_dir
-        return {
-            "ping": Method(lambda: None),
-            "stats": Method(self.stats),
-            "explain_model": Method(lambda: worker.control(Explain())),
-            "tokenizer_files": Method(lambda: read_files(model, folder)),
-            "check_request": Method(self._check_request, gets_caller=True, max_bytes=MAX_CHECKED_BYTES),
-            "is_paused": Method(lambda: lifecycle.state.paused),
-            "is_sleeping": Method(lambda: lifecycle.sleeping),
-            "reset_prefix_cache": Method(self.scheduler.reset_prefix_cache, admin=True),
-            "reset_encoder_cache": Method(self._reset_encoder_cache, admin=True),
-            "offer_media": Method(self._offer_media, admin=True),
-            "put_media": Method(self._put_media, admin=True, gets_arrays=True),
-            "pause_generation": Method(lifecycle.pause, admin=True),
-            "resume_generation": Method(lifecycle.resume, admin=True),
-            "sleep": Method(lifecycle.sleep, admin=True),
-            "wake_up": Method(lifecycle.wake_up, admin=True),
-            "update_weights": Method(self._update_weights, admin=True, gets_caller=True, gets_arrays=True),
-            "init_weight_transfer_engine": Method(lifecycle.held.join, admin=True),
-            "shutdown_weight_transfer_engine": Method(lifecycle.held.end, admin=True),
-            "start_weight_update": Method(
-                lambda caller: lifecycle.held.start(caller.frontend), admin=True, gets_caller=True
-            ),
-            "hold_weights": Method(self._hold_weights, admin=True, gets_caller=True, gets_arrays=True),
-            "receive_weights": Method(self._receive_weights, admin=True, gets_caller=True, max_bytes=MAX_NAMES_BYTES),
-            "finish_weight_update": Method(self._finish_weight_update, admin=True, gets_caller=True),
-            "set_weight_version": Method(self._set_weight_version, admin=True),
-            "scale": Method(self._scale, admin=True),
-            "get_weight_version": Method(lambda: lifecycle.state.weights_label),
-            "collective_rpc": Method(self.collective_rpc, admin=True),
-            "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
-            "stop_profile": Method(lambda: worker.control(StopProfile()), admin=True),
-            "add_lora": Method(lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True),
-            "remove_lora": Method(lambda caller, number: adapters.remove(caller.owner, number), gets_caller=True),
-            "list_loras": Method(lambda caller: adapters.numbers(caller.owner), gets_caller=True),
-            "pin_lora": Method(lambda caller, number: adapters.pin(caller.owner, number), gets_caller=True),
-        }
 
     # ------------------------------------------------------------------ frontends
 
@@ -318,7 +264,7 @@ class EngineCore:
             return
         self.meter.requests_recovered += bool(message.output_token_ids)
         self.scheduler.add(request, ready=not waits)
-        self._give_all(request, waits, self._go_on)
+        self.waits.give_all(request, waits, self._go_on)
 
     def _check_quarantine(self, key: int) -> None:
         """Raises `RequestFailedError` for a request of which cores died."""
@@ -352,7 +298,7 @@ class EngineCore:
             waits.append((compiled, lambda _: None))
         return waits
 
-    def _check_request(self, caller: Caller, values: Any) -> Future[None]:
+    def check_request(self, caller: Caller, values: Any) -> Future[None]:
         """Prepare the grammar and the adapters of a request that may follow, and compute nothing. values: the fields of
         an `AddRequest`. The future gets the error that the request would end with.
 
@@ -374,16 +320,8 @@ class EngineCore:
 
         if not waits:
             settle(request, None)
-        self._give_all(request, waits, settle)
+        self.waits.give_all(request, waits, settle)
         return checked
-
-    def _give_all(
-        self, request: Request, waits: Sequence[Wait], then: Callable[[Request, Exception | None], None]
-    ) -> None:
-        """Call `then` once the request has got all that it waits for, or with an error as soon as one wait fails."""
-        request.pending = len(waits)
-        for future, take in waits:
-            self._later(future, partial(self._give, request, take, then))
 
     def _go_on(self, request: Request, error: Exception | None) -> None:
         if error:
@@ -402,28 +340,6 @@ class EngineCore:
         self.num_duplicates += 1
         logger.debug("dropped a second request %d of frontend %d", handle, frontend)
         return True
-
-    def _later(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
-        """Call `then` at the beginning of the first step after the future is done."""
-        self._num_preparing += 1
-        future.add_done_callback(lambda done: self._prepared.put(partial(then, done)))
-
-    def _give(
-        self,
-        request: Request,
-        take: Callable[[Any], None],
-        then: Callable[[Request, Exception | None], None],
-        done: Future[Any],
-    ) -> None:
-        """Take in a grammar or adapter that a request waited for."""
-        request.pending -= 1
-        try:
-            take(done.result())
-        except BaseException as error:
-            then(request, error if isinstance(error, Exception) else RuntimeError(str(error)))
-            return
-        if not request.pending:
-            then(request, None)
 
     def _drop_what_it_named(self, request: Request) -> None:
         """A request has ended: the worker drops its grammar and functions."""
@@ -462,46 +378,6 @@ class EngineCore:
 
     def _tell_state(self) -> None:
         self.on_state(msgspec.structs.replace(self.lifecycle.state, adapters=self.adapters.held()))
-
-    def _update_weights(self, caller: Caller, arrays: Sequence[np.ndarray], *args: Any) -> None:
-        version, number, names, starts, last = _read(args, tuple[str, int, list[str], list[int], bool])
-        self.lifecycle.update_weights(caller.frontend, version, number, rows_of(names, starts, arrays), last)
-
-    def _hold_weights(self, caller: Caller, arrays: Sequence[np.ndarray], *args: Any) -> None:
-        self.lifecycle.held.hold(caller.frontend, *_read(args, tuple[list[str], list[int]]), arrays)
-
-    def _receive_weights(self, caller: Caller, *args: Any) -> Future[None]:
-        names, dtypes, shapes = _read(args, tuple[list[str], list[str], list[list[int]]])
-        return self.lifecycle.held.receive(caller.frontend, names, dtypes, shapes)
-
-    def _finish_weight_update(self, caller: Caller, version: Any = None, replace: Any = True) -> None:
-        self.lifecycle.finish_update(caller.frontend, *_read((version, replace), tuple[str | None, bool]))
-
-    def _scale(self, count: Any) -> None:
-        if type(count) is not int or not 1 <= count <= MAX_CORES:
-            raise InvalidArgumentError(f"the number of cores is {count!r:.80}; it must be between 1 and {MAX_CORES}")
-        self.lifecycle.set_num_cores(count)
-
-    def _set_weight_version(self, version: Any) -> None:
-        self.lifecycle.set_weight_version(*_read((version,), tuple[str]))
-
-    def _reset_encoder_cache(self) -> None:
-        if self.media is not None:
-            self.media.reset()
-
-    def _offer_media(self, digests: Any) -> list[bytes]:
-        return self._served_media().items.offer(digests)
-
-    def _put_media(self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any) -> Future[None]:
-        kept = self._served_media().items.put(arrays, digest, modality, names)
-        if not kept.done():
-            self._later(kept, lambda _: None)  # so that the loop looks for room
-        return kept
-
-    def _served_media(self) -> EncoderCache:
-        if self.media is None:
-            raise NotSupportedError("this model takes text only: its prompts can have no media")
-        return self.media
 
     @property
     def phase(self) -> str:
@@ -552,7 +428,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or self.lifecycle.is_due or bool(self._in_flight or self._num_preparing)
+        return self.scheduler.has_work or self.lifecycle.is_due or bool(self._in_flight or self.waits)
 
     def hand_out(self, give: Callable[[dict[int, Outputs]], None]) -> None:
         """From now on `step` gives the outputs of steps to `give` while it goes on with further ones of the same plan.
@@ -568,10 +444,13 @@ class EngineCore:
         return outputs
 
     def _step(self) -> dict[int, Outputs]:
-        if self._num_preparing:
-            self._take_prepared()
+        if self.waits:
+            self._moved.look()
+            if self.media is not None:
+                self.media.items.look()
+            self.waits.take(busy=bool(self.scheduler.has_work or self._in_flight))
         # what is ready is looked for between plans only
-        self.scheduler.state.most_steps = 1 if self._num_preparing else self._most_steps
+        self.scheduler.state.most_steps = 1 if self.waits else self._most_steps
         span, began = self.worker.span, time.monotonic()
         while len(self._in_flight) < self._depth and not (self._in_flight and self._in_flight[-1][1].lacks_memory):
             with span("schedule"):
@@ -602,34 +481,11 @@ class EngineCore:
             self._journal.retired(step.plan.id)
         return outputs
 
-    def _take_prepared(self) -> None:
-        """Queue the requests whose grammars and adapters are ready. If there is no other work, wait for the first one
-        for at most `COMPILING_SECONDS`."""
-        self._moved.look()
-        if self.media is not None:
-            self.media.items.look()
-        busy = bool(self.scheduler.has_work or self._in_flight)
-        while True:
-            try:
-                take = self._prepared.get(not busy, COMPILING_SECONDS)
-            except Empty:
-                return
-            self._num_preparing, busy = self._num_preparing - 1, True
-            take()
-
 
 def _local_worker(config: EngineConfig) -> Worker:
     from .worker.make_worker import start_worker
 
     return start_worker(config)
-
-
-def _read(args: Sequence[Any], kinds: type[T]) -> T:
-    """The arguments of a call, if they are of these types."""
-    try:
-        return msgspec.convert(args, kinds)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"the call's arguments are wrong: {error}") from None
 
 
 def _checked_files(config: EngineConfig) -> str:

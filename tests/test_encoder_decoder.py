@@ -125,13 +125,6 @@ def test_an_encoder_with_a_mask_in_its_output_or_a_config_of_its_own_is_served(n
     assert architectures_media.judge(name).outcome == "exact"
 
 
-@pytest.mark.slow
-def test_a_class_that_loads_weights_by_code_of_its_own_is_refused() -> None:
-    outcome, reason = architectures_media.judge("qwen2_5_omni")
-    assert outcome == "refused"
-    assert "code of its own" in reason
-
-
 def test_steps_that_preempt_requests_give_the_same_tokens(model: Model) -> None:
     """The pool holds a part of what the requests need, so some lose their blocks and catch up."""
     cases = [f"{name}:{LONG}{at}" for name in "abc" for at in range(3)]

@@ -48,6 +48,8 @@ PLANNER = (  # modules and packages of core that plan and must not import torch,
     "core.loop",
     "core.lifecycle",
     "core.calls",
+    "core.methods",
+    "core.waits",
 )
 NOT_FOR_THE_PLANNER = ("torch", "mainspring.core.worker", "mainspring.core.model", "mainspring.core.parallel")
 WORKER_OF_THE_PLANNER = ("mainspring.core.loop", "_local_worker")  # the one function that may import a worker

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from mainspring.benchmarks.architectures_media import Driver, Item, Request, generate_alone, requests_for, worker_of
+from mainspring.benchmarks.architectures_media import (
+    Driver,
+    Item,
+    Request,
+    generate_alone,
+    judge,
+    requests_for,
+    worker_of,
+)
 from mainspring.benchmarks.tiny_media import IMAGE, build
 from mainspring.core.memory.updates import TableUpdate
 from mainspring.core.model.media.door import Door
@@ -191,6 +199,11 @@ def test_a_class_without_a_door_is_refused_at_load(tmp_path: Path, kind: str) ->
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError):
         worker_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_the_thinker_of_a_checkpoint_with_a_talker_writes_the_text(kind: str) -> None:
+    assert judge(kind).outcome == "exact"
 
 
 def test_encoders_keep_their_attention(served: Any) -> None:

@@ -255,7 +255,7 @@ def test_plans_have_one_step_while_a_grammar_is_compiled(
     plans = watch(core, monkeypatch)
     core.connect(0)
     core.add_request(0, AddRequest(0, "", [5, 6, 7], Sampling(40), patient=True))
-    core._later(compiled, ready.append)
+    core.waits.then(compiled, ready.append)
     for _ in range(8):
         core.step()
     assert plans == [(1, 1)] * 8, "a request whose grammar is ready would wait for the end of a plan"

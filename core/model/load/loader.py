@@ -237,7 +237,7 @@ def shards_of(
 
 
 def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTrainedConfig:
-    """The checkpoint's config with `hf_overrides` merged in."""
+    """The config of the checkpoint's model that writes text, with `hf_overrides` merged in."""
     name = model_config.model
     if not name:
         raise InvalidArgumentError("model is empty; give a folder or a Hugging Face id")
@@ -269,7 +269,17 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
         raise
     except Exception as error:  # each config class validates in its own way
         raise UnsupportedModelError(f"config.json of {name!r} is not valid: {_first_line(error)}") from error
-    return config
+    return _of_the_thinker(config)
+
+
+def _of_the_thinker(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A checkpoint may hold a model that speaks what another one in it thinks. The latter writes the text; transformers
+    finds its weights by its class."""
+    thinker: PreTrainedConfig | None = getattr(config, "thinker_config", None)
+    if thinker is None:
+        return config
+    thinker.dtype = thinker.dtype or config.dtype
+    return thinker
 
 
 def _config_of_params(name: str, fields: dict[str, Any]) -> PreTrainedConfig:
