@@ -31,7 +31,7 @@ def engine(template: str = CHAT, special: tuple[str, ...] = (), shipped: Any = N
             chats_in_tokens=False,
             response_template=shipped,
         ),
-        input_processor=SimpleNamespace(eos_token_ids={101}),
+        input_processor=SimpleNamespace(eos_token_ids={101}, model=SimpleNamespace(eos_token_ids=[101])),
     )
 
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engine.text.response_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from ..engine.text.response_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+    reasoning_format,
+    tool_format,
+)
 from ..engine.text.response_reader import Piece, ResponseReader, starts_in_reasoning
 from ..engine.text.template_reader import TemplateReader
 from ..engine.text.tool_grammar import NO_TOKENS, SpecialTokens, after_reasoning, tool_choice, tool_grammar
@@ -55,8 +62,9 @@ class Readings:
         one and both forms are ``auto``."""
         if (tokenizer := engine.tokenizer) is None:
             return
-        ends = engine.input_processor.eos_token_ids
-        special = {token: one.content for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        ends = engine.input_processor.eos_token_ids.union(engine.input_processor.model.eos_token_ids)
+        added, known = tokenizer.added_tokens_decoder, str((TOOL_FORMATS, REASONING_FORMATS))
+        special = {token: one.content for token, one in added.items() if one.special and one.content in known}
         self._special = SpecialTokens(
             {text: token for token, text in special.items() if token not in ends},
             frozenset(text for token, text in special.items() if token in ends),

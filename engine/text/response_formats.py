@@ -71,6 +71,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "<|start|>assistant",
             "<|channel|>final<|message|>",
             "<|channel|>final <|constrain|>json<|message|>",
+            "<|channel|>final json<|message|>",
             "<|channel|>commentary<|message|>",
             "<|end|>",
             "<|return|>",
