@@ -87,7 +87,15 @@ class ChatApi:
             if isinstance(prompt, dict) and "multi_modal_data" in prompt:
                 return prompt, params, reading  # its media are prepared first, which takes time
             ready = self._service.prepared(
-                engine, request, talk_id, prompt, params, tokenization, priority=body.priority, lora=lora
+                engine,
+                request,
+                talk_id,
+                prompt,
+                params,
+                tokenization,
+                priority=body.priority,
+                lora=lora,
+                own_params=True,
             )
             return ready, params, reading
 

@@ -110,6 +110,7 @@ class CompletionApi:
                     tokenization,
                     priority=body.priority,
                     lora=lora,
+                    own_params=len(prompts) == 1,
                 )
                 for number, prompt in enumerate(prompts)
             ]
