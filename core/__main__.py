@@ -70,8 +70,10 @@ def main() -> int:
         return _load_and_serve(launch, report)
     except BaseException as error:
         _write_down(launch)
-        with contextlib.suppress(OSError):  # the supervisor has closed its end of the pipe
+        try:
             report(StartReport(wire_name(error), wire_text(error)))
+        except OSError:  # the supervisor has died, and this process ends before its other thread knows
+            _leave(launch)
         return 1
 
 

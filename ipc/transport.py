@@ -95,13 +95,13 @@ def make_runtime_dir() -> str:
 
 
 def remove_runtime_dir(path: str) -> None:
-    """Remove the folder that `make_runtime_dir` made, also while another thread makes its socket there."""
-    unused = f"{path}.unused"  # under another name nothing new gets into it
-    try:
-        os.rename(path, unused)
-    except OSError:
-        return  # another process has removed it
-    shutil.rmtree(unused, ignore_errors=True)
+    """Remove the folder that `make_runtime_dir` made, also while another thread makes its socket there, or removes it.
+    An empty `path` is no folder."""
+    if path:
+        unused = f"{path}.unused"  # under another name nothing new gets into it
+        with contextlib.suppress(OSError):  # another thread or process has renamed it, and may end before it is removed
+            os.rename(path, unused)
+        shutil.rmtree(unused, ignore_errors=True)
 
 
 def default_folder() -> Path:

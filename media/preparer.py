@@ -156,8 +156,12 @@ class Preparer:
         for given in inputs:
             by_modality.setdefault(given.modality, []).append(given)
         places = {modality: self.processor.place(modality) for modality in by_modality}
+        together = any(place.way is Way.TOGETHER for place in places.values())
+        if together and len(inputs) == 1 and isinstance(prompt, str) and not self._found(prompt, places):
+            with contextlib.suppress(InvalidRequestError):  # PaliGemma's processor writes the only placeholder itself
+                return self._together(prompt, inputs, places, kwargs)
         order = self._order(prompt, by_modality, places)
-        if any(place.way is Way.TOGETHER for place in places.values()):
+        if together:
             return self._together(prompt, order, places, kwargs)
         items = [self._item(at, given, kwargs) for at, given in enumerate(order)]
         ids = self._expand(prompt, [item for _, item in items], places, add_special_tokens)

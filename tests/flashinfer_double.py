@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -896,7 +897,8 @@ class FlashInferDouble:
         self._asked: list[_Copy] = []  # not done
         self._held: list[_Copy] = []  # done, but the host has not waited for it
         self._plans: dict[bytes, Any] = {}
-        members = {"_double": self}
+        # Weak: a class is in a cycle with itself, and its double holds a workspace of 256 MB.
+        members = {"_double": weakref.proxy(self)}
         self.BatchDecodeWithPagedKVCacheWrapper = type("BatchDecodeWithPagedKVCacheWrapper", (_Decode,), members)
         self.BatchPrefillWithPagedKVCacheWrapper = type("BatchPrefillWithPagedKVCacheWrapper", (_Prefill,), members)
         self.BatchMLAPagedAttentionWrapper = type("BatchMLAPagedAttentionWrapper", (_Latents,), members)
@@ -904,9 +906,11 @@ class FlashInferDouble:
 
     @property
     def fast_decode_plan(self) -> Callable[..., None]:
+        double = weakref.proxy(self)
+
         @functools.wraps(fast_decode_plan)
         def call(*args: Any, **kwargs: Any) -> None:
-            self.calls.append(Call("fast_decode_plan", args, kwargs, None))
+            double.calls.append(Call("fast_decode_plan", args, kwargs, None))
             fast_decode_plan(*args, **kwargs)
 
         return call

@@ -25,6 +25,7 @@ from mainspring.ipc.config import CacheConfig, EngineConfig, ModelConfig, Servic
 from mainspring.ipc.errors import EngineDeadError, EngineStartError, ModelNotFoundError, NotSupportedError
 from mainspring.ipc.messages import AddRequest, Sampling
 from mainspring.ipc.sync_client import SyncClient
+from mainspring.ipc.transport import make_runtime_dir, remove_runtime_dir
 
 MODEL = str(Path(mainspring.__path__[0]) / "demo" / "model")
 PROMPTLY = 5.0  # seconds
@@ -144,6 +145,41 @@ def test_a_frontend_killed_while_its_core_loads_leaves_nothing_either(folder: Pa
         process.kill()
     assert eventually(lambda: is_gone(core.pid), 2 * PROMPTLY)
     assert eventually(lambda: not list(folder.iterdir()))
+
+
+LOADS_UNTIL_ITS_FRONTEND_DIES = """
+import sys
+from pathlib import Path
+import pytest
+sys.path.append(sys.argv[1])
+import stand_in_process
+from mainspring.ipc.config import EngineConfig, ModelConfig
+from mainspring.ipc.sync_client import SyncClient
+
+order = Path(sys.argv[2], "order")
+order.write_text("orphan")
+stand_in_process.replace_cores(order.parent, pytest.MonkeyPatch())
+SyncClient.launch(EngineConfig(model_config=ModelConfig(model=str(order))))
+"""
+
+
+def test_a_core_whose_report_finds_no_frontend_leaves_nothing_either(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", LOADS_UNTIL_ITS_FRONTEND_DIES, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(command) as process:
+        assert eventually(lambda: bool(psutil.Process(process.pid).children()), STARTS_WITHIN)
+        (core,) = psutil.Process(process.pid).children()
+        assert eventually(lambda: not (tmp_path / "order").exists(), STARTS_WITHIN)  # it loads
+        process.kill()
+    assert eventually(lambda: is_gone(core.pid), 2 * PROMPTLY)
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_is_removed_by_whoever_ends_last(folder: Path) -> None:
+    path = make_runtime_dir()
+    Path(path, "core.sock").touch()
+    os.rename(path, f"{path}.unused")  # by a thread whose process ends now
+    remove_runtime_dir(path)
+    assert not list(folder.iterdir())
 
 
 KILLED_BY_ITS_FIRST_PROCESS = """

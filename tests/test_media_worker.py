@@ -194,6 +194,14 @@ def test_a_processor_that_needs_the_whole_prompt_is_called_with_it(folders: Any)
         preparer.prepare([259, 72], [image()], {})
 
 
+def test_the_only_placeholder_may_be_missing_where_the_processor_writes_it(folders: Any) -> None:
+    preparer = Preparer(config_of(folders("paligemma")))
+    assert preparer.prepare("caption", [image()], {}) == preparer.prepare("<image>caption", [image()], {})
+    for name, prompt, count in (("paligemma", "caption", 2), ("llava", "caption", 1), ("llava_next", "caption", 1)):
+        with pytest.raises(InvalidRequestError, match=f"has 0 placeholders for {count} image items"):
+            Preparer(config_of(folders(name))).prepare(prompt, [image(seed) for seed in range(count)], {})
+
+
 def test_arrays_go_to_a_core_that_lacks_them(folders: Any) -> None:
     """An engine with the core in its process. What the core has is not sent; what is gone is prepared again."""
     core: dict[bytes, Any] = {}

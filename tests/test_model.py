@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -445,3 +445,21 @@ def test_safetensors_only_does_not_read_other_files(copy_of_llama: Path) -> None
     assert load(copy_of_llama).dtype == torch.float32
     with pytest.raises(ModelNotFoundError, match="safetensors"):
         load(copy_of_llama, load_format="safetensors")
+
+
+@pytest.mark.parametrize(
+    ("owner", "error", "message"),
+    [
+        pytest.param(AutoModelForCausalLM, AttributeError, "^no such name$", id="a fault of ours"),
+        pytest.param(LlamaForCausalLM, UnsupportedModelError, "by code of its own", id="a class with its own loading"),
+    ],
+)
+def test_a_missing_attribute_is_the_fault_of_a_class_only_if_that_loads_weights_in_its_own_way(
+    owner: Any, error: type[Exception], message: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise AttributeError("no such name")
+
+    monkeypatch.setattr(owner, "from_pretrained", classmethod(broken))
+    with pytest.raises(error, match=message):
+        load(llama)

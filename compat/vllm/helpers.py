@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 init_logger = logging.getLogger
+VLLM_USE_V1 = True  # which of its two engines vLLM runs
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -352,7 +352,7 @@ def build_model(
             return cast("PreTrainedModel", found.to(device))
     if load_config.load_format != "dummy":
         with (
-            _reading_weights(model_config, load_config) as path,
+            _reading_weights(model_config, load_config, _loads_by_own_code(config, auto)) as path,
             reading(cuts_of, part) if is_part else nullcontext(),
         ):
             loaded: Any = auto.from_pretrained(
@@ -427,16 +427,27 @@ def model_of_tensors(
     return _complete(path, *loaded)
 
 
+def _loads_by_own_code(config: PreTrainedConfig, auto: Any) -> bool:
+    """Whether a class that `auto` makes of this config may load weights in its own way: it replaces `from_pretrained`,
+    or comes with the checkpoint."""
+    known = auto._model_mapping
+    usual = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    return type(config) not in known or known[type(config)].from_pretrained.__func__ is not usual
+
+
 @contextmanager
-def _reading_weights(model_config: ModelConfig, load_config: LoadConfig) -> Iterator[str]:
-    """The folder or hub id to read weights from. An error in this context becomes one that names it."""
+def _reading_weights(model_config: ModelConfig, load_config: LoadConfig, own_code: bool = False) -> Iterator[str]:
+    """The folder or hub id to read weights from. An error in this context becomes one that names it. own_code: see
+    `_loads_by_own_code`."""
     name = str(Path(model_config.model or "").expanduser())
     try:
         with _quiet(load_config.use_tqdm_on_load), _WithoutSympy():
             yield name
     except SafetensorError as error:
         raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
-    except AttributeError as error:  # of a class with a `from_pretrained` of its own
+    except AttributeError as error:
+        if not own_code:
+            raise
         raise UnsupportedModelError(f"the class of {name!r} loads weights by code of its own ({error})") from error
     except OSError as error:
         raise ModelNotFoundError(f"no weights of {name!r} could be read: {_first_line(error)}") from error
