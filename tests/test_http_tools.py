@@ -14,6 +14,7 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
+from tokenizers import Tokenizer
 
 import tool_models
 from daemons import PATIENCE_S, short_folder
@@ -128,6 +129,32 @@ def test_a_model_of_random_weights_calls_when_it_must(client: openai.OpenAI, cho
         valid(call.function.arguments)
         calls += 1
     assert calls
+
+
+def test_marks_that_are_special_tokens_come_as_these_tokens() -> None:
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    with short_folder() as folder:
+        model = tool_models.make(folder / "model", marks)
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        server = HttpServer(folder, "--model", str(model), "--served-model-name", "tiny").wait_ready()
+        try:
+            calls = 0
+            for seed in range(8):
+                options: Any = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.5}
+                extra = {"return_token_ids": True}
+                found = chat(server.client(), tools=TOOLS, seed=seed, extra_body=extra, **options).choices[0]
+                if found.finish_reason == "length":  # it thinks without an end
+                    continue
+                (call,) = found.message.tool_calls
+                valid(call.function.arguments)
+                ids = [tokenizer.token_to_id(mark) for mark in marks]
+                assert [found.token_ids.count(token) for token in ids[:2]] == [1, 1]
+                assert found.token_ids.count(ids[2]) == found.token_ids.count(ids[3])
+                assert bool(getattr(found.message, "reasoning", None)) <= found.token_ids.count(ids[2])
+                calls += 1
+            assert calls
+        finally:
+            server.end()
 
 
 def test_without_tools_and_with_none_a_call_is_text(client: openai.OpenAI) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from mainspring.engine.text.response_reader import ResponseReader
 from mainspring.engine.text.template_reader import TemplateReader
@@ -26,10 +27,11 @@ def engine(template: str = CHAT, special: tuple[str, ...] = (), shipped: Any = N
     return SimpleNamespace(
         tokenizer=SimpleNamespace(
             get_chat_template=lambda name, with_tools: template,
-            all_special_tokens=list(special),
+            added_tokens_decoder={at: AddedToken(text, special=True) for at, text in enumerate(special, 100)},
             chats_in_tokens=False,
             response_template=shipped,
-        )
+        ),
+        input_processor=SimpleNamespace(eos_token_ids={101}, model=SimpleNamespace(eos_token_ids=[101])),
     )
 
 
@@ -78,12 +80,23 @@ def test_special_tokens_are_shown_where_they_are_marks() -> None:
 
 
 @pytest.mark.parametrize("special", [(), ("</think>",)])
-def test_a_required_call_comes_after_reasoning_unless_that_ends_with_a_special_token(special: tuple[str, ...]) -> None:
+def test_a_required_call_comes_after_reasoning(special: tuple[str, ...]) -> None:
     found = reading(engine(special=special), prompt="<think>\n", tools=TOOLS, tool_choice="required")
     assert found.form is not None
-    assert ("think" in str(found.form.grammar)) == (not special)
+    assert ("think: /(?s:.*)/ <[100]>" in str(found.form.grammar)) == bool(special)
     call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
-    assert kinds(found, call if special else f"So.</think>{call}")[-1] == "tool"
+    assert kinds(found, f"So.</think>{call}") == ["reasoning", "tool"]
+
+
+def test_a_call_ends_where_a_token_ends_the_output() -> None:
+    of = engine(special=("<|channel|>", "<|call|>"))  # the second one ends it
+    found = reading(of, ("gpt_oss", "gpt_oss"), tools=TOOLS, tool_choice="required")
+    assert found.form is not None
+    grammar = str(found.form.grammar)
+    assert '<[100]> "commentary to=functions.weather <|constrain|>json<|message|>"' in grammar
+    assert "call|>" not in grammar
+    assert "[101]" not in grammar
+    assert found.show_special
 
 
 def test_a_form_of_the_answer_comes_after_reasoning_that_the_prompt_has_opened() -> None:
@@ -93,7 +106,9 @@ def test_a_form_of_the_answer_comes_after_reasoning_that_the_prompt_has_opened()
     assert kinds(opened, "So.</think>{}") == ["reasoning", "content"]
     words = StructuredOutputsParams(choice=["yes"])  # which can have no reasoning
     assert reading(form=words, prompt="<think>\n") == Reading()
-    assert reading(engine(special=("</think>",)), form=ANSWER, prompt="<think>\n") == Reading()
+    marked = reading(engine(special=("</think>",)), form=ANSWER, prompt="<think>\n")
+    assert marked.form is not None
+    assert "<[100]>" in str(marked.form.grammar)
 
 
 def test_a_required_call_wins_over_a_form_of_the_answer() -> None:

@@ -145,6 +145,15 @@ CASES: dict[str, list[tuple[str, list[str | tuple[str, str]]]]] = {
             ["Hi.", WEATHER],
         ),
         ("<|channel|>final<|message|>Hello.<|return|>", ["Hello."]),
+        ('<|channel|>commentary to=functions.now json<|message|>{"a": 1}<|call|>', [("now", '{"a": 1}')]),
+        ('<|channel|>analysis to=functions.now code<|message|>{"a": 1}<|call|>', [("now", '{"a": 1}')]),
+        (' to=functions.now<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>', [("now", '{"a": 1}')]),
+        (
+            "<|channel|>commentary<|message|>Hi.<|end|><|start|>assistant to=functions.now<|channel|>commentary json"
+            "<|message|>{}<|call|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>",
+            ["Hi.", NOW, NOW],
+        ),
+        ("to=functions.none<|channel|>x", ["to=functions.none<|channel|>x"]),
     ],
 }
 

@@ -534,6 +534,8 @@ def test_random_tokens_make_one_of_the_choices(compiler: GrammarCompiler, number
         ("grammar", "start: a\na: b\nb: a", "nothing matches it"),
         ("grammar", 'start: "a" <|user|>', "it names the token <|user|>"),
         ("grammar", 'start: "a" <[2]> "b"', "it names the token <[2]>"),
+        ("grammar", 'start: "a" <[300]> "b"', "it names the token <[300]>, which is not special"),
+        ("grammar", 'start: "a" <[3-4]> "b"', "it names the token <[3-4]>"),
         ("structural_tag", "{}", "it must have triggers"),
         ("structural_tag", '{"triggers": ["<"], "structures": [{"begin": "["}]}', "structures[0] must have begin and"),
         (

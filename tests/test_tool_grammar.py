@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from mainspring.core.worker.grammar import GrammarCompiler
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.response_formats import REASONING_FORMATS, TOOL_FORMATS
 from mainspring.engine.text.response_reader import Piece, ResponseReader, joined
-from mainspring.engine.text.tool_grammar import ToolChoice, tool_choice, tool_grammar
+from mainspring.engine.text.tool_grammar import SpecialTokens, ToolChoice, tool_choice, tool_grammar
 from mainspring.ipc.errors import InvalidRequestError
 from tiers import examples
 
@@ -56,12 +58,20 @@ SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {"maxPro
 class Walk:
     """Outputs of a model that has no opinion: each token is any that the grammar allows."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Sequence[str] = (), ends: Sequence[str] = ()) -> None:
+        """marks: texts that are special tokens, as are `ends`, which end an output in place of the tokenizer's own."""
         self.tokenizer = Tokenizer.from_str(TOKENIZER)
+        self.tokenizer.add_special_tokens([*marks, *ends])
+        ids = {text: self.tokenizer.token_to_id(text) for text in (*marks, *ends)}
+        self.special = SpecialTokens({mark: ids[mark] for mark in marks}, frozenset(ends))
         self.size = self.tokenizer.get_vocab_size()
-        self.compiler = GrammarCompiler(TOKENIZER, self.size, [EOS])
+        self.eos = [ids[end] for end in ends] or [EOS]
+        self.compiler = GrammarCompiler(self.tokenizer.to_str(), self.size, self.eos)
 
     def output(self, grammar: str, seed: int, limit: int, start: str = "") -> str:
+        return self.tokenizer.decode(self.tokens(grammar, seed, limit, start), skip_special_tokens=False)
+
+    def tokens(self, grammar: str, seed: int, limit: int, start: str = "") -> list[int]:
         chance = random.Random(seed)
         matcher = self.compiler.compile("grammar", grammar).matcher()
         row = np.empty((self.size + 31) // 32, np.int32)
@@ -72,12 +82,12 @@ class Walk:
         while len(ids) < limit:
             matcher.fill(row)
             allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            token = EOS if EOS in allowed else chance.choice(allowed.tolist())
-            if token == EOS:
+            token = self.eos[0] if self.eos[0] in allowed else chance.choice(allowed.tolist())
+            if token == self.eos[0]:
                 break
             assert matcher.accept(token)
             ids.append(token)
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return ids
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +189,64 @@ def test_reasoning_comes_before_the_call(walk: Walk) -> None:
         calls = calls_of("hermes", ("<think>" if form is opened else "") + text, "qwen3")
         check([piece for piece in calls if piece.kind != "reasoning"])
         assert calls[-1].kind == "tool"
+
+
+MARKS = sorted(
+    set(re.findall(r"<[|｜][^>$]*>|</?tool_call>|\[[A-Z_]+\]|</?think>", str((TOOL_FORMATS, REASONING_FORMATS))))
+)
+ENDS = ["<|call|>", "<|return|>"]  # of gpt_oss
+
+
+@pytest.fixture(scope="module")
+def marked() -> Walk:
+    """With a tokenizer whose special tokens are the marks of all formats."""
+    return Walk([mark for mark in MARKS if mark not in ENDS], ENDS)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_marks_that_are_special_tokens_come_as_these_tokens(name: str, mode: str, marked: Walk) -> None:
+    reasoning = REASONING_FORMATS["gpt_oss" if name == "gpt_oss" else "qwen3"]
+    thought, between = f"{reasoning.opens[0]}So.{reasoning.close}", reasoning.after
+    form = tool_grammar(tool_choice(TOOLS, mode, None), TOOL_FORMATS[name], reasoning, "", marked.special)
+    assert form is not None
+    whole = TOOL_FORMATS[name].forms[0]
+    opening = "[" if name == "pythonic" else (whole.start + whole.call).partition("$")[0].replace("~", "")
+    starts = ["", thought + between] if mode == "required" else [f"{thought}{between}{opening}"]
+    complete = 0
+    for start in starts:
+        for seed in range(examples(10)):
+            ids = marked.tokens(str(form.grammar), seed, 400, start)
+            text = marked.tokenizer.decode(ids, skip_special_tokens=False)
+            for mark, token in marked.special.ids.items():
+                assert text.count(mark) == ids.count(token), (mark, text)
+            reader = ResponseReader(TOOL_FORMATS[name], reasoning, SCHEMAS)
+            pieces = joined([*reader.read(text), *reader.end()])
+            calls = [piece for piece in pieces if piece.kind == "tool"]
+            if len(ids) == 400:  # it is cut
+                continue
+            assert calls, text
+            check(calls)
+            complete += 1
+            if start:
+                assert pieces[0] == Piece("reasoning", "So.")
+            if mode == "required":
+                assert [piece.kind for piece in pieces if piece.kind != "reasoning"] == ["tool"] * len(calls)
+    assert complete
+
+
+def test_text_between_marks_is_free_where_marks_are_special_tokens(marked: Walk) -> None:
+    form = tool_grammar(
+        tool_choice(TOOLS, "auto", None), TOOL_FORMATS["gpt_oss"], REASONING_FORMATS["gpt_oss"], "", marked.special
+    )
+    assert form is not None
+    begin, call = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>{"
+    free = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>Hi.<|end|>"
+    for text in (free, f"{free}<|start|>assistant{begin}now{call}}}", "<|channel|>final<|message|>Well, yes."):
+        assert marked.output(str(form.grammar), 0, 600, text).startswith(text)
+    for text in (f"{begin}then", f'{begin}now{call}"a"'):
+        with pytest.raises(AssertionError):
+            marked.output(str(form.grammar), 0, 600, text)
 
 
 def test_a_tool_of_any_name_and_many_tools_compile(walk: Walk) -> None:

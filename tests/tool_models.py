@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 import tiny
 
@@ -42,9 +45,18 @@ WEATHER: dict[str, Any] = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 
 
-def make(folder: Path) -> Path:
-    """Write the checkpoint; → its folder."""
-    tiny.make("llama", folder, tokenizer=True, max_position_embeddings=8192)
+def make(folder: Path, special: Sequence[str] = ()) -> Path:
+    """Write the checkpoint; → its folder.
+
+    Args:
+        special: further special tokens of the tokenizer.
+    """
+    size = tiny.VOCAB_SIZE + len(special)
+    tiny.make("llama", folder, tokenizer=True, max_position_embeddings=8192, vocab_size=size)
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(file))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

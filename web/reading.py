@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engine.text.response_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from ..engine.text.response_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+    reasoning_format,
+    tool_format,
+)
 from ..engine.text.response_reader import Piece, ResponseReader, starts_in_reasoning
 from ..engine.text.template_reader import TemplateReader
-from ..engine.text.tool_grammar import after_reasoning, tool_choice, tool_grammar
+from ..engine.text.tool_grammar import NO_TOKENS, SpecialTokens, after_reasoning, tool_choice, tool_grammar
 from ..ipc.errors import InvalidRequestError
 from ..ipc.structured import StructuredOutputsParams
 from .reader import MessageReader
@@ -48,10 +55,21 @@ class Readings:
     def __init__(self, tools: str, reasoning: str) -> None:
         self._tools, self._reasoning = tools, reasoning
         self._shipped: dict[str, Any] | None = None  # the response template of the checkpoint
+        self._special = NO_TOKENS
 
     def prepare(self, engine: AsyncLLMEngine) -> None:
-        """Use the response template of the engine's checkpoint, if there is one and both forms are ``auto``."""
-        given = None if engine.tokenizer is None else engine.tokenizer.response_template
+        """Use the special tokens of the engine's tokenizer, and the response template of its checkpoint, if there is
+        one and both forms are ``auto``."""
+        if (tokenizer := engine.tokenizer) is None:
+            return
+        ends = engine.input_processor.eos_token_ids.union(engine.input_processor.model.eos_token_ids)
+        added, known = tokenizer.added_tokens_decoder, str((TOOL_FORMATS, REASONING_FORMATS))
+        special = {token: one.content for token, one in added.items() if one.special and one.content in known}
+        self._special = SpecialTokens(
+            {text: token for token, text in special.items() if token not in ends},
+            frozenset(text for token, text in special.items() if token in ends),
+        )
+        given = tokenizer.response_template
         if given and self._tools == self._reasoning == "auto":
             try:
                 TemplateReader(given)  # imports its parser, before there are streams that would wait
@@ -74,25 +92,22 @@ class Readings:
         choice = tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
         template = body.chat_template or _template(engine, bool(body.tools))
         end = (prompt or "")[-256:]
-        special = [] if engine.tokenizer is None else engine.tokenizer.all_special_tokens
         tools = tool_format(self._tools, template) if choice.mode != "none" else None
         if choice.mode == "required":
             tools = tools or TOOL_FORMATS["hermes"]
         reasoning = reasoning_format(self._reasoning, template)
         if body.continue_final_message and not (reasoning and starts_in_reasoning(reasoning, end)):
             reasoning = None  # the message has begun with its content
-        # a grammar is made of text, so reasoning that ends with a special token can't be a part of it
-        written = reasoning if reasoning is None or reasoning.close not in special else None
-        made = tool_grammar(choice, tools, written, end) if form is None or choice.mode == "required" else None
+        special, made = self._special, None
+        if form is None or choice.mode == "required":
+            made = tool_grammar(choice, tools, reasoning, end, special)
         if made is None and form is not None and reasoning is not None and starts_in_reasoning(reasoning, end):
-            made = None if written is None else after_reasoning(form, written, end)
+            made = after_reasoning(form, reasoning, end, special)
             reasoning = reasoning if made is not None else None
-        if made is not None and written is None:
-            reasoning = None
         shipped = self._shipped if made is None and (choice.mode == "auto" or not body.tools) else None
         if tools is None and reasoning is None and shipped is None:
             return Reading(made)
-        show = _in_marks(special, tools, reasoning)
+        show = any(map(special.in_text, _marks(tools, reasoning)))
         make: Callable[[], MessageReader] = partial(ResponseReader, tools, reasoning, choice.schemas, end)
         if shipped is not None:
             make, show = partial(TemplateReader, shipped, body.tools or (), prompt or ""), True
@@ -130,12 +145,9 @@ def _template(engine: AsyncLLMEngine, with_tools: bool) -> str | None:
         return "[TOOL_CALLS] [ARGS] [THINK]" if tokenizer.chats_in_tokens else None  # Mistral's own encoder
 
 
-def _in_marks(special: Sequence[str], tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> bool:
-    """Whether a special token is a part of the marks."""
+def _marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
     texts = [] if reasoning is None else [*reasoning.opens, reasoning.close]
-    if tools is not None:
-        texts += [form.start + form.call + form.end for form in tools.forms]
-    return any(token in text for token in special for text in texts)
+    return texts + [form.start + form.call + form.end for form in (() if tools is None else tools.forms)]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

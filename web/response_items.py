@@ -10,6 +10,7 @@ from .service import new_id
 from .turn import assistant_message
 
 Event = dict[str, Any]
+_TEXT_PART: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
 class Items:
@@ -77,7 +78,7 @@ class Items:
             item = {"id": new_id("fc"), "type": "function_call", "call_id": piece.id, "name": piece.name}
             item |= {"arguments": "", "status": "in_progress"}
         elif piece.kind == "content":
-            part = {"type": "output_text", "text": "", "annotations": []}
+            part = dict(_TEXT_PART)
             item = {"id": new_id("msg"), "type": "message", "role": "assistant", "content": []}
         else:
             part = {"type": "reasoning_text", "text": ""}
@@ -115,7 +116,8 @@ def chat_messages(given: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any
     reasoning = ""
     for at, item in enumerate(given):
         kind = item.get("type") or ("message" if "role" in item else None)
-        shown = {"id": new_id("msg" if kind == "message" else "item"), **item, "type": kind}
+        named = {"id": new_id("msg" if kind == "message" else "item"), "status": "completed"}
+        shown = {**named, **item, "type": kind}
         if kind == "message":
             role, content = item.get("role"), item.get("content")
             if role not in ("user", "assistant", "system", "developer") or not isinstance(content, (str, list)):
@@ -127,9 +129,10 @@ def chat_messages(given: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any
             else:
                 messages.append({"role": "system" if role == "developer" else role, "content": content})
             parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-            if role == "assistant" and isinstance(content, str):
-                parts = [{"type": "output_text", "text": content, "annotations": []}]
-            shown |= {"content": parts, "status": "completed"}
+            if role == "assistant":
+                given_parts = [{"text": content}] if isinstance(content, str) else content
+                parts = [{**_TEXT_PART, **part} if isinstance(part, dict) else part for part in given_parts]
+            shown |= {"content": parts}
         elif kind == "function_call":
             name, arguments = item.get("name"), item.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, str):

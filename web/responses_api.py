@@ -195,7 +195,7 @@ class _Response:
             "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "user": body.user,
+            **({} if body.user is None else {"user": body.user}),
         }
 
     def shown(self, status: str, turn: Turn | None = None) -> dict[str, Any]:
@@ -204,9 +204,9 @@ class _Response:
         Args:
             turn: of a response that has ended.
         """
-        usage = None
+        more: dict[str, Any] = {}
         if turn is not None:
-            usage = {
+            more["usage"] = {
                 "input_tokens": turn.num_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": turn.num_cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": turn.num_tokens,
@@ -215,8 +215,7 @@ class _Response:
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         output = list(self.items.output)
-        more = {"status": status, "error": None, "incomplete_details": cut, "output": output, "usage": usage}
-        return {**self._fields, **more}
+        return {**self._fields, "status": status, "error": None, "incomplete_details": cut, "output": output, **more}
 
     def numbered(self, one: dict[str, Any]) -> dict[str, Any]:
         self._sequence += 1

@@ -70,22 +70,24 @@ class Service:
         request_id: str,
         prompt: Any,
         params: SamplingParams | PoolingParams,
+        tokenization_kwargs: Mapping[str, Any],
         *,
-        special_tokens: bool = True,
         priority: int = 0,
         lora: LoRARequest | None = None,
+        own_params: bool = False,
     ) -> EngineCoreRequest:
-        """A checked request. Other streams wait meanwhile, see `made`."""
+        """A checked request; `own_params` as `InputProcessor.process_inputs` has it. Other streams wait, see `made`."""
         if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
             self._check_length(engine, prompt)
         return engine.input_processor.process_inputs(
             request_id,
             prompt,
             params,
-            tokenization_kwargs={"add_special_tokens": special_tokens},
+            tokenization_kwargs=tokenization_kwargs,
             priority=priority,
             trace_headers=self.traced(engine, request),
             lora_request=lora,
+            own_params=own_params,
         )
 
     def traced(self, engine: AsyncLLMEngine, request: Request) -> dict[str, str] | None:

@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from ...engine.args import FIELDS, add_vllm_flags, dashed
 
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 
 init_logger = logging.getLogger
 VLLM_USE_V1 = True  # which of its two engines vLLM runs
-
-
-class ScoreMultiModalParam(TypedDict):
-    """Parts of messages, each of which is scored. Only an annotation: `LLM.score` takes prompts with media."""
-
-    content: list[dict[str, Any]]
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -51,7 +51,7 @@ _TABLE = {
     "engine.async_llm_engine": {"": "AsyncLLMEngine", "ipc.errors": "AsyncEngineDeadError=EngineDeadError"},
     "engine.llm_engine": {"": "LLMEngine"},
     "entrypoints.llm": {"": "LLM"},
-    "entrypoints.score_utils": {"compat.vllm.helpers": "ScoreMultiModalParam"},
+    "entrypoints.score_utils": {"engine.pooling_methods": "ScoreMultiModalParam"},
     "envs": {"compat.vllm.helpers": "VLLM_USE_V1"},
     "inputs": _INPUTS,
     "inputs.data": _INPUTS,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...ipc.errors import InvalidRequestError
-from .grammar_text import reason, to_lark
+from .grammar_text import named_tokens, reason, to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -42,9 +42,21 @@ class _Vocabulary(NamedTuple):
     tokenizer: LLTokenizer
     tokenizer_size: int  # may be larger than the model's vocabulary
     size: int  # of the model's vocabulary
-    text: np.ndarray  # bits of the text tokens, int32 [words]
+    text: np.ndarray  # bits of the text tokens and of the special tokens that the grammar names, int32 [words]
     eos: np.ndarray  # bits of the end-of-sequence tokens, int32 [words]
     eos_ids: frozenset[int]
+    special: frozenset[int]  # tokens that come only where a grammar names them
+
+    def naming(self, tokens: Collection[int]) -> _Vocabulary:
+        """For a grammar that names these special tokens.
+
+        Raises:
+            InvalidRequestError: a token is not special, or ends an output.
+        """
+        for token in tokens:
+            if token not in self.special:
+                raise InvalidRequestError(f"it names the token <[{token}]>, which is not special, or ends an output")
+        return self._replace(text=self.text | _bits(tokens, self.size)) if tokens else self
 
 
 class Matcher:
@@ -231,24 +243,28 @@ class GrammarCompiler:
         else:
             source.update(post_processor=None, truncation=None, padding=None)
             tokenizer = LLTokenizer(json.dumps(source), n_vocab=size, eos_token=ends)
-        text = {token for token in known if token < self._vocab_size}.difference(special, eos)
+        usable = {token for token in known if token < self._vocab_size}.difference(eos)
         return _Vocabulary(
             tokenizer,
             size,
             self._vocab_size,
-            _bits(text, self._vocab_size),
+            _bits(usable.difference(special), self._vocab_size),
             _bits(eos, self._vocab_size),
             frozenset(eos),
+            frozenset(usable.intersection(special)),
         )
 
 
 def _compile(vocabulary: _Vocabulary, kind: str, text: str) -> Grammar:
     from llguidance import LLMatcher
 
-    start = LLMatcher(vocabulary.tokenizer, to_lark(kind, text) + _NO_FORCING, log_level=0, limits=_limits(kind))
-    if start.is_error():
-        raise InvalidRequestError(f"{kind} can't be used: {reason(start.get_error())}")
-    try:  # compute the first mask: it detects many unusable grammars, and all copies of `start` reuse it
+    lark = to_lark(kind, text)
+    try:
+        vocabulary = vocabulary.naming(named_tokens(lark) if kind == "grammar" else ())
+        start = LLMatcher(vocabulary.tokenizer, lark + _NO_FORCING, log_level=0, limits=_limits(kind))
+        if start.is_error():
+            raise InvalidRequestError(reason(start.get_error()))
+        # compute the first mask: it detects many unusable grammars, and all copies of `start` reuse it
         Matcher(start, vocabulary).fill(np.empty_like(vocabulary.text))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{kind} can't be used: {error}") from None

@@ -31,6 +31,7 @@ _LARK_REPEAT = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*')
 _TOKEN = re.compile(r"<[^<>\s]+>")
+_TOKEN_ID = re.compile(r"<\[(\d{1,9})\]>")
 _ESCAPE = re.compile(r"\\[xuU]\{[^}]*\}|\\.", re.DOTALL)
 
 
@@ -51,6 +52,20 @@ def to_lark(kind: str, text: str) -> str:
         return _BUILDERS[kind](text)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{kind} can't be used: {error}") from None
+
+
+def named_tokens(lark: str) -> set[int]:
+    """The ids of the tokens that a grammar of kind "grammar" names, each as ``<[5]>``.
+
+    Raises:
+        InvalidRequestError: it names a token in another way.
+    """
+    found = set()
+    for named in _TOKEN.findall(_LITERAL.sub('""', lark)):
+        if (by_id := _TOKEN_ID.fullmatch(named)) is None:
+            raise InvalidRequestError(f"it names the token {named:.40}; its id would do, as <[5]>")
+        found.add(int(by_id[1]))
+    return found
 
 
 def reason(text: str) -> str:
@@ -179,8 +194,6 @@ def _from_grammar(text: str) -> str:
             raise InvalidRequestError("it is nested too deeply") from None
         except Exception as error:  # the converter raises plain `Exception`
             raise InvalidRequestError(reason(str(error))) from None
-    if named := _TOKEN.search(_LITERAL.sub('""', text)):
-        raise InvalidRequestError(f"it names the token {named.group():.40}; an answer is made of text")
     return text
 
 

@@ -122,9 +122,11 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         data_parallel_rank: int | None = None,
+        own_params: bool = False,
     ) -> EngineCoreRequest:
         """A checked request. Arguments as `LLMEngine.add_request`, in their newest form; `data_parallel_rank`: the
-        number of the core that gets it.
+        number of the core that gets it; `own_params`: `params` were made for this request alone just now, so they are
+        neither checked again nor copied.
 
         Raises:
             InvalidRequestError: the core can't serve it. The message names field, value and limit.
@@ -141,8 +143,9 @@ class InputProcessor:
             raise InvalidRequestError(f"priority is {shown(priority)}; it must be an int of 64 bits")
         if tokenization_kwargs is not None and not isinstance(tokenization_kwargs, Mapping):
             raise InvalidRequestError(f"tokenization_kwargs is {shown(tokenization_kwargs)}; it must be a dict")
-        params.validate()
-        params = params.clone()
+        if not own_params:
+            params.validate()
+            params = params.clone()
         self.check_adapters(lora_request, prompt_adapter_request)
         parsed = self._parse(prompt)
         if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:

@@ -319,7 +319,9 @@ def _compile(template: str) -> jinja2.Template:
         dict=lambda *args, **kwargs: dict(*args, **kwargs),  # without the class's attributes
         namespace=SafeNamespace,
     )
-    return environment.from_string(template)
+    compiled = environment.from_string(template)
+    compiled.globals = dict(environment.globals)  # each rendering copies them, a dict faster than jinja2's ChainMap
+    return compiled
 
 
 def _refuse_underscore(name: object) -> None:

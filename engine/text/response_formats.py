@@ -46,26 +46,32 @@ class ReasoningFormat(NamedTuple):
     marks: tuple[tuple[str, ...], ...]
     implied: bool = False  # the output begins with reasoning, even if neither prompt nor output opens it
     anywhere: bool = False  # reasoning may begin again after other parts
+    after: str = ""  # what stands between reasoning and a call
 
 
 _JSON_CALL = '{~"name"~: "$NAME"~, "arguments"~: $JSON~}'
 _LLAMA_CALL = '{~"name"~: "$NAME"~, "parameters"~: $JSON~}'
-_HARMONY = "<|constrain|>json<|message|>$JSON<|call|>"
+# The recipient of a call stands after the channel or before it, with the role, which may be the prompt's.
+_HARMONY = tuple(
+    CallForm(f"{begin}{kind}<|message|>$JSON<|call|>", between="<|start|>assistant", leads=begin.startswith("to="))
+    for channel in ("commentary", "analysis")
+    for begin in (
+        f"<|channel|>{channel} to=functions.$NAME",
+        f"<|start|>assistant to=functions.$NAME<|channel|>{channel}",
+        f"to=functions.$NAME<|channel|>{channel}",
+    )
+    for kind in (" <|constrain|>json", " json", " code", "")
+)
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "gpt_oss": ToolFormat(
-        (
-            CallForm(f"<|channel|>commentary to=functions.$NAME {_HARMONY}", between="<|start|>assistant"),
-            CallForm("<|channel|>commentary to=functions.$NAME <|message|>$JSON<|call|>"),
-            CallForm("<|channel|>commentary to=functions.$NAME code<|message|>$JSON<|call|>"),
-            CallForm(f"<|channel|>analysis to=functions.$NAME {_HARMONY}"),
-            CallForm(f"<|start|>assistant to=functions.$NAME<|channel|>commentary {_HARMONY}"),
-        ),
+        _HARMONY,
         (("<|channel|>", "<|call|>"),),
         (
             "<|start|>assistant",
             "<|channel|>final<|message|>",
             "<|channel|>final <|constrain|>json<|message|>",
+            "<|channel|>final json<|message|>",
             "<|channel|>commentary<|message|>",
             "<|end|>",
             "<|return|>",
@@ -205,7 +211,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "gpt_oss": ReasoningFormat(
-        ("<|channel|>analysis<|message|>",), "<|end|>", (("<|channel|>", "<|call|>"),), anywhere=True
+        ("<|channel|>analysis<|message|>",),
+        "<|end|>",
+        (("<|channel|>", "<|call|>"),),
+        anywhere=True,
+        after="<|start|>assistant",
     ),
     "mistral": ReasoningFormat(("[THINK]",), "[/THINK]", (("[THINK]",),)),
     "granite": ReasoningFormat(

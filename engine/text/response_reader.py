@@ -253,7 +253,7 @@ class ResponseReader:
                 self._state = self._in_reasoning
         self._leads = self._leads and candidate.reasoning
         if before.strip():
-            yield Piece("content", before if not candidate.form else before.rstrip())
+            yield Piece("content", before.rstrip())
         if candidate.form:
             yield from self._call(candidate.form, candidate.parts, end, captured)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -13,7 +14,7 @@ from .response_reader import elements, schema_types, starts_in_reasoning
 
 Mode = Literal["auto", "none", "required"]
 
-_ANY_TEXT = "/(?s:.*)/"
+_ANY_TEXT = "/(?s:.*)/"  # no special token is a part of it
 _SPACE = r"/[ \n]{0,4}/"
 _EXACT = ("pattern", "format", "allOf", "not")  # keywords of strings that a grammar of plain text can't have
 _LENGTHS = ("minLength", "maxLength")
@@ -90,8 +91,30 @@ def _named(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+class SpecialTokens(NamedTuple):
+    """The special tokens of a tokenizer, which no text encodes to: a grammar names them by their ids.
+
+    Args:
+        ids: those that may be in an output, by their text.
+        ends: those that end an output.
+    """
+
+    ids: Mapping[str, int] = {}
+    ends: frozenset[str] = frozenset()
+
+    def in_text(self, text: str) -> bool:
+        return any(token in text for token in (*self.ids, *self.ends))
+
+
+NO_TOKENS = SpecialTokens()
+
+
 def tool_grammar(
-    choice: ToolChoice, tools: ToolFormat | None, reasoning: ReasoningFormat | None = None, prompt: str = ""
+    choice: ToolChoice,
+    tools: ToolFormat | None,
+    reasoning: ReasoningFormat | None = None,
+    prompt: str = "",
+    special: SpecialTokens = NO_TOKENS,
 ) -> StructuredOutputsParams | None:
     """The grammar that an output must follow; None: it is free.
 
@@ -101,6 +124,7 @@ def tool_grammar(
     Args:
         tools: None: the model has no format of its own; required calls are then in that of Hermes.
         prompt: its end, which may have opened the reasoning.
+        special: marks that are special tokens are these tokens in the output.
 
     Raises:
         InvalidRequestError: a schema can't be followed in this format.
@@ -108,38 +132,46 @@ def tool_grammar(
     free = choice.mode == "auto"
     if choice.mode == "none" or (free and (tools is None or not any(tool.strict for tool in choice.tools))):
         return None
-    form = (tools or TOOL_FORMATS["hermes"]).forms[0]
-    writer = _Writer(form)
-    rules = [writer.call(tool, free) for tool in choice.tools]
-    writer.add("call", " | ".join(rules))
-    repeated = "" if choice.one else f" ({_text(form.between)} call)*"
-    begin = _text(form.start)
-    run = f"{begin} call{repeated} {_text(form.end)}"
+    tools, one = tools or TOOL_FORMATS["hermes"], choice.one
+    form = tools.forms[0]
+    for token in special.ends:
+        if token in form.call:  # the model ends its output after a call
+            form, one = form._replace(call=form.call.partition(token)[0]), True
+    writer = _Writer(form, special)
+    writer.add("call", " | ".join(writer.call(tool, free) for tool in choice.tools))
+    repeated = "" if one else f" ({writer.text(form.between)} call)*"
+    run = f"{writer.text(form.start)} call{repeated} {writer.text(form.end)}"
+    mark = next(iter(elements((form.start + form.call).partition("$")[0].lstrip())), "")  # with which calls begin
     if not free:
         writer.add("start", f"{_thinking(writer, reasoning, prompt)} {run}")
     elif form.leads:
         writer.add("start", rf"{_thinking(writer, reasoning, prompt)} (run | OTHER)?")
         writer.add("OTHER", r"/[^\[{<](?s:.*)/")
         writer.add("run", run)
-    else:  # free text up to the mark with which calls begin
-        whole = form.start + form.call.partition("$")[0]
-        mark = elements(whole.lstrip())[0]
+    elif special.in_text(mark):  # text can't have the mark, so it is free, between other marks of the form
+        marks = [*tools.dropped, *((*reasoning.opens, reasoning.close) if reasoning else ())]
+        others = [writer.text(one) for one in marks if special.in_text(one) and not any(map(one.count, special.ends))]
+        writer.add("free", f"({' | '.join(['TEXT', *others])})*")
+        writer.add("TEXT", "/(?s:.+)/")
+        writer.add("start", f"(free {run}){'?' if one else '*'} free")
+    else:  # free text up to the mark
         writer.add(f"free[suffix={_literal(mark)}]", _ANY_TEXT)
         writer.add("rest", _ANY_TEXT)
         writer.add("first", " | ".join(writer.call(tool, free, mark) for tool in choice.tools))
-        begun = f"free first{repeated} {_text(form.end)}"
-        writer.add("start", f"({begun}){'?' if choice.one else '*'} rest")
+        begun = f"free first{repeated} {writer.text(form.end)}"
+        marked = reasoning if reasoning is not None and special.in_text(reasoning.close) else None
+        writer.add("start", f"{_thinking(writer, marked, prompt)} ({begun}){'?' if one else '*'} rest")
     return StructuredOutputsParams(grammar="\n".join(writer.rules))
 
 
 def after_reasoning(
-    form: StructuredOutputsParams, reasoning: ReasoningFormat, prompt: str
+    form: StructuredOutputsParams, reasoning: ReasoningFormat, prompt: str, special: SpecialTokens = NO_TOKENS
 ) -> StructuredOutputsParams | None:
     """The form of an answer with reasoning before it; None: this kind of form can't have any."""
     kind, text = form.spec()
     if kind != "json":
         return None
-    writer = _Writer(TOOL_FORMATS["hermes"].forms[0])
+    writer = _Writer(TOOL_FORMATS["hermes"].forms[0], special)
     writer.add("start", f"{_thinking(writer, reasoning, prompt)} answer")
     writer.add("answer", f"%json {text}")
     return StructuredOutputsParams(grammar="\n".join(writer.rules))
@@ -148,24 +180,42 @@ def after_reasoning(
 def _thinking(writer: _Writer, reasoning: ReasoningFormat | None, prompt: str) -> str:
     if reasoning is None:
         return ""
-    writer.add(f"think[suffix={_literal(reasoning.close)}]", _ANY_TEXT)
+    writer.add_text_until("think", reasoning.close)
     writer.add("space", _SPACE)
+    between = writer.text(reasoning.after)
     if starts_in_reasoning(reasoning, prompt):
-        return "think space"
-    return f"(({' | '.join(map(_text, reasoning.opens))}) think space)?"
+        return f"think space {between}"
+    return f"(({' | '.join(map(writer.text, reasoning.opens))}) think space {between})?"
 
 
 class _Writer:
     """Writes the rules of a Lark grammar for the calls of a form."""
 
-    def __init__(self, form: CallForm) -> None:
-        self._form = form
+    def __init__(self, form: CallForm, special: SpecialTokens) -> None:
+        self._form, self._special = form, special
+        self._marks = re.compile("|".join(map(re.escape, special.ids)) or r"\Z.")
         self.rules: list[str] = []
         self._count = 0
 
     def add(self, name: str, body: str) -> str:
         self.rules.append(f"{name}: {body}")
         return name
+
+    def add_text_until(self, name: str, mark: str) -> str:
+        """A rule for text up to a mark, the mark included."""
+        if mark in self._special.ids:
+            return self.add(name, f"{_ANY_TEXT} {self.text(mark)}")
+        return self.add(f"{name}[suffix={_literal(mark)}]", _ANY_TEXT)
+
+    def text(self, text: str) -> str:
+        """A literal, with special tokens by their ids; nothing for an empty one. Newlines before a literal are one of
+        their own, because the library's lexer takes the longest: of a text that begins with "\\n" and "\\n" before
+        another text, it would see only the former."""
+        at, parts = 0, []
+        for mark in self._marks.finditer(text):
+            parts += [_literals(text[at : mark.start()]), f"<[{self._special.ids[mark.group()]}]>"]
+            at = mark.end()
+        return " ".join(part for part in (*parts, _literals(text[at:])) if part)
 
     def _new(self, body: str, options: str = "") -> str:
         self._count += 1
@@ -183,14 +233,14 @@ class _Writer:
         if free and not tool.strict and "$JSON" in form.call:
             schema = {"type": "object"}
         if form.call == "$PYTHON":
-            return self._new(f'"[" {_text(tool.name)} "(" {self._words(tool, schema)} ")]"')
+            return self._new(f'"[" {self.text(tool.name)} "(" {self._words(tool, schema)} ")]"')
         text = form.call.replace("~", "").replace("$NAME", tool.name).replace("$NUMBER", "0")
         text = (form.start + text).lstrip().removeprefix(begun) if begun else text
         before, place, after = text.partition("$JSON" if "$JSON" in text else "$PARAMS")
         if place == "$JSON":
-            return self._new(f"{_text(before)} {self._json(schema)} {_text(after)}")
+            return self._new(f"{self.text(before)} {self._json(schema)} {self.text(after)}")
         params = " ".join(self._param(tool, name, one) for name, one in self._properties(tool, schema))
-        return self._new(f"{_text(before)} {params} {_text(after.removeprefix(chr(10)))}")
+        return self._new(f"{self.text(before)} {params} {self.text(after.removeprefix(chr(10)))}")
 
     def _json(self, schema: dict[str, Any]) -> str:
         schema = {OPTIONS_KEY: {"whitespace_pattern": WHITESPACE}, **schema}
@@ -210,7 +260,7 @@ class _Writer:
         if schema_types(schema) != {"string"} and len(self._form.params) > 1:  # of two forms, the second is for JSON
             before, _, after = self._form.params[1].partition("$VALUE")
         rule = self._new(
-            f"{_text(before.replace('$KEY', name))} {self._value(tool, name, schema, after)} {_text(chr(10))}"
+            f"{self.text(before.replace('$KEY', name))} {self._value(tool, name, schema, after)} {self.text(chr(10))}"
         )
         return rule if name in tool.schema.get("required", ()) else f"{rule}?"
 
@@ -218,9 +268,9 @@ class _Writer:
         """The value and what comes after it."""
         types = schema_types(schema)
         if words := [word for word in schema.get("enum", [schema.get("const")]) if isinstance(word, str)]:
-            return f"({' | '.join(map(_text, words))}) {_text(after)}"
+            return f"({' | '.join(map(_literals, words))}) {self.text(after)}"
         if types and "string" not in types:
-            return f"{self._json(schema)} {_text(after)}"
+            return f"{self._json(schema)} {self.text(after)}"
         if tool.strict and any(key in schema for key in _EXACT):
             raise InvalidRequestError(
                 f"the parameter {name} of {tool.name} has {', '.join(key for key in _EXACT if key in schema)}, which "
@@ -228,12 +278,13 @@ class _Writer:
             )
         if any(key in schema for key in _LENGTHS):
             least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-            return rf"/[^<\n]{{{least},{most}}}/ {_text(after)}"
-        return self._new(_ANY_TEXT, f"[suffix={_literal(after.strip())}]")
+            return rf"/[^<\n]{{{least},{most}}}/ {self.text(after)}"
+        self._count += 1
+        return self.add_text_until(f"r{self._count}", after.strip())
 
     def _words(self, tool: Tool, schema: dict[str, Any]) -> str:
         """Arguments by keyword."""
-        given = [(name, f'{_text(name)} "=" {self._json(one)}') for name, one in self._properties(tool, schema)]
+        given = [(name, f'{self.text(name)} "=" {self._json(one)}') for name, one in self._properties(tool, schema)]
         needed = schema.get("required", ())
         must = [text for name, text in given if name in needed]
         may = [text for name, text in given if name not in needed]
@@ -248,8 +299,6 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _text(text: str) -> str:
-    """A literal; nothing for an empty one. Newlines before it are one of their own, because the library's lexer takes
-    the longest: of a text that begins with "\\n" and "\\n" before another text, it would see only the former."""
+def _literals(text: str) -> str:
     rest = text.lstrip("\n")
     return " ".join(_literal(part) for part in (text[: len(text) - len(rest)], rest) if part)
