@@ -179,7 +179,7 @@ class ChatMethods:
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, conversation: Sequence[Message], **options: Any
+    tokenizer: Tokenizer, conversation: Sequence[Message], /, **options: Any
 ) -> str | TextPrompt | TokensPrompt:
     """The prompt of a conversation: text, with the conversation's media if it has some, or tokens if the tokenizer can
     encode conversations only.
@@ -187,8 +187,12 @@ def chat_prompt(
     Args:
         options: of `Tokenizer.apply_chat_template`.
 
-    Raises: as that.
+    Raises:
+        InvalidRequestError: and whatever that raises; an option is not the caller's to set.
     """
+    for name in ("self", "conversation", "tokenize"):
+        if name in options:
+            raise InvalidRequestError(f"chat_template_kwargs has {name!r}, which no template is given")
     messages, parts = take_media(conversation, tokenizer.media)
     made = tokenizer.apply_chat_template(messages, tokenize=tokenizer.chats_in_tokens, **options)
     if tokenizer.chats_in_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from ..ipc.adapters import LoRARequest
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
@@ -22,6 +22,7 @@ from .request.outputs import (
 )
 from .request.prompts import Prompt, TokensPrompt, listed_prompts
 from .request_queue import Progress
+from .text.chat_media import plain_prompt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from .text.tokenizer import Tokenizer
 
 OnError = Literal["raise", "return"]
+
+
+class ScoreMultiModalParam(TypedDict):
+    """An entry of a score: parts of a message, such as ``{"type": "image_url", "image_url": {"url": …}}``."""
+
+    content: list[dict[str, Any]]
 
 
 def check_on_error(given: object) -> None:
@@ -143,8 +150,8 @@ class PoolingMethods:
 
     def score(
         self,
-        text_1: Prompt | Sequence[Prompt],
-        text_2: Prompt | Sequence[Prompt],
+        text_1: Prompt | ScoreMultiModalParam | Sequence[Prompt | ScoreMultiModalParam],
+        text_2: Prompt | ScoreMultiModalParam | Sequence[Prompt | ScoreMultiModalParam],
         /,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -159,7 +166,8 @@ class PoolingMethods:
         largest product with a token of `text_2`, summed.
 
         Args:
-            text_1, text_2: one and one, one and many, or as many of both. Of a cross-encoder both are text.
+            text_1, text_2: one and one, one and many, or as many of both. Of a cross-encoder both are text. A dict with
+                ``content`` has parts as those of a message. Alone, each of its parts is an entry; in a list it is one.
             chat_template: for cross-encoders: makes one text of the two, which are messages of the roles ``query`` and
                 ``document``. None: the tokenizer makes a pair of them.
 
@@ -168,15 +176,16 @@ class PoolingMethods:
 
         Raises: as `embed`. An index in a message counts the pairs, or all of `text_1` and then `text_2`.
         """
-        firsts, seconds = listed_prompts(text_1), listed_prompts(text_2)
+        firsts, seconds = score_entries(text_1), score_entries(text_2)
         if len(firsts) not in (1, len(seconds)) or not seconds:
             raise InvalidArgumentError(
                 f"text_1 has {len(firsts)} entries and text_2 {len(seconds)}: give one and one, one and many, or as "
                 "many of both"
             )
-        tasks = self.llm_engine.get_supported_tasks()
+        tasks, tokenizer = self.llm_engine.get_supported_tasks(), self.llm_engine.tokenizer
         if "score" not in tasks:
             raise InvalidRequestError(f"the task is score, and this model can {', '.join(tasks)}")
+        firsts, seconds = ([entry_prompt(tokenizer, one) for one in entries] for entries in (firsts, seconds))
         more = (use_tqdm, pooling_params, lora_request, tokenization_kwargs, truncate_prompt_tokens)
         make = ScoringRequestOutput
         if "classify" in tasks:
@@ -215,6 +224,20 @@ class PoolingMethods:
     def _by_token(self) -> bool:
         """Whether embeddings are those of tokens."""
         return self.llm_engine.get_supported_tasks()[0] == "token_embed"
+
+
+def score_entries(given: Any) -> list[Any]:
+    """One or several entries of a score, as a list. Of one dict with ``content`` each part is an entry."""
+    if isinstance(given, Mapping) and isinstance(given.get("content"), (list, tuple)):
+        return [{"content": [part]} for part in given["content"]]
+    return listed_prompts(given)
+
+
+def entry_prompt(tokenizer: Tokenizer | None, entry: Any) -> Any:
+    """The prompt of an entry of a score. Raises: as `plain_prompt`."""
+    if not isinstance(entry, Mapping) or "content" not in entry:
+        return entry
+    return plain_prompt([entry], {} if tokenizer is None else tokenizer.media)
 
 
 def pair_prompt(tokenizer: Tokenizer, one: Any, two: Any, chat_template: str | None = None) -> TokensPrompt:

@@ -104,10 +104,9 @@ class RequestCheck(NamedTuple):
             raise InvalidRequestError("the prompt has media, but this model takes text only")
         if message.prompt_embeds or message.prompt_adapter:
             raise NotSupportedError("media can't be used with prompt_embeds or a prompt adapter")
-        if self.model.lone_media and (len(message.media) != 1 or len(message.prompt_token_ids) != 1):
+        if self.model.lone_media and len(message.media) != 1:
             raise InvalidRequestError(
-                f"the prompt has {len(message.prompt_token_ids)} tokens and {len(message.media)} media items; a prompt "
-                "of this model is a text, or one item with one token in its place"
+                f"the prompt has {len(message.media)} media items; a prompt of this model is a text, or one item"
             )
         if self.model.encoder_input and len(message.media) != 1:
             count, kinds = len(message.media), " or ".join(takes)

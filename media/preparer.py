@@ -151,7 +151,7 @@ class Preparer:
         if any(given.modality == ENCODER_TEXT for given in inputs):
             raise InvalidRequestError("a prompt has a text for an encoder, but this model is no encoder-decoder model")
         if not prompt and len(inputs) == 1 and not self.processor.has_place(inputs[0].modality):
-            return self._beside([0], inputs, kwargs)  # the prompt is the item, and has one token, which nothing reads
+            return self._beside(None, inputs, kwargs)
         by_modality: dict[str, list[MediaInput]] = {}
         for given in inputs:
             by_modality.setdefault(given.modality, []).append(given)
@@ -163,21 +163,32 @@ class Preparer:
         ids = self._expand(prompt, [item for _, item in items], places, add_special_tokens)
         return PreparedPrompt(ids, locate(ids, items, places))
 
-    def _beside(self, ids: list[int], inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]) -> PreparedPrompt:
-        """Prepare a prompt of these tokens, and the input of an encoder, which counts as a part of the first one."""
+    def _beside(self, ids: list[int] | None, inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]) -> PreparedPrompt:
+        """Prepare a prompt of these tokens, and the input of an encoder, which counts as a part of the first one. None:
+        the item is the prompt, as the processor makes one of it, or else one token, which nothing reads."""
         if len(inputs) != 1:
             raise InvalidRequestError(f"a prompt of this model has one input for its encoder, not {len(inputs)}")
         given = inputs[0]
         content = self._content(0, given)
         digest = self._digest(given, content, kwargs)
-        if self._kept.get(digest) is None:
+        if (kept := self._kept.get(digest)) is None:
             with self._guard(digest):
+                own = None
                 if given.modality == ENCODER_TEXT:
                     arrays = self.processor.encoder_ids(content)
                 else:
-                    arrays = self.processor.features(given.modality, self._decode(0, given, content, kwargs), kwargs)
-            self._kept.put(digest, Prepared(given.modality, "", 0, arrays))
-        return PreparedPrompt(ids, [MediaItem(digest, given.modality, 0, 1)])
+                    item = self._decode(0, given, content, kwargs)
+                    if ids is None and (own := self.processor.own_prompt(given.modality, item, kwargs)) is not None:
+                        arrays = own.arrays
+                    else:
+                        arrays = self.processor.features(given.modality, item, kwargs)
+            kept = Prepared(given.modality, "" if own is None else own.text, 0, arrays)
+            self._kept.put(digest, kept)
+        first, end = 0, 1
+        if kept.text:
+            ids = self.processor.tokenize(kept.text, add_special_tokens=True)
+            first, end = self.processor.span(given.modality, ids)
+        return PreparedPrompt([0] if ids is None else ids, [MediaItem(digest, given.modality, first, end - first)])
 
     def _order(
         self, prompt: str | list[int], by_modality: Mapping[str, list[MediaInput]], places: Mapping[str, Place]

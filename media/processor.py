@@ -88,6 +88,7 @@ class Processor:
         self._config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
         self.is_encoder_decoder = bool(self._config.get("is_encoder_decoder"))  # then items have no tokens in prompts
         self._places: dict[str, Place | str] = {}  # or why there is none
+        self._makes_prompts: bool | None = None  # whether it makes a prompt of an image alone; None: not tried
         self._lock = threading.RLock()
         self.settings = _settings(self._processor)
 
@@ -208,6 +209,42 @@ class Processor:
         head, tail = _BEFORE, f"{_BETWEEN}{_AFTER}"
         inner = heard.text[len(head) : -len(tail)]
         return Expanded(inner, heard.arrays) if inner and heard.text == head + inner + tail else None
+
+    def own_prompt(self, modality: str, item: Any, kwargs: Mapping[str, Any]) -> Expanded | None:
+        """The prompt that the processor makes of an item alone, and its arrays; None: it makes no prompts of items.
+
+        Raises:
+            InvalidRequestError: the processor refuses the item or the arguments.
+        """
+        if modality != "image":
+            return None
+        with self._lock:
+            if self._makes_prompts is None:
+                try:
+                    self._makes_prompts = bool(self._call_alone(_probe("image", 0, 0), {}).text)
+                except Exception:  # it takes images with texts only
+                    self._makes_prompts = False
+            with _refusing(modality):
+                return self._call_alone(item, kwargs) if self._makes_prompts else None
+
+    def _call_alone(self, image: Any, kwargs: Mapping[str, Any]) -> Expanded:
+        self._heard.clear()
+        found = self._processor(images=[image], return_tensors="pt", **kwargs)
+        arrays = {key: _array(value) for key, value in found.items() if key not in NOT_FOR_THE_MODEL}
+        return Expanded("".join(self._heard), arrays)
+
+    def span(self, modality: str, ids: Sequence[int]) -> tuple[int, int]:
+        """The first of the tokens that stand for the item of a prompt of the processor's own, and the one behind the
+        last.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        token = self._token_id(modality, ids)
+        places = [at for at, one in enumerate(ids) if one == token]
+        if not places:
+            raise InvalidRequestError(f"the checkpoint's processor makes a prompt without this {modality}")
+        return places[0], places[-1] + 1
 
     def features(self, modality: str, item: Any, kwargs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of an item that is all of an encoder's input, and has no tokens in the prompt.

@@ -88,7 +88,7 @@ def in_parts(group: Any, path: str) -> list[Any]:
     return [tokens, torch.cat(seen).view(torch.int16).numpy().tobytes()]
 
 
-def read_bytes(group: RankGroup, path: str) -> tuple[int, int]:
+def read_bytes(group: RankGroup, path: str, whole_experts: bool) -> tuple[int, int]:
     """Bytes of parts that are read, and of parameters that are cut."""
     read, own = [0], sliced_reading._Part.__getitem__
 
@@ -100,7 +100,7 @@ def read_bytes(group: RankGroup, path: str) -> tuple[int, int]:
     sliced_reading._Part.__getitem__ = noted  # type: ignore[method-assign]
     try:
         backend: Any = ParallelBackend(ReferenceBackend(), group)
-        model = load_model(ModelConfig(model=path), LoadConfig(), CPU, None, backend)
+        model = load_model(ModelConfig(model=path), LoadConfig(), CPU, None, backend, whole_experts=whole_experts)
     finally:
         sliced_reading._Part.__getitem__ = own  # type: ignore[method-assign]
     return read[0], sum(4 * model.parameters.whole_shape(name).numel() for name in model.parameters.cuts)

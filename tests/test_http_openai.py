@@ -299,6 +299,8 @@ def test_models_and_what_else_is_told(server: HttpServer) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": "word " * 6000}]}, "4096"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+        ({"chat_template_kwargs": {"self": 1}}, "self"),
     ],
 )
 def test_a_request_that_can_not_be_served(server: HttpServer, more: dict[str, Any], says: str) -> None:

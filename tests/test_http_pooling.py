@@ -125,6 +125,11 @@ def test_a_cross_encoder_scores_pairs(scorer: HttpServer, classifier: Path) -> N
         probs = [one.outputs.probs for one in llm.classify(TEXTS, use_tqdm=False)]
     found = post(scorer, "/v1/score", text_1="a fox", text_2=TEXTS)
     assert np.allclose([one["score"] for one in found["data"]], expected)
+    parts = {"content": [{"type": "text", "text": text} for text in TEXTS]}
+    found = post(scorer, "/v1/score", queries="a fox", documents=parts)
+    assert np.allclose([one["score"] for one in found["data"]], expected)
+    image = {"content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}
+    assert post(scorer, "/v1/score", queries="a fox", documents=image) == 400
     found = post(scorer, "/classify", input=TEXTS)
     assert np.allclose([one["probs"] for one in found["data"]], probs)
     assert [one["num_classes"] for one in found["data"]] == [1, 1, 1]

@@ -3,6 +3,7 @@ what stands in the journal."""
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_a_request_whose_arrays_do_not_come_ends_with_an_error(monkeypatch: pyte
     ended = run_core(core)[0, 0][1]
     assert ended.error == "RequestFailedError"
     assert "its media have not come within" in ended.error_text
+
+
+def test_steps_that_take_long_do_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Media workers can bring nothing while a step encodes what came before."""
+    core, sent, hours = core_with_media(), request(0, 1), itertools.count(0, 3600)
+    monkeypatch.setattr(media_store.time, "monotonic", lambda: float(next(hours)))
+    core.add_request(0, sent)
+    for _ in range(20):
+        core.step()
+    put(core, 1)
+    assert tokens_of(run_core(core), 0, sent)
 
 
 def test_nothing_is_left_of_a_request_that_is_aborted_while_it_waits() -> None:

@@ -3,6 +3,7 @@ and whatever dies."""
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 from collections.abc import Sequence
@@ -13,10 +14,8 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-import torch
-import transformers
-from tokenizers import processors
 
+from dual_encoders import LONGEST, Model
 from mainspring import LLM, EngineArgs, LLMEngine, PoolingParams
 from mainspring.core.model.media.dual_encoder import DualEncoder
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
@@ -25,66 +24,9 @@ from media_folders import byte_tokenizer, file_of, picture
 from pooled import run, vectors
 
 ATOL = 3e-6
-LONGEST = 48  # tokens
 TEXTS = ["a cat", "two dogs that sleep", "", "a cat on a mat, far away", "x"]
 IMAGES = [picture(1), picture(2, 64, 100), picture(3, 30, 30)]
-SIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 PADDED = {"padding": "max_length", "max_length": LONGEST}
-
-
-def _image_processor(name: str) -> Any:
-    if name == "clip":
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-        return CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    return SiglipImageProcessorPil(size={"height": 28, "width": 28})
-
-
-class Model:
-    """A tiny checkpoint with random weights, and what transformers makes of it."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-        self.tokenizer = byte_tokenizer([])
-        ends = [(token, self.tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
-        self.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", None, ends)
-        self.images = _image_processor(name)
-        kind = transformers.CLIPProcessor if name == "clip" else transformers.SiglipProcessor
-        kind(self.images, self.tokenizer).save_pretrained(folder)
-        ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
-        text = {**SIDE, **ids, "vocab_size": len(self.tokenizer), "max_position_embeddings": LONGEST}
-        more = {"projection_dim": 24} if name == "clip" else {}
-        text |= {"projection_size": 32} if name == "siglip" else {}
-        config = transformers.CONFIG_MAPPING[name](
-            text_config=text, vision_config={**SIDE, "image_size": 28, "patch_size": 14}, **more
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.model: Any = transformers.AutoModel.from_config(config).eval()
-            for parameter in self.model.parameters():
-                if parameter.ndim > 1:
-                    parameter.data.normal_(0, 0.3)
-        self.model.save_pretrained(folder)
-
-    def ids(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer(text)["input_ids"]
-        return found
-
-    @torch.inference_mode()
-    def text(self, ids: list[int]) -> np.ndarray:
-        return _unit(self.model.get_text_features(input_ids=torch.tensor([ids])))
-
-    @torch.inference_mode()
-    def image(self, image: Any) -> np.ndarray:
-        pixels = self.images(images=[image], return_tensors="pt")["pixel_values"]
-        return _unit(self.model.get_image_features(pixel_values=pixels))
-
-
-def _unit(output: Any) -> np.ndarray:
-    found: np.ndarray = torch.nn.functional.normalize(output.pooler_output, dim=-1)[0].numpy()
-    return found
 
 
 def of(image: Any) -> dict[str, Any]:
@@ -185,6 +127,24 @@ def test_an_llm_embeds_and_scores_pairs_of_image_and_text(model: Model) -> None:
     own = [float(words @ model.image(one)) for one in IMAGES]
     np.testing.assert_allclose([one.outputs.score for one in scores], own, atol=ATOL)
     np.testing.assert_allclose(padded.outputs.embedding, model.text(ids), atol=ATOL)
+
+
+def test_parts_of_messages_are_entries_of_a_score(clip: Model) -> None:
+    urls = [f"data:image/png;base64,{base64.b64encode(file_of(one)).decode()}" for one in IMAGES[:2]]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    words = {"content": [{"type": "text", "text": TEXTS[0]}]}
+    with LLM(str(clip.folder), dtype="float32") as llm:
+        alone = llm.score(words, {"content": parts}, use_tqdm=False)
+        listed = llm.score(TEXTS[0], [{"content": [part]} for part in parts], use_tqdm=False)
+        for wrong in ({"content": 5}, [{"content": [5]}], {"content": [{"type": "video_url", "video_url": urls[0]}]}):
+            with pytest.raises((InvalidRequestError, NotSupportedError), match=r"content of a message|part of type"):
+                llm.score("x", wrong, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="not both"):
+            llm.score("x", [{"content": [*words["content"], parts[0]]}], use_tqdm=False)
+    text = clip.text(clip.ids(TEXTS[0]))
+    own = [float(text @ clip.image(one)) for one in IMAGES[:2]]
+    for found in (alone, listed):
+        np.testing.assert_allclose([one.outputs.score for one in found], own, atol=ATOL)
 
 
 def test_prompts_of_text_and_image_are_refused_and_others_go_on(clip: Model) -> None:

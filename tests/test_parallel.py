@@ -155,8 +155,11 @@ def test_sums_of_as_many_parts_have_the_bits_of_any_number_of_ranks(
     assert four.run(in_parts, path) == [one] * 4
 
 
-def test_a_rank_reads_its_own_part_of_the_checkpoint(two: RankPool, tmp_path: Path) -> None:
-    for read, whole in two.run(read_bytes, str(tiny.make("llama", tmp_path))):
+@pytest.mark.parametrize(("kind", "whole_experts"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+def test_a_rank_reads_its_own_part_of_the_checkpoint(
+    two: RankPool, tmp_path: Path, kind: str, whole_experts: bool
+) -> None:
+    for read, whole in two.run(read_bytes, str(tiny.make(kind, tmp_path)), whole_experts):
         assert read == whole / 2 > 0
 
 

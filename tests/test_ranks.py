@@ -264,6 +264,24 @@ def test_adapters_are_read_by_both_ranks(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_weights_that_ranks_wrote_are_read_by_as_many(how: dict[str, int], tmp_path: Path) -> None:
+    folder = tiny.make("qwen3_moe", tmp_path / "model", tie_word_embeddings=True)
+    saved = tmp_path / "saved"
+    fields: dict[str, Any] = {"max_model_len": 128, "skip_tokenizer_init": True, **how}
+    with plain.make_engine(folder, **fields) as engine:
+        expected = tokens_of(engine)
+        engine.engine_core.save_sharded_state(str(saved))
+    assert {path.name for path in saved.iterdir()} == {f"model-rank-{n}-part-0.safetensors" for n in range(2)}
+    shutil.copy(folder / "config.json", saved)
+    fields["load_format"] = "sharded_state"
+    with plain.make_engine(saved, **fields) as engine:
+        assert tokens_of(engine) == expected
+    with pytest.raises(InvalidArgumentError, match="was written by 2 ranks"):
+        plain.make_engine(saved, **{**fields, **dict.fromkeys(how, 1)})
+
+
+@pytest.mark.slow
 def test_experts_are_recorded_by_the_first_rank(tmp_path: Path) -> None:
     folder = tiny.make("qwen3_moe", tmp_path / "model")
     fields = {"enable_return_routed_experts": True, "max_model_len": 128, "skip_tokenizer_init": True}

@@ -70,7 +70,7 @@ class ChatApi:
             raise HttpError(400, why, "top_logprobs")
         talk_id = new_id(prefix) if body.request_id is None else f"{prefix}-{body.request_id}"
 
-        special = bool(body.add_special_tokens)  # the template writes them itself
+        tokenization = {"add_special_tokens": bool(body.add_special_tokens)}  # the template writes them itself
 
         def make() -> tuple[Prompt | EngineCoreRequest, SamplingParams, Reading]:
             prompt = chat_prompt(engine, body)
@@ -92,7 +92,7 @@ class ChatApi:
                 talk_id,
                 prompt,
                 params,
-                special_tokens=special,
+                tokenization,
                 priority=body.priority,
                 lora=lora,
                 own_params=True,
@@ -106,7 +106,7 @@ class ChatApi:
             talk_id,
             lora_request=lora,
             priority=body.priority,
-            tokenization_kwargs={"add_special_tokens": special},
+            tokenization_kwargs=tokenization,
             trace_headers=self._service.traced(engine, request),
         )
         await stream.begin()
@@ -128,16 +128,14 @@ def chat_prompt(engine: AsyncLLMEngine, body: ChatBody) -> Prompt:
     if body.reasoning_effort is not None:
         more.setdefault("reasoning_effort", body.reasoning_effort)
     begins = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    found = conversation_prompt(
-        tokenizer,
-        template_messages(body.messages),
-        tools=None if body.tool_choice == "none" else body.tools,
-        documents=body.documents,
-        chat_template=body.chat_template,
-        add_generation_prompt=begins,
-        continue_final_message=bool(body.continue_final_message),
-        **more,
-    )
+    more |= {
+        "tools": None if body.tool_choice == "none" else body.tools,
+        "documents": body.documents,
+        "chat_template": body.chat_template,
+        "add_generation_prompt": begins,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+    found = conversation_prompt(tokenizer, template_messages(body.messages), **more)
     return cast(Prompt, with_processor_kwargs([found], body.mm_processor_kwargs)[0])
 
 

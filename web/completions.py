@@ -96,7 +96,7 @@ class CompletionApi:
         name = body.request_id or new_id("cmpl")
         limit = USUAL_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
-        special = body.add_special_tokens is not False
+        tokenization = {"add_special_tokens": body.add_special_tokens is not False}
 
         def make() -> list[EngineCoreRequest]:
             params = sampling_params(engine, body, max_tokens=limit, logprobs=body.logprobs, prompt_logprobs=scored)
@@ -107,7 +107,7 @@ class CompletionApi:
                     f"{name}-{number}",
                     prompt,
                     params,
-                    special_tokens=special,
+                    tokenization,
                     priority=body.priority,
                     lora=lora,
                     own_params=len(prompts) == 1,

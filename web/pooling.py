@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ..engine.pooling_methods import cosine, late_interaction, pair_prompt
+from ..engine.chat_methods import chat_prompt
+from ..engine.pooling_methods import cosine, entry_prompt, late_interaction, pair_prompt, score_entries
+from ..engine.request.prompts import has_media, with_processor_kwargs
+from ..engine.text.chat_media import plain_prompt
 from ..ipc.errors import ModelNotFoundError
 from ..ipc.pooling_params import PoolingParams
 from .bodies import listed_inputs
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from ..ipc.config import ModelConfig
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MEDIA_AT_ONCE = 8  # prompts with media of one request that are prepared or computed at a time
 
 Input = str | list[str | int | list[int]]
 Encoding = Literal["float", "base64"]
@@ -36,7 +41,9 @@ class PoolingBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     user: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    padding: Literal["max_length", "do_not_pad"] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     use_activation: bool | None = None
     normalize: bool | None = None
     activation: bool | None = None
@@ -45,29 +52,41 @@ class PoolingBody(msgspec.Struct, kw_only=True):
 
 
 class InputBody(PoolingBody, kw_only=True):
-    """Of /v1/embeddings, /pooling and /classify."""
+    """Of /v1/embeddings, /pooling and /classify: one or several inputs, or a conversation, which is one."""
 
-    input: Input
+    input: Input | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     dimensions: int | None = None
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
 
 
+class Content(msgspec.Struct):
+    """An entry of a score: parts of a message, which may be media; or a text, as Cohere's API has it."""
+
+    content: list[dict[str, Any]] | None = None
+    text: str | None = None
+
+
+Entries = str | Content | list[str | Content]
+
+
 class ScoreBody(PoolingBody, kw_only=True):
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
-
-
-class Document(msgspec.Struct):
-    text: str
+    text_1: Entries | None = None
+    text_2: Entries | None = None
+    queries: Entries | None = None
+    documents: Entries | None = None
+    items: Entries | None = None
+    data_1: Entries | None = None
+    data_2: Entries | None = None
 
 
 class RerankBody(PoolingBody, kw_only=True):
-    query: str
-    documents: list[str | Document]
+    query: str | Content
+    documents: Entries
     top_n: int | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = None
@@ -107,10 +126,11 @@ class PoolingApi:
 
     async def score(self, request: Request, body: ScoreBody) -> Answer:
         ones = next((one for one in (body.text_1, body.queries, body.data_1) if one is not None), None)
-        twos = next((two for two in (body.text_2, body.documents, body.data_2) if two is not None), None)
+        given = (body.text_2, body.documents, body.items, body.data_2)
+        twos = next((two for two in given if two is not None), None)
         if ones is None or twos is None:
-            raise HttpError(400, "give text_1 and text_2, each a text or a list of texts", "text_1")
-        firsts, seconds = _listed(ones), _listed(twos)
+            raise HttpError(400, "give text_1 and text_2, each one entry or a list of them", "text_1")
+        firsts, seconds = _entries(ones), _entries(twos)
         if len(firsts) not in (1, len(seconds)) or not seconds:
             why = f"text_1 has {len(firsts)} entries and text_2 {len(seconds)}: give one and many, or as many of both"
             raise HttpError(400, why, "text_1")
@@ -119,18 +139,19 @@ class PoolingApi:
         return self._listed(body, "score", data, outputs)
 
     async def rerank(self, request: Request, body: RerankBody) -> Answer:
-        documents = [one if isinstance(one, str) else one.text for one in body.documents]
+        documents = _entries(body.documents)
         if not documents:
             raise HttpError(400, "documents is empty", "documents")
         if body.top_n is not None and body.top_n < 0:
             raise HttpError(400, f"top_n is {body.top_n}; it must be at least 1", "top_n")
-        scores, outputs = await self._scores(request, body, [body.query], documents)
+        scores, outputs = await self._scores(request, body, _entries([body.query]), documents)
         order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
         results: list[dict[str, Any]] = []
         for at in order:
             results.append({"index": at, "relevance_score": scores[at]})
             if body.return_documents is not False:
-                results[-1]["document"] = {"text": documents[at]}
+                one = documents[at]
+                results[-1]["document"] = {"text": one} if isinstance(one, str) else {"multi_modal": one["content"]}
         model, _ = self._service.model(body.model)
         return answer({"id": new_id("rerank"), "model": model, "usage": _usage(outputs), "results": results})
 
@@ -139,19 +160,24 @@ class PoolingApi:
     async def _of_inputs(
         self, request: Request, body: InputBody, task: Any
     ) -> tuple[AsyncLLMEngine, list[PoolingRequestOutput[PoolingOutput]]]:
-        prompts = listed_inputs(body.input, "input")
+        if (body.input is None) == (body.messages is None):
+            raise HttpError(400, "give input or messages", "input")
+        prompts: list[Any] = [] if body.input is None else listed_inputs(body.input, "input")
         if not all(prompts):
             raise HttpError(400, "an entry of input is empty", "input")
         engine = await request.tenant.engine()
         asked = _task(engine, task)
+        if body.messages is not None:
+            prompts = [await made(request, lambda: _chat_prompt(engine, body))]
         return engine, await self._pooled(request, body, engine, prompts, asked, body.dimensions)
 
     async def _scores(
-        self, request: Request, body: PoolingBody, firsts: Sequence[str], seconds: Sequence[str]
+        self, request: Request, body: PoolingBody, firsts: Sequence[Any], seconds: Sequence[Any]
     ) -> tuple[list[float], list[PoolingRequestOutput[PoolingOutput]]]:
         """A score for each of `seconds`."""
         engine = await request.tenant.engine()
         tasks = engine.engine_core.model.tasks
+        firsts, seconds = ([entry_prompt(engine.tokenizer, one) for one in both] for both in (firsts, seconds))
         ones = [*firsts] * (len(seconds) // len(firsts))
         if "classify" in tasks:
             tokenizer = await engine.get_tokenizer()
@@ -184,31 +210,33 @@ class PoolingApi:
             task=task,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
-        name = new_id("pool")
+        name, special = new_id("pool"), body.add_special_tokens is not False
+        options: dict[str, Any] = {"add_special_tokens": special}
+        if body.padding == "max_length":
+            options["padding"] = body.padding
+        few = asyncio.Semaphore(MEDIA_AT_ONCE)
 
         def make() -> list[Any]:
             return [
-                self._service.prepared(
-                    engine,
-                    request,
-                    f"{name}-{at}",
-                    prompt,
-                    params,
-                    special_tokens=body.add_special_tokens,
-                    priority=body.priority,
-                    lora=lora,
+                prompt  # its media are prepared first, which takes time
+                if has_media(prompt)
+                else self._service.prepared(
+                    engine, request, f"{name}-{at}", prompt, params, options, priority=body.priority, lora=lora
                 )
-                for at, prompt in enumerate(prompts)
+                for at, prompt in enumerate(with_processor_kwargs(prompts, body.mm_processor_kwargs))
             ]
 
-        async def one(ready: Any) -> PoolingRequestOutput[PoolingOutput]:
-            async for output in engine.encode(ready, request_id=ready.request_id):
-                if output.finish_reason == "abort":
-                    break
-                return output
+        async def one(at: int, ready: Any) -> PoolingRequestOutput[PoolingOutput]:
+            more: dict[str, Any] = {"lora_request": lora, "priority": body.priority, "tokenization_kwargs": options}
+            traced = self._service.traced(engine, request)
+            async with few if has_media(ready) else contextlib.nullcontext():
+                async for output in engine.encode(ready, params, f"{name}-{at}", trace_headers=traced, **more):
+                    if output.finish_reason == "abort":
+                        break
+                    return output
             raise HttpError(503, "the request was ended by the server before it was complete", retry_after=1)
 
-        tasks = [asyncio.ensure_future(one(ready)) for ready in await made(request, make)]
+        tasks = [asyncio.ensure_future(one(at, ready)) for at, ready in enumerate(await made(request, make))]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -256,8 +284,40 @@ def _task(engine: AsyncLLMEngine, task: str | None) -> str | None:
     return task
 
 
-def _listed(given: str | list[str]) -> list[str]:
-    return [given] if isinstance(given, str) else given
+def _entries(given: Entries) -> list[Any]:
+    """Entries of a score: texts, and dicts with ``content``.
+
+    Raises:
+        HttpError: an entry has neither a text nor content.
+    """
+
+    def plain(one: str | Content) -> Any:
+        found = one if isinstance(one, str) else one.text if one.content is None else {"content": one.content}
+        if found is None:
+            raise HttpError(400, "an entry has neither text nor content")
+        return found
+
+    return score_entries([plain(one) for one in given] if isinstance(given, list) else plain(given))
+
+
+def _chat_prompt(engine: AsyncLLMEngine, body: InputBody) -> Any:
+    """The prompt of a conversation. Without a chat template it is the texts and media of its messages.
+
+    Raises:
+        HttpError: there is no tokenizer.
+        InvalidRequestError, NotSupportedError: the template or the model does not take the conversation.
+    """
+    tokenizer, messages = engine.tokenizer, body.messages
+    assert messages is not None
+    if tokenizer is None:
+        raise HttpError(400, "this engine has no tokenizer; give input with token ids")
+    if body.chat_template is None and not tokenizer.chat_template and not tokenizer.chats_in_tokens:
+        return plain_prompt(messages, tokenizer.media)
+    body.add_special_tokens = bool(body.add_special_tokens)  # the template writes them itself
+    more: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    for name in ("chat_template", "add_generation_prompt", "continue_final_message"):
+        more[name] = getattr(body, name)
+    return chat_prompt(tokenizer, messages, **more)
 
 
 def _encoded(data: Any, encoding: Encoding | None) -> Any:

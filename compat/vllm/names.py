@@ -51,6 +51,7 @@ _TABLE = {
     "engine.async_llm_engine": {"": "AsyncLLMEngine", "ipc.errors": "AsyncEngineDeadError=EngineDeadError"},
     "engine.llm_engine": {"": "LLMEngine"},
     "entrypoints.llm": {"": "LLM"},
+    "entrypoints.score_utils": {"engine.pooling_methods": "ScoreMultiModalParam"},
     "inputs": _INPUTS,
     "inputs.data": _INPUTS,
     "logger": {"compat.vllm.helpers": "init_logger"},

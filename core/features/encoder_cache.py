@@ -76,12 +76,12 @@ class EncoderCache(Feature):
         Raises:
             InvalidRequestError, NotSupportedError: the model can't compute such a request.
         """
-        if not media:
+        if not media and self._facts.spans != "every":
             return []
         request.use_media(media, self._facts.spans)
         if request.longest_span > self._budget:
             raise InvalidRequestError(
-                f"{request.longest_span} tokens of the prompt have to be computed in one step, because tokens of media "
+                f"{request.longest_span} tokens of the prompt have to be computed in one step, because tokens of it "
                 f"see later ones; max_num_batched_tokens is {self._budget}: raise it, or send smaller media"
             )
         if request.spans and request.wants_scores:
@@ -131,7 +131,7 @@ class EncoderCache(Feature):
             self.due.append(item)
 
     def _length(self, items: Sequence[StoredItem]) -> int:
-        """Tokens that count against the budget of a step. An item that has none in its prompt takes all of it."""
+        """Tokens that count against the budget of a step. An item that is alone in its prompt takes all of it."""
         whole = self._facts.encoder_input or self._facts.lone
         return sum(self._budget if whole else item.length for item in items)
 

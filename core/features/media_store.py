@@ -21,6 +21,7 @@ from ...ipc.messages import MAX_MEDIA_ITEMS
 from ..plan.request import Request
 
 WAIT_S = 60.0  # seconds that a request waits for arrays, and that an offered item stays for a request to come
+COUNTED_S = 0.5  # of a step, at most, as time waited: encoding may take longer, and nothing is taken in meanwhile
 ARRAY_BYTES = 4 << 30  # of arrays that are kept; more only for requests that have some of their arrays already
 BYTES_OF_PIXEL = 32  # of an item's arrays at most; Qwen2-VL makes 24 of a pixel
 MAX_NAME = 64  # characters of an array's name
@@ -45,7 +46,7 @@ class StoredItem:
         self.array_bytes = 0
         self.length = 1  # tokens
         self.users: dict[Request, None] = {}  # requests that name it and have not ended
-        self.awaited: dict[Future[None], float] = {}  # requests that wait for its arrays, and how long
+        self.awaited: dict[Future[None], float] = {}  # requests that wait for its arrays, and how long they still do
         self.offers, self.until = 0, 0.0  # requests that are expected to name it, until then
         self.number = 0  # for the worker; 0: the worker does not have it
         self.busy = False  # whether a step in flight encodes it
@@ -90,6 +91,7 @@ class MediaStore:
         self._items: OrderedDict[bytes, StoredItem] = OrderedDict()  # the one that was used last is the last
         self._puts: list[_Put] = []
         self._array_bytes = 0
+        self._looked = 0.0  # when `look` was called last
 
     def __iter__(self) -> Iterator[StoredItem]:
         return iter(list(self._items.values()))
@@ -108,7 +110,7 @@ class MediaStore:
         if item.is_there:
             return None
         done: Future[None] = Future()
-        item.awaited[done] = time.monotonic() + WAIT_S
+        item.awaited[done] = WAIT_S
         return done
 
     def use(self, request: Request) -> None:
@@ -144,11 +146,11 @@ class MediaStore:
         wait, too."""
         self.take_puts()
         now = time.monotonic()
+        waited, self._looked = min(now - self._looked, COUNTED_S), now
         for item in list(self._items.values()) if any(item.awaited for item in self._items.values()) else ():
-            for done, until in list(item.awaited.items()):
-                if self._puts:
-                    item.awaited[done] = now + WAIT_S
-                elif now >= until:
+            for done in list(item.awaited):
+                item.awaited[done] = WAIT_S if self._puts else item.awaited[done] - waited
+                if item.awaited[done] <= 0:
                     del item.awaited[done]
                     why = f"its media have not come within {WAIT_S:.0f} s: send them again"
                     done.set_exception(RequestFailedError(f"the request can't begin, because {why}"))

@@ -176,9 +176,10 @@ class MediaFacts(msgspec.Struct, frozen=True, array_like=True):
 
     modalities: list[str]
     row_bytes: int  # of memory for each token of an item, at most, once it is encoded
-    spans: str = ""  # what is computed in one step, because its tokens see later ones: "item", "prompt"; empty: nothing
+    # what is computed in one step, because its tokens see later ones: "item"; "prompt", if it has items; "every" prompt
+    spans: str = ""
     encoder_input: bool = False  # whether each prompt has one item, an encoder's input, which has no tokens in it
-    lone: bool = False  # whether a prompt is either a text or one item, which has no tokens in it
+    lone: bool = False  # whether a prompt is either a text or one item
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, array_like=True):

@@ -123,7 +123,7 @@ class Request:
         self.media = media
         if spans == "item":
             self.spans = [(one.offset, one.offset + one.length) for one in media]
-        elif spans == "prompt":  # keys and values of any token depend on the whole prompt, so none are looked up
+        elif spans:  # keys and values of any token depend on the whole prompt, so none are looked up
             self.spans = [(0, self.prompt_len)]
             content = b"".join(one.digest for one in media)
             self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"media").digest()

@@ -18,7 +18,6 @@ from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupporte
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
 from ..model.learn.fuse import Decision
-from ..model.learn.verify_media import verify_media
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.media.features import EncodedItem
 from ..model.media.merge import MergedPrompt
@@ -279,19 +278,8 @@ class GenerationWorker(LocalWorker):
         self._media.drop(number)
 
     def _verify_media(self, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
-        model, states = self.model, self.model.states
-        pool = None if states is None else states.pool
-        try:
-            with nullcontext() if self._loras is None else self._loras.without():
-                line = verify_media(model, self._backend, ids, items, merged)
-        finally:
-            if states is not None and pool is not None:
-                states.pool = pool
-                if model.whole is not None:
-                    model.whole.bind_states()
-            self.runner.bind()
-        logger.info(line)
-        self._explained.append(line)
+        with nullcontext() if self._loras is None else self._loras.without():
+            self._compare_media(self.model, ids, items, merged)
 
     # ------------------------------------------------------------------ weights
 

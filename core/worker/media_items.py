@@ -14,12 +14,15 @@ from ..model.media.dual_encoder import DualEncoder
 from ..model.media.encoder_decoder import EncoderMerger
 from ..model.media.features import EncodedItem
 from ..model.media.merge import MergedPrompt
+from ..model.media.retrieval import RetrievalMerger
 from ..model.run.paged_model import PagedModel
 from ..plan.control import KeepMedia, MediaFacts
 from ..plan.step import Encoded, NewSequence
 from .device import tensor_of
 
 logger = logging.getLogger(__name__)
+
+IMAGE_ROWS = 4  # hidden states of a token that take as much memory as its part of an image: of ColQwen2 it is 3
 
 
 class MediaItems:
@@ -54,6 +57,8 @@ class MediaItems:
             return MediaFacts(list(merger.modalities), merger.item_bytes, encoder_input=True)
         copies = 2 if merger.layered else 1  # such a model may be given rows for its first layers, too
         row_bytes = copies * self._model.hidden_size * self._model.dtype.itemsize
+        if isinstance(merger, RetrievalMerger):
+            return MediaFacts(list(merger.modalities), IMAGE_ROWS * row_bytes, merger.spans, lone=True)
         return MediaFacts(list(merger.modalities), row_bytes, merger.spans)
 
     def keep(self, record: KeepMedia) -> None:
@@ -93,6 +98,10 @@ class MediaItems:
         found: torch.Tensor = self._encoded[sequence.media[0].number].output
         return found
 
+    def merges(self, sequence: NewSequence) -> bool:
+        """Whether the prompt of a sequence has media, or is a text that sees both ways."""
+        return bool(sequence.media) or getattr(self._merger, "spans", "") == "every"
+
     def merged(self, sequence: NewSequence) -> MergedPrompt:
         """The prompt of an admitted sequence.
 
@@ -120,7 +129,7 @@ class MediaItems:
 
     def _verify_once(self, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
         assert self._verify is not None
-        for modality in {item.modality for item in items}:
+        for modality in {item.modality for item in items} or {"text"}:
             if modality not in self._verified:
                 self._verified[modality] = None
                 try:
@@ -135,7 +144,7 @@ def _check_spans(spans: str, merged: MergedPrompt, items: list[tuple[int, int]])
     """Refuse a prompt whose tokens see later ones where the planner may cut it."""
     index = np.arange(merged.length)
     for last in merged.reach:
-        if last is None or spans == "prompt":
+        if last is None or spans in ("prompt", "every"):
             continue
         within = np.zeros(merged.length, np.int64)  # the last token of the item that a token is of
         for start, end in items:

@@ -81,12 +81,12 @@ class PoolingWorker(LocalWorker):
             groups = [*self._layout.groups, *self._recurrent]
         weights = fingerprint(self.model.model.state_dict())
         if self._loras is not None:
-            if not isinstance(trunk, PagedModel):
+            if not isinstance(trunk, PagedModel) or self.model.retrieves:
                 raise NotSupportedError("enable_lora is True, and this model is an encoder, which takes no adapters")
             limits = lora_limits(config, trunk, self._backend, f"{self.model.model.base_model_prefix}.")
             self._registry = Registry(None, limits, trunk.hidden_size)
-        embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and not self.model.has_head
-        self._media = MediaItems(trunk) if isinstance(trunk, DualEncoder) else None
+        embeddings = isinstance(trunk, PagedModel) and trunk.accepts_embeddings and self.model.is_plain
+        self._media = self._take_media()
         self.facts = WorkerFacts(
             self._model_facts(trunk, max_model_len, fingerprint=weights, tasks=self.model.tasks),
             groups,
@@ -99,7 +99,7 @@ class PoolingWorker(LocalWorker):
             media=None if self._media is None else self._media.facts,
         )
         if isinstance(trunk, PagedModel):
-            self._runner = self._make_runner(trunk, self._layout, self._backend)
+            self._runner = self._make_runner(trunk, self._layout, self._backend, media=self._media)
         self.decisions.fusing = getattr(trunk, "decisions", {})
         self._explained = self.model.explain()
         self._sequences: dict[int, NewSequence] = {}  # by slot
@@ -117,6 +117,12 @@ class PoolingWorker(LocalWorker):
             prepare,
             config.pooler_config,
         )
+
+    def _take_media(self) -> MediaItems | None:
+        trunk = self.model.trunk
+        if isinstance(trunk, PagedModel):
+            return MediaItems(trunk, partial(self._compare_media, trunk)) if self.model.retrieves else None
+        return MediaItems(trunk) if isinstance(trunk, DualEncoder) else None
 
     def sleep(self, level: int) -> None:
         """See `control.Sleep`. On a GPU level 1 drops the weights, too."""
@@ -140,10 +146,9 @@ class PoolingWorker(LocalWorker):
                     tensor.data = new.data
             self._dropped = False
         trunk = self.model.trunk
-        if isinstance(trunk, DualEncoder):
-            self._media = MediaItems(trunk)
+        self._media = self._take_media()
         if kv_cache and self._runner is None and isinstance(trunk, PagedModel):
-            self._runner = self._make_runner(trunk, self._layout, self._backend)
+            self._runner = self._make_runner(trunk, self._layout, self._backend, media=self._media)
 
     def set_parameters(self, parts: Sequence[ParameterRows]) -> None:
         raise NotSupportedError("update_weights is for models that generate; this one pools")
@@ -169,11 +174,13 @@ class PoolingWorker(LocalWorker):
         try:
             self.on_plan(plan)
             hidden, kept = self._compute(plan)
+            failed = {} if self._runner is None else self._runner.failed
+            errors = {slot: failed[slot] for slot in plan.slots.tolist() if slot in failed}
         except RuntimeError as error:
             lacking = self._lacking(plan, error)
             return lacking._replace(wait=lambda: msgspec.structs.replace(lacking.wait(), encoded=encoded))
         rows = self._copies.download(hidden.float())
-        return Pending(lambda: msgspec.structs.replace(self._take_in(plan, rows.wait(), kept), encoded=encoded))
+        return Pending(lambda: msgspec.structs.replace(self._take_in(plan, rows.wait(), kept, errors), encoded=encoded))
 
     def follow(self, plan: StepPlan) -> None:
         self._compute(plan)
@@ -182,8 +189,12 @@ class PoolingWorker(LocalWorker):
         """The hidden states that are wanted of a step, and how many of them belong to each sequence."""
         for sequence in plan.admitted:
             self._sequences[sequence.slot], self._rows[sequence.slot] = sequence, []
-        # a prompt that is a media item has no hidden states: its vector was made when it was encoded
-        texts = np.array([not self._sequences[slot].media for slot in plan.slots.tolist()], bool)
+        if self._runner is not None:
+            self._runner.copy(plan)
+            self._runner.begin(plan)
+        # an item of a dual encoder has no hidden states: its vector was made when it was encoded
+        lone = isinstance(self.model.trunk, DualEncoder)
+        texts = np.array([not (lone and self._sequences[slot].media) for slot in plan.slots.tolist()], bool)
         every = np.zeros(len(texts), np.int64)
         if not texts.any():
             return torch.zeros(0, self.model.trunk.hidden_size, device=self._device), every
@@ -195,8 +206,6 @@ class PoolingWorker(LocalWorker):
         wanted = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, kept, strict=True)])
         with self.span("execute"):
             if self._runner is not None:
-                self._runner.copy(plan)
-                self._runner.begin(plan)
                 hidden = self._runner.forward(slots, starts, counts, token_ids, wanted)
                 self._runner.snapshot(plan)
             else:
@@ -207,14 +216,15 @@ class PoolingWorker(LocalWorker):
                 hidden = hidden[self._copies.bring(torch.from_numpy(wanted))]
         return hidden, every
 
-    def _take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray) -> StepResult:
+    def _take_in(self, plan: StepPlan, rows: np.ndarray, kept: np.ndarray, errors: dict[int, Exception]) -> StepResult:
         """Store the hidden states of `plan`, and return its result.
 
         Args:
             rows: hidden states, float32 ``[sum of kept, hidden]``.
             kept: how many of them belong to each sequence of the plan, int64 ``[sequences]``.
+            errors: by slot, why a prompt could not be computed.
         """
-        pooled, errors = [], {}
+        pooled: list[np.ndarray] = []
         parts = np.split(rows, np.cumsum(kept))[:-1]
         for slot, part, ends in zip(plan.slots.tolist(), parts, plan.samples.tolist(), strict=True):
             self._rows[slot].append(part)
@@ -223,7 +233,9 @@ class PoolingWorker(LocalWorker):
                 assert sequence.pooling is not None
                 tokens, states = sequence.tokens[: sequence.prompt_len], np.concatenate(self._rows.pop(slot))
                 try:
-                    if sequence.media and self._media is not None:
+                    if slot in errors:
+                        pooled.append(np.zeros(0, np.float32))
+                    elif sequence.media and isinstance(self.model.trunk, DualEncoder) and self._media is not None:
                         pooled.append(finish_vectors(sequence.pooling, self._media.vector(sequence)))
                     else:
                         pooled.append(self.model.finish(sequence.pooling, tokens, states))

@@ -461,7 +461,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ requests
 
     def admit_prompt(self, slot: int, prompt: MergedPrompt) -> None:
-        """The prompt at `slot` has media."""
+        """The prompt at `slot` has media, or sees both ways."""
         self._door.admit(slot, prompt)
 
     def _admit(self, sequence: NewSequence) -> None:
@@ -474,7 +474,7 @@ class ModelRunner:
         self._embeds.pop(slot, None)
         self._door.release(slot)
         self.failed.pop(slot, None)
-        if sequence.media and self._media is not None:
+        if self._media is not None and self._media.merges(sequence):
             try:
                 self.admit_prompt(slot, self._media.merged(sequence))
             except MainspringError as error:

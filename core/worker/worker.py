@@ -25,10 +25,13 @@ from ..memory.recurrent_state import num_states
 from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
 from ..model.learn.verify import agree, final_logits, sample_of
+from ..model.learn.verify_media import verify_media
 from ..model.learn.whole_match import make_whole
 from ..model.load.kept_decisions import KeptDecisions, Verified
 from ..model.load.loader import load_model
 from ..model.load.quantized import BITS
+from ..model.media.features import EncodedItem
+from ..model.media.merge import MergedPrompt
 from ..model.run.paged_model import PagedModel
 from ..parallel.group import OneRank, RankGroup
 from ..parallel.homes import Homes
@@ -257,6 +260,22 @@ class LocalWorker(Worker):
             sum(group.host_snapshots for group in self._recurrent),
             media,
         )
+
+    def _compare_media(self, model: PagedModel, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
+        """See `verify_media`."""
+        states = model.states
+        pool = None if states is None else states.pool
+        try:
+            line = verify_media(model, self._backend, ids, items, merged)
+        finally:
+            if states is not None and pool is not None:
+                states.pool = pool
+                if model.whole is not None:
+                    model.whole.bind_states()
+            assert self._runner is not None, "a step while the core sleeps"
+            self._runner.bind()
+        logger.info(line)
+        self._explained.append(line)
 
     def _collect(self) -> None:
         """Return unused memory to the system."""

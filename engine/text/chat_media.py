@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...ipc.errors import InvalidRequestError, shown
+from ...ipc.errors import InvalidRequestError, NotSupportedError, shown
 
 Message = Mapping[str, Any]
 
@@ -97,3 +97,35 @@ def media_of(parts: Sequence[MediaPart]) -> dict[str, Any]:
         uuids.setdefault(modality, []).append(uuid)
     named = any(uuid is not None for names in uuids.values() for uuid in names)
     return {"multi_modal_data": data, **({"multi_modal_uuids": uuids} if named else {})}
+
+
+def plain_prompt(messages: Any, media: Mapping[str, str]) -> Any:
+    """The prompt of messages that no template renders: the texts of their contents, each on a line of its own, and
+    their media.
+
+    Args:
+        media: what the model takes beside text → the text that stands for it in a prompt; maybe empty.
+
+    Raises:
+        InvalidRequestError: a content is neither a text nor a list of parts.
+        NotSupportedError: a part is no text, and no media that the model takes.
+    """
+    taken, found = take_media(messages, media)
+    lines = []
+    for message in taken:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, (str, list, tuple)):
+            raise InvalidRequestError(f"the content of a message is {shown(content)}; it must be a text or a list")
+        for part in [content] if isinstance(content, str) else content:
+            text: Any = part
+            if isinstance(part, _Taken):
+                text = media[part["type"]]
+            elif isinstance(part, Mapping):
+                text = part.get("text") if part.get("type", "text") in ("text", "input_text") else None
+            if not isinstance(text, str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                takes = ", ".join(("text", *media))
+                raise NotSupportedError(f"a message has a part of type {shown(kind)}; this model takes: {takes}")
+            lines.append(text)
+    prompt = "\n".join(filter(None, lines))
+    return {"prompt": prompt, **media_of(found)} if found else prompt

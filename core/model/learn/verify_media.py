@@ -48,7 +48,7 @@ def verify_media(
             merged = model.merger.merge(ids, wide)
             error, limit = _difference(model, ReferenceBackend(), ids, wide, merged, torch.float32), 1.0
         limit = LOGITS_TOLERANCE[torch.float32]
-    kinds = " and ".join(sorted({item.modality for item in items}))
+    kinds = " and ".join(sorted({item.modality for item in items})) or "text"
     if not error <= limit:
         raise UnsupportedModelError(
             f"{type(model.model).__name__} gives other logits for a prompt with {kinds} than alone (they differ by "
@@ -91,9 +91,15 @@ def _own(
         attention_set(model.model, name),
         merger.encoded(items),
     ):
-        inputs = merger.inputs(tokens, items, model.model, prompt_len)
+        inputs = merger.inputs(tokens, items, merger.model, prompt_len)
         keep = {"logits_to_keep": wanted} if model.selects_rows else {}
-        logits: torch.Tensor = model.model(**inputs, **keep)[0][0]
+        heard: list[torch.Tensor] = []  # of a retrieval model, the hidden states that the model inside of it gives
+        hook = model.model.register_forward_hook(lambda _, __, output: heard.append(output[0][0]))
+        try:
+            merger.model(**inputs, **keep)
+        finally:
+            hook.remove()
+        logits = heard[0]
     return logits if model.selects_rows else logits[wanted]
 
 

@@ -48,7 +48,7 @@ from ..learn.recurrent_probe import learn_states
 from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
 from ..learn.verify import verify
 from ..media.encoder_decoder import decoder_of
-from ..media.merge import merger_of
+from ..media.merge import Merger, merger_of
 from ..run.paged_model import PagedModel
 from ..run.positions import longest_sequence
 from ..run.streamed_layers import StreamedLayers, stream_layers
@@ -110,7 +110,8 @@ def load_model(
     else:
         first = torch.device("cpu") if offload else device
         cuts_of = shards.cuts_of if shards else None
-        model = build_model(config, model_config, load_config, first, auto, cuts_of, part)
+        place = _place(backend, stages)
+        model = build_model(config, model_config, load_config, first, auto, cuts_of, part, place)
     if part is not None:
         part.finish(model)
     model.requires_grad_(False)
@@ -148,8 +149,10 @@ def page(
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     prepare: Prepare | None = None,
     streamed: StreamedLayers | None = None,
+    merger: Merger | None = None,
 ) -> PagedModel:
-    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify."""
+    """Make a `PagedModel` of a built model: refuse, freeze, learn its attention, fuse, verify. `merger`: of the model
+    that it is a part of; None: its own, if it has one."""
     name = type(model).__name__
     model.eval()
     backend = backend or ReferenceBackend()
@@ -163,7 +166,8 @@ def page(
         decoder = decoder_of(model)
         if streamed is not None and decoder is not None:
             raise UnsupportedModelError(f"cpu_offload_gb is set, and {name} has an encoder, whose weights must stay")
-        merger, no_media = merger_of(model) if decoder is None else (decoder, [])
+        given = merger or decoder
+        merges, no_media = merger_of(model) if given is None else (given, [])
         notes = freeze_rope(model, limit) if limit else []
         learn_indexers(model)
         states = learn_states(model)
@@ -186,10 +190,10 @@ def page(
             decisions = {}
         elif isinstance(decisions, KeptDecisions):
             kept, decisions = decisions, decisions.find(model, backend)
-        fused = _fused(model, backend, decisions, "" if merger is None else merger.layered)
+        fused = _fused(model, backend, decisions, "" if merges is None else merges.layered)
         notes += [*no_media, *fused.lines()]
         notes += isolate_rows(model, backend)
-        paged = PagedModel(model, calls, fused, notes, merger)
+        paged = PagedModel(model, calls, fused, notes, merges)
         if streamed is not None:
             paged.streamed, paged.parameters.packed = streamed, streamed.weights
     with trial_run(name), RoutedProducts(backend.linear) if model.device.type == "cpu" else nullcontext():
@@ -331,18 +335,20 @@ def build_model(
     auto: Any = AutoModelForCausalLM,
     cuts_of: CutsOf | None = None,
     part: StagePart | None = None,
+    place: tuple[int, int] = (0, 1),
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint, or the parts of it that `cuts_of` and `part`
-    name. Errors as `load_model`."""
+    name. place: this rank's number, and the number of ranks. Errors as `load_model`."""
     is_part = cuts_of is not None or part is not None
     with _reading_weights(model_config, load_config) as path:
         own = mistral_files(model_config, load_config)
         if load_config.load_format == "sharded_state" or own:
-            if is_part or type(config) not in auto._model_mapping:
+            if type(config) not in auto._model_mapping:
                 form = "mistral" if own else "sharded_state"
-                raise UnsupportedModelError(f"load_format {form!r} is for whole models of transformers' own classes")
-            tensors = read_mistral(own, config) if own else read_parts(Path(path))
-            found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
+                raise UnsupportedModelError(f"load_format {form!r} is for models of transformers' own classes")
+            tensors = read_mistral(own, config) if own else read_parts(Path(path), *place)
+            with reading(cuts_of, part) if is_part else nullcontext():
+                found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
             return cast("PreTrainedModel", found.to(device))
     if load_config.load_format != "dummy":
         with (
@@ -375,6 +381,13 @@ def build_model(
     if is_part:
         _fill(model, cuts_of(model) if cuts_of is not None else {}, device, model_config.seed)
     return cast("PreTrainedModel", model.eval())
+
+
+def _place(backend: Backend | None, stages: Stages | None) -> tuple[int, int]:
+    """This rank's number, and the number of ranks."""
+    if stages is not None:
+        return stages.rank, stages.world.size
+    return (backend.group.rank, backend.group.size) if isinstance(backend, ParallelBackend) else (0, 1)
 
 
 def _fill(model: PreTrainedModel, cuts: Mapping[str, Cut], device: torch.device, seed: int) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints as a core wrote them (``load_format="sharded_state"``): the parameters under the names of transformers'
-model, in parts. Each rank writes its own. So far one rank alone can read them, those of rank 0."""
+model, in parts. Each rank writes what it holds, and the same rank of as many reads that."""
 
 from __future__ import annotations
 
@@ -51,20 +51,24 @@ def save_parts(
         raise InvalidArgumentError(f"the weights can't be written to {folder}: {error}") from error
 
 
-def read_parts(folder: Path) -> dict[str, torch.Tensor]:
-    """The parameters in all parts.
+def read_parts(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """The parameters that a rank wrote.
 
     Raises:
         ModelNotFoundError: there are none.
+        InvalidArgumentError: they are of another number of ranks.
     """
-    found: dict[str, torch.Tensor] = {}
-    for path in _parts(folder):
-        found |= load_file(path)
-    if not found:
+    if not _parts(folder, 0):
         named = PATTERN.format(rank=0, part=0)
         raise ModelNotFoundError(f"load_format is 'sharded_state', but {folder} holds no file {named}")
+    wrote = {path.name.split("-")[2] for path in folder.glob(PATTERN.format(rank="*", part="*"))}
+    if len(wrote) != ranks:
+        raise InvalidArgumentError(f"{folder} was written by {len(wrote)} ranks; as many must read it, not {ranks}")
+    found: dict[str, torch.Tensor] = {}
+    for path in _parts(folder, rank):
+        found |= load_file(path)
     return found
 
 
-def _parts(folder: Path, rank: int = 0) -> list[Path]:
+def _parts(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(PATTERN.format(rank=rank, part="*")))

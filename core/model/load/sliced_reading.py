@@ -2,13 +2,15 @@
 
 transformers opens safetensors files, reads each tensor when its turn comes, converts what was read (other names,
 tensors that are joined or split) and puts it in its place in the model. Two of these steps are replaced for the time of
-a load. A tensor that becomes a parameter as it is, perhaps under another name, is read in part. What is converted is
-read whole, tensor by tensor, and cut before it takes its place.
+a load. A tensor that becomes a parameter as it is, perhaps under another name, is read in part, and so are the weights
+of experts, which are stacked. What is converted otherwise is read whole, tensor by tensor, and cut before it takes its
+place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +24,7 @@ from ...parallel.stage_model import StagePart
 
 CutsOf = Callable[[PreTrainedModel], Mapping[str, Cut]]
 """A model on the meta device → which part of each parameter is wanted, by its name in the model; others whole."""
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")  # of layers and of experts, in the name of a tensor
 
 
 class _Part:
@@ -59,15 +62,16 @@ def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[N
             for path in files:
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 for key in file.keys():  # noqa: SIM118  # it is no dict
-                    name, (place, is_plain) = key, names.in_model(key)
+                    name, (place, pattern) = key, names.in_model(key)
                     if part is not None and place in part.others:
                         continue
                     if part is not None and place in part.moved:
                         name = place = part.moved[place]
                     tensor = file.get_slice(key)
-                    cut = cuts.get(place) if is_plain else None
-                    rows = None if cut is None else cut.slices(len(tensor.get_shape()))
-                    tensors[name] = tensor if rows is None else _Part(tensor, rows)
+                    if (cut := cuts.get(place)) is not None:
+                        tensor = names.part_of(tensor, key, pattern, cut)
+                    if tensor is not None:
+                        tensors[name] = tensor
             return load(model, tensors, None, wanted, *more)
 
     def set_part(model: PreTrainedModel, name: str, value: torch.Tensor, *more: Any) -> None:
@@ -97,12 +101,55 @@ class _Names:
         self._converters = [entry for entry, one in zip(mapping, converts, strict=True) if one]
         self._renamings = [entry for entry, one in zip(mapping, converts, strict=True) if not one]
         self._prefix, self._known = model.base_model_prefix, known
+        self._stacked = {  # patterns of tensors that are stacked, of which several may then be joined
+            pattern: converter.source_patterns
+            for converter in self._converters
+            if _stacks(converter)
+            for pattern in converter.source_patterns
+        }
 
-    def in_model(self, name: str) -> tuple[str, bool]:
-        """The parameter, or the first one, that the tensor becomes, and whether it becomes that as it is. Empty if it
-        is not used."""
+    def in_model(self, name: str) -> tuple[str, str | None]:
+        """The parameter, or the first one, that the tensor becomes, and the pattern by which it is converted; None: it
+        becomes that as it is. Empty if it is not used."""
         rename = core_model_loading.rename_source_key
         found, pattern = rename(name, self._renamings, self._converters, self._prefix, self._known)
         if found not in self._known and name in self._known:
             found, pattern = name, None
-        return (found if found in self._known else ""), pattern is None
+        return (found if found in self._known else ""), pattern
+
+    def part_of(self, tensor: Any, name: str, pattern: str | None, cut: Cut) -> Any:
+        """What to read of a tensor, so that its parameter becomes that part: all of it, a `_Part`, or nothing (None).
+        pattern: see `in_model`."""
+        shape = tensor.get_shape()
+        mine: Cut | None = cut
+        if pattern is not None:
+            if (joined := self._stacked.get(pattern)) is None:
+                return tensor
+            if cut.dim == 0:  # whole experts
+                number = int(_NUMBERS.findall(name)[-1])
+                if not any(start <= number < end for start, end in cut.ranges):
+                    return None
+                return _Part(tensor, (slice(None),) * len(shape))
+            mine = _of_stacked(cut, joined.index(pattern), len(joined), shape)
+        rows = None if mine is None else mine.slices(len(shape))
+        return tensor if rows is None else _Part(tensor, rows)
+
+
+def _stacks(converter: Any) -> bool:
+    """Whether tensors become one parameter by a new first dimension, and by being joined along the next one."""
+    kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+    joins = [("Concatenate", 1)] if len(converter.source_patterns) > 1 else []
+    return kinds == [("MergeModulelist", 0), *joins] and converter.quantization_operation is None
+
+
+def _of_stacked(cut: Cut, place: int, count: int, shape: Sequence[int]) -> Cut | None:
+    """The part of the tensor at `place` of `count` that are joined, if their parameter is cut like this; None: some of
+    them must be read whole."""
+    if cut.dim > 1 or count == 1:
+        return Cut(cut.dim - 1, cut.ranges, cut.whole)
+    size = shape[0]
+    each = [[r for r in cut.ranges if at * size <= r[0] and r[1] <= (at + 1) * size] for at in range(count)]
+    if cut.whole != count * size or any(len(ranges) != 1 for ranges in each) or len(cut.ranges) != count:
+        return None
+    ((start, end),) = each[place]
+    return Cut(0, ((start - place * size, end - place * size),), size)

@@ -71,7 +71,8 @@ class Merger:
     """See the module. `spans` is what a planner must not cut (`MediaFacts.spans`), as far as the model tells it from
     the kinds of tokens alone."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, front: PreTrainedModel | None = None) -> None:
+        """front: what is run up to the language model; None: the part of `model` that merges."""
         name = type(model).__name__
         self.model = model
         self.modalities = list(feature_methods(model))
@@ -80,12 +81,14 @@ class Merger:
         if not self.modalities or self.decoder is model or self.decoder is base:
             raise UnsupportedModelError(f"{name} has no encoder of media that is apart from its language model")
         in_base = any(part is self.decoder for part in base.modules())
-        self._front: Any = base if in_base else model
+        self._inner: Any = base if in_base else model  # the part that merges
+        self._front: Any = front or self._inner
         config = model.config
         self._token = {m: getattr(config, f"{m}_token_id", None) for m in MODALITIES}
-        self.axes = _axes(self._front, config.get_text_config())
+        self.axes = _axes(self._inner, config.get_text_config())
         self._whole_prompt = False
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a model whose embedding is packed
+        self.spans = ""
         self.spans = self._find_spans()
 
     @property
@@ -146,9 +149,9 @@ class Merger:
         tokens = torch.tensor([list(ids)], device=self.model.device)
         accepted = inspect.signature(module.forward).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        inner = inspect.signature(self._front.forward).parameters if anything else accepted
+        inner = inspect.signature(self._inner.forward).parameters if anything else accepted
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        if not items:
+        if not items and self.spans != "every":
             return inputs
         for modality in dict.fromkeys(item.modality for item in items):
             inputs |= join_inputs([item for item in items if item.modality == modality])
@@ -235,7 +238,7 @@ class Merger:
     @torch.inference_mode()
     def _find_spans(self) -> str:
         """Ask the masks of a text in which some tokens are said to be an image's."""
-        accepted = inspect.signature(self._front.forward).parameters
+        accepted = inspect.signature(self._inner.forward).parameters
         names = [name for name in TYPES if name in accepted]
         if not names:
             return ""

@@ -22,6 +22,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.auto.modeling_auto import (
     AutoModel,
+    AutoModelForPreTraining,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -45,6 +46,7 @@ from ..load.loader import Prepare, build_model, page, read_config, shards_of
 from ..load.refuse import refuse_config, refuse_encoder_class, trial_run
 from ..load.sliced_reading import reading
 from ..media.dual_encoder import DualEncoder, is_dual_encoder
+from ..media.retrieval import RetrievalMerger
 from .attention import attention_set
 from .encoder import EncoderModel, is_causal, verify_encoder
 from .paged_model import PagedModel
@@ -65,6 +67,7 @@ _MODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # rows [tokens, h
 _HEADS = {
     "ForSequenceClassification": (AutoModelForSequenceClassification, ["classify"]),
     "ForTokenClassification": (AutoModelForTokenClassification, ["token_classify"]),
+    "ForRetrieval": (AutoModelForPreTraining, ["token_embed"]),  # which has all classes of that name
 }
 
 
@@ -111,28 +114,37 @@ class PoolingModel:
         self, model: PreTrainedModel, trunk: PagedModel | EncoderModel, tasks: list[str], recipe: Recipe
     ) -> None:
         self.model, self.trunk, self.recipe = model, trunk, recipe
-        self.has_head = tasks != ["embed"]
+        self.retrieves, self.is_plain = tasks == ["token_embed"], tasks == ["embed"]
+        self.has_head = not (self.retrieves or self.is_plain)
         self._activation = _activation(model.config) if self.has_head else "Identity"
         by_pairs = tasks == ["classify"] and model.config.num_labels == 1
-        self.tasks = [*tasks, *(["score"] if by_pairs else [] if self.has_head else ["token_embed", "score"])]
+        more = ["score"] if by_pairs else [] if self.has_head else ["token_embed", "score"]
+        self.tasks = list(dict.fromkeys([*tasks, *more]))
         self.notes: list[str] = []
         self.width = recipe.dense[-1].weight.shape[0] if recipe.dense else trunk.hidden_size
         if isinstance(trunk, DualEncoder):
             self.tasks, self.width = ["embed", "score"], trunk.width
+        elif self.retrieves:
+            row = torch.ones(1, trunk.hidden_size)
+            self.width = head_output(model, torch.zeros(1, dtype=torch.int64), row).shape[-1]
 
     def facts(self) -> PoolingFacts:
         last_row_alone = self.recipe.mode == "lasttoken"
-        return PoolingFacts(self.tasks, self.trunk.hidden_size, self.width, self.has_head, last_row_alone)
+        of_tokens = self.width if self.retrieves else self.trunk.hidden_size
+        return PoolingFacts(self.tasks, of_tokens, self.width, self.has_head, last_row_alone)
 
     @torch.inference_mode()
     def finish(self, pooling: Pooling, token_ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The vector, or vectors, of a request, in fp32, from its hidden states ``[tokens, hidden]``, fp32 too."""
         if self.has_head:
-            logits = head_logits(self.model, torch.from_numpy(token_ids.astype(np.int64)), torch.from_numpy(rows))
+            logits = head_output(self.model, torch.from_numpy(token_ids.astype(np.int64)), torch.from_numpy(rows))
             out = ACTIVATIONS[self._activation](logits) if pooling.activate in (None, True) else logits
             return out.cpu().numpy()
         vectors, normalize = torch.from_numpy(rows), True
-        if isinstance(self.trunk, DualEncoder):
+        if self.retrieves:  # by the model's own code, which gives them the length 1
+            ids = torch.from_numpy(token_ids.astype(np.int64))
+            vectors, normalize = head_output(self.model, ids, vectors), bool(pooling.dimensions)
+        elif isinstance(self.trunk, DualEncoder):
             vectors = self.trunk.pool(token_ids, vectors)
         elif pooling.task == "embed":
             vectors, normalize = _MODES[self.recipe.mode](vectors), self.recipe.normalize
@@ -142,7 +154,7 @@ class PoolingModel:
 
     def explain(self) -> list[str]:
         """What was learned and decided at load, for ``--explain-model``."""
-        named = "its own head" if self.has_head else f"{self.recipe.mode}, {len(self.recipe.dense)} dense layers"
+        named = "its own head" if not self.is_plain else f"{self.recipe.mode}, {len(self.recipe.dense)} dense layers"
         lines = self.trunk.explain() if isinstance(self.trunk, PagedModel) else [f"model: {type(self.model).__name__}"]
         return [*lines, *self.notes, f"pooling: {named}; tasks: {', '.join(self.tasks)}"]
 
@@ -177,6 +189,9 @@ def load_pooling_model(
     of_tokens = bool(getattr(config, "classifier_from_token", None))
     if of_tokens:
         tasks, auto = ["classify"], AutoModelForSequenceClassification
+    retrieves = tasks == ["token_embed"]
+    if retrieves and isinstance(backend, ParallelBackend):
+        raise NotSupportedError(f"{architecture} takes images, and can't be divided over several ranks")
     shards = shards_of(config, name, backend, auto=auto)
     if of_tokens:
         with reading(shards.cuts_of) if shards else nullcontext():
@@ -197,12 +212,16 @@ def load_pooling_model(
     notes: list[str] = []
     with trial_run(type(trunk).__name__):
         causal = is_causal(trunk)
+    if retrieves and not causal:
+        raise UnsupportedModelError(f"{type(trunk).__name__} is an encoder that takes images, which is not served yet")
     recipe = _recipe(_folder(model_config, load_config), "lasttoken" if causal else "cls")
     if model is not trunk:
         with trial_run(type(model).__name__):
             notes.append(_verify_head(model))
     if causal:
-        served: Any = page(trunk, model_config.max_model_len, backend, decisions, prepare)
+        with trial_run(type(model).__name__):
+            merger = RetrievalMerger(model) if retrieves else None
+        served: Any = page(trunk, model_config.max_model_len, backend, decisions, prepare, merger=merger)
     else:
         refuse_encoder_class(type(trunk))
         if isinstance(backend, ParallelBackend):
@@ -245,9 +264,10 @@ def _encoder(model: PreTrainedModel, notes: list[str]) -> EncoderModel:
     return encoder
 
 
-def head_logits(model: PreTrainedModel, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """fp32 ``[labels]``, or ``[tokens, labels]``: what the head of `model` makes of its trunk's hidden states
-    ``[tokens, hidden]``, of any dtype, anywhere."""
+@torch.inference_mode()
+def head_output(model: PreTrainedModel, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[labels]``, or ``[tokens, labels]``, or ``[tokens, width]`` of a retrieval model: what the head of `model`
+    makes of its trunk's hidden states ``[tokens, hidden]``, of any dtype, anywhere."""
     trunk: Any = model.base_model
     states = hidden[None].to(model.device, model.dtype, copy=True)
     pooler = getattr(trunk, "pooler", None)
@@ -257,12 +277,12 @@ def head_logits(model: PreTrainedModel, token_ids: torch.Tensor, hidden: torch.T
     own = vars(trunk).get("forward")
     trunk.forward = lambda *_, **__: output
     try:
-        logits: torch.Tensor = model(input_ids=token_ids[None].to(model.device)).logits
+        found: torch.Tensor = model(input_ids=token_ids[None].to(model.device))[0]
     finally:
         del trunk.forward
         if own is not None:
             trunk.forward = own
-    return logits[0].float()
+    return found[0].float()
 
 
 @torch.inference_mode()
@@ -270,11 +290,11 @@ def _verify_head(model: PreTrainedModel) -> str:
     """The head over the trunk's hidden states is the whole model; → a line for ``--explain-model``."""
     ids = torch.arange(2, 12, device=model.device) % model.config.get_text_config().vocab_size
     with attention_set(model, "eager"):
-        own, hidden = model(input_ids=ids[None]).logits[0].float(), model.base_model(input_ids=ids[None])[0][0]
-    error, limit = float((head_logits(model, ids, hidden) - own).abs().amax()), LOGITS_TOLERANCE[model.dtype]
+        own, hidden = model(input_ids=ids[None])[0][0].float(), model.base_model(input_ids=ids[None])[0][0]
+    error, limit = float((head_output(model, ids, hidden) - own).abs().amax()), LOGITS_TOLERANCE[model.dtype]
     if not error <= limit * max(1.0, float(own.abs().amax())):
         raise UnsupportedModelError(
-            f"the head of {type(model).__name__} needs more than the last hidden states: its logits differ by "
+            f"the head of {type(model).__name__} needs more than the last hidden states: its output differs by "
             f"{error:.2g}"
         )
     return f"verified: the head of {type(model).__name__} over hidden states within {error:.1e} of the whole model"
