@@ -153,7 +153,7 @@ def aya_vision(tokenizer: Any) -> Any:
 
 
 def cohere2_vision(tokenizer: Any) -> Any:
-    images = images_of("cohere2_vision", "Cohere2Vision", size={"height": 28, "width": 28}, patch_size=7)
+    images = images_of("cohere2_vision", "Cohere2Vision", size={"height": 28, "width": 28}, patch_size=2)
     return processor("Cohere2VisionProcessor", images, tokenizer)
 
 
@@ -468,11 +468,16 @@ def make(model: Model, folder: Path) -> Path:
     special = model.special.split()
     tokenizer = media_folders.byte_tokenizer(special, **model.named)
     tiny = TINY.get(model.model_type, NONE).fields
+    if model.model_type == "qwen2_5_omni":
+        tiny = {"thinker_config": TINY["qwen2_5_omni_thinker"].fields}
     merged: dict[str, Any] = {**tiny}
     for name, value in model.fields.items():
         merged[name] = {**tiny.get(name, {}), **value} if isinstance(value, dict) else value
     tokens = {name: text for name, text in model.fields.items() if isinstance(text, str) and text in special}
     config = shrink(CONFIG_MAPPING[model.model_type], {n: v for n, v in merged.items() if n not in tokens})
+    for name, value in model.fields.items():
+        if isinstance(value, dict) and "model_type" in value:  # a part of another class than usual
+            setattr(config, name, CONFIG_MAPPING[value["model_type"]](**value))
     parts = [config, config.get_text_config(), getattr(config, "thinker_config", config)]
     for part in parts:
         for name, value in {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}.items():
@@ -593,7 +598,7 @@ def run(example: Example, folder: Path, models: Path, work: Path) -> Result:
     if done.returncode:
         errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", done.stderr, re.MULTILINE)
         reason = (errors or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Result(example, "fails", re.sub(r"'/\S*/([\w-]+)'", r"'\1'", reason)[:300])
+        return Result(example, "fails", re.sub(r"^([a-z_]\w*\.)+|prompt \d+: ", "", reason)[:300])
     if not re.sub(r"[-\s]", "", done.stdout):
         return Result(example, "fails", "it printed nothing")
     several = re.search(r"tensor_parallel_size=(\d+)", example.code)
@@ -624,7 +629,8 @@ def main() -> int:
                 made |= dict.fromkeys(model.names.split(), str(place if place.exists() else make(model, place)))
             except ImportError as error:
                 shutil.rmtree(place, ignore_errors=True)
-                unmade |= dict.fromkeys(model.names.split(), " ".join(str(error).split())[:80])
+                needs = re.search(r"\w+ requires the \w+ library|Package `\w+` is required", str(error))
+                unmade |= dict.fromkeys(model.names.split(), needs[0] if needs else str(error))
         names = work / "models.json"
         names.write_text(json.dumps(made))
         for one in examples:
@@ -651,7 +657,7 @@ def print_table(results: list[Result]) -> None:
         rows.setdefault((one.example.script, one.outcome, one.reason), []).append(one.example.name)
     print("\n| script | examples | result |\n| --- | --- | --- |")
     for (script, outcome, reason), names in rows.items():
-        shown = ", ".join(f"`{name}`" for name in names)
+        shown, reason = ", ".join(f"`{name}`" for name in names), reason.replace("|", "\\|")
         print(f"| `{script.removesuffix('.py')}` | {shown} | {outcome}{': ' if reason else ''}{reason} |")
 
 
