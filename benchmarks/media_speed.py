@@ -7,7 +7,7 @@ Checkpoints have the shapes and the image processors of the real ones, random we
 are JPEG files of 640 × 480 pixels, and no two are equal. In a round, each measurement alternates with what it is
 compared with. A batch is measured from the files to the last token on both sides: transformers decodes each file once,
 calls the checkpoint's processor once for all prompts and generates with one batch, padded on the left, with sdpa
-attention, in bf16 or fp32, whichever took less time in the warm-up.
+attention, in bf16 or fp32, whichever took less time for a few questions before.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from media_folders import make_processor, save_folder
 
 WIDTH, HEIGHT = 640, 480  # of an image
 REQUESTS, IMAGES, TOKENS = 16, 4, 64  # of a batch: questions, images that they share, and tokens of each answer
+FEW, FEW_TOKENS = 4, 16  # questions and tokens by which the type of transformers' weights is chosen
 STREAM_SECONDS = 20.0  # for which a stream is measured, alone or beside the media workers
 STREAM_TOKENS = 200  # of each request of the stream
 PREPARED = 256  # images that are ready to be sent before the stream is measured
@@ -339,7 +340,7 @@ def _serve_theirs(name: str, warm_up: list[Question], pipe: Any) -> None:
     """Choose a type, and answer batches until the other end is closed."""
     seconds = {}
     for dtype in (torch.bfloat16, torch.float32):
-        seconds[dtype] = Theirs(name, dtype).answer(warm_up, TOKENS).generate
+        seconds[dtype] = Theirs(name, dtype).answer(warm_up, FEW_TOKENS).generate
     dtype = min(seconds, key=seconds.__getitem__)
     theirs = Theirs(name, dtype)
     pipe.send(str(dtype).removeprefix("torch."))
@@ -374,6 +375,7 @@ def answers(name: str, rounds: int) -> list[Bar]:
     for number in range(rounds):
         first, second = questions(before, 1, 1_000 + number)[:2]
         seconds.append((engine.answer([first], 1), engine.answer([second], 1)))
+        print(f"  first and second question about an image: {seconds[-1]} s", flush=True)
     share = median(second / first for first, second in seconds)
     firsts, others = (median(column) for column in zip(*seconds, strict=True))
     bars = [
@@ -389,7 +391,7 @@ def answers(name: str, rounds: int) -> list[Bar]:
         f"{REQUESTS} questions about {REQUESTS} images": (REQUESTS, MIN_DISTINCT),
     }
     found: dict[str, list[tuple[float, Took]]] = {kind: [] for kind in kinds}
-    with theirs_beside(name, questions(before, IMAGES, 0)) as theirs:
+    with theirs_beside(name, questions(before, FEW, 0)[:FEW]) as theirs:
         dtype = theirs.recv()
         for number in range(rounds):
             for kind, (images, _) in kinds.items():
