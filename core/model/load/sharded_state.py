@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ....ipc.errors import InvalidArgumentError, ModelNotFoundError
+from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 MAX_FILE_BYTES = 5 << 30  # default size of a part
@@ -56,14 +56,14 @@ def read_parts(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, torch.T
 
     Raises:
         ModelNotFoundError: there are none.
-        InvalidArgumentError: they are of another number of ranks.
+        UnsupportedModelError: they are of another number of ranks.
     """
     if not _parts(folder, 0):
         named = PATTERN.format(rank=0, part=0)
         raise ModelNotFoundError(f"load_format is 'sharded_state', but {folder} holds no file {named}")
     wrote = {path.name.split("-")[2] for path in folder.glob(PATTERN.format(rank="*", part="*"))}
     if len(wrote) != ranks:
-        raise InvalidArgumentError(f"{folder} was written by {len(wrote)} ranks; as many must read it, not {ranks}")
+        raise UnsupportedModelError(f"they were written by {len(wrote)} ranks; as many must read them, not {ranks}")
     found: dict[str, torch.Tensor] = {}
     for path in _parts(folder, rank):
         found |= load_file(path)
