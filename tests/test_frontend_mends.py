@@ -371,7 +371,7 @@ class Asked(PoolingMethods):
     """Pooling methods that give the same vector for every prompt and record the parameters."""
 
     def __init__(self) -> None:
-        self.llm_engine = cast(Any, SimpleNamespace(get_supported_tasks=lambda: ("embed", "score")))
+        self.llm_engine = cast(Any, SimpleNamespace(get_supported_tasks=lambda: ("embed", "score"), tokenizer=None))
         self.params: list[Any] = []
         data = np.ones(2, np.float32)
         self._output = PoolingRequestOutput("r", PoolingOutput(cast(Any, data)), [3], True, 0, "stop")
