@@ -440,8 +440,8 @@ models that a paged cache can't serve, and then compares its logits with the mod
 - **Routed experts** (`enable_return_routed_experts`) are given for models whose experts are called with the numbers of
   the experts of each token. Models without experts, and Llama 4 and JetMoe, are refused.
 - **Retrieval models** with a decoder (ColPali, ColQwen2) give
-  [vectors of tokens](media.md#vectors-of-tokens-of-images-and-texts). ColModernVBert is refused, because its trunk is an
-  encoder that takes images.
+  [vectors of tokens](media.md#vectors-of-tokens-of-images-and-texts). ColModernVBert is refused, because its trunk is
+  an encoder that takes images.
 - **Prompt embeddings** are not supported by models that look up embeddings by token id in each layer (Gemma 3n and
   Gemma 4).
 
