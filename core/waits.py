@@ -15,7 +15,7 @@ IDLE_SECONDS = 0.005  # that a step without other work waits for the first one
 
 
 class Waits:
-    """Calls functions in the thread of the loop once futures are done. It is true while it has any to call."""
+    """Calls functions in the thread of the loop once futures are done. True while one of these is not called yet."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -169,7 +169,7 @@ class Preparer:
 
     def _beside(self, ids: list[int] | None, inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]) -> PreparedPrompt:
         """Prepare a prompt of these tokens, and the input of an encoder, which counts as a part of the first one. None:
-        the item is the prompt, as the processor makes one of it, or else one token, which nothing reads."""
+        the prompt is the item alone: the text that the processor writes for it, or one token that nothing reads."""
         if len(inputs) != 1:
             raise InvalidRequestError(f"a prompt of this model has one input for its encoder, not {len(inputs)}")
         given = inputs[0]

@@ -9,21 +9,12 @@ import numpy as np
 import torch
 import transformers
 
+import media_models
 from media_folders import byte_tokenizer
 
 KINDS = ["colpali", "colqwen2"]
 LONGEST = 256  # tokens
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LONGEST,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 258,
-}
+TEXT = {**media_models.TEXT, "max_position_embeddings": LONGEST}
 SIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

@@ -43,7 +43,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("clip", tmp_path_factory.mktemp("clip"))
 
 
-def engine_of(model: Model, **options: Any) -> LLMEngine:
+def engine_of(model: Any, **options: Any) -> LLMEngine:
     args = EngineArgs(str(model.folder), dtype="float32", **options)
     return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
 

@@ -22,14 +22,11 @@ from mainspring.ipc.messages import Stats
 from media_folders import file_of, picture
 from pooled import run, vectors
 from retrieval_models import KINDS, LONGEST, Model
+from test_media_pooling import engine_of, of
 
 ATOL = 3e-6
 TEXTS = ["a cat", "two dogs that sleep", "x"]
 IMAGES = [picture(1), picture(2, 64, 100), picture(3, 30, 30)]
-
-
-def of(image: Any) -> dict[str, Any]:
-    return {"prompt": "", "multi_modal_data": {"image": image}}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -40,11 +37,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def colpali(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("colpali", tmp_path_factory.mktemp("colpali"))
-
-
-def engine_of(model: Model, **options: Any) -> LLMEngine:
-    args = EngineArgs(str(model.folder), dtype="float32", **options)
-    return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
 
 
 def mixed(model: Model) -> list[Any]:

@@ -21,7 +21,7 @@ from ...ipc.messages import MAX_MEDIA_ITEMS
 from ..plan.request import Request
 
 WAIT_S = 60.0  # seconds that a request waits for arrays, and that an offered item stays for a request to come
-COUNTED_S = 0.5  # of a step, at most, as time waited: encoding may take longer, and nothing is taken in meanwhile
+COUNTED_S = 0.5  # seconds of a step, at most, that count as waiting: no arrays can come while a step encodes others
 ARRAY_BYTES = 4 << 30  # of arrays that are kept; more only for requests that have some of their arrays already
 BYTES_OF_PIXEL = 32  # of an item's arrays at most; Qwen2-VL makes 24 of a pixel
 MAX_NAME = 64  # characters of an array's name
@@ -46,7 +46,7 @@ class StoredItem:
         self.array_bytes = 0
         self.length = 1  # tokens
         self.users: dict[Request, None] = {}  # requests that name it and have not ended
-        self.awaited: dict[Future[None], float] = {}  # requests that wait for its arrays, and how long they still do
+        self.awaited: dict[Future[None], float] = {}  # of requests that wait for its arrays → seconds left
         self.offers, self.until = 0, 0.0  # requests that are expected to name it, until then
         self.number = 0  # for the worker; 0: the worker does not have it
         self.busy = False  # whether a step in flight encodes it
