@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,20 +90,27 @@ def in_parts(group: Any, path: str) -> list[Any]:
 
 
 def read_bytes(group: RankGroup, path: str, whole_experts: bool) -> tuple[int, int]:
-    """Bytes of parts that are read, and of parameters that are cut."""
-    read, own = [0], sliced_reading._Part.__getitem__
+    """Bytes that are read of the parameters that are cut, and of these parameters as a whole."""
+    read, own, part_of = [0], sliced_reading._Part.__getitem__, sliced_reading._Names.part_of
 
     def noted(part: Any, index: Any) -> torch.Tensor:
         found = own(part, index)
         read[0] += found.numel() * found.element_size()
         return found
 
+    def noted_whole(names: Any, tensor: Any, *more: Any) -> Any:
+        found = part_of(names, tensor, *more)
+        read[0] += 4 * math.prod(tensor.get_shape()) * (found is tensor)
+        return found
+
     sliced_reading._Part.__getitem__ = noted  # type: ignore[method-assign]
+    sliced_reading._Names.part_of = noted_whole  # type: ignore[method-assign]
     try:
         backend: Any = ParallelBackend(ReferenceBackend(), group)
         model = load_model(ModelConfig(model=path), LoadConfig(), CPU, None, backend, whole_experts=whole_experts)
     finally:
         sliced_reading._Part.__getitem__ = own  # type: ignore[method-assign]
+        sliced_reading._Names.part_of = part_of  # type: ignore[method-assign]
     return read[0], sum(4 * model.parameters.whole_shape(name).numel() for name in model.parameters.cuts)
 
 
