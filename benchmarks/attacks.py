@@ -240,6 +240,45 @@ class Run(NamedTuple):
     burner_share: float
 
 
+class Found(NamedTuple):
+    """Of all runs of an attack."""
+
+    runs: list[Run]
+    answers: Counter[str]
+    exact: bool  # all streams were
+
+    def bars(self) -> list[Bar]:
+        ratio = median(run.beside_attack / run.beside_burning for run in self.runs)
+        most, least, share, burnt = (median(column) for column in zip(*self.runs, strict=True))
+        return [
+            Bar("… the stream's tokens", "exact" if self.exact else "not exact", self.exact),
+            Bar("… cores used by the attacker, and burnt", f"{share:.2f}, {burnt:.2f}", None),
+            Bar(
+                f"… p99 of the gaps, beside burning, ratio ({MAX_RATIO:g})",
+                f"{most * 1e3:.2f} ms, {least * 1e3:.2f} ms, {ratio:.2f}",
+                ratio <= MAX_RATIO,
+            ),
+        ]
+
+
+def attack_beside(victim: Victim, runs: int, target: Any, address: Any, attack: str, seconds: float) -> Found:
+    """Attack in one process and then burn as much CPU time in another, again and again."""
+    found = Found([], Counter(), True)
+    for _ in range(runs):
+        attacked, exact, attacker = victim.gaps_beside(target, address, attack, seconds)
+        share = attacker.share
+        burning, also_exact, burner = victim.gaps_beside(_burn, address, share, seconds)
+        found.runs.append(Run(attacked, burning, share, burner.share))
+        found.answers.update(attacker.answers)
+        found = found._replace(exact=found.exact and exact and also_exact)
+        print(
+            f"{attack}: p99 {attacked * 1e3:.2f} ms beside the attacker ({share:.2f} cores), "
+            f"{burning * 1e3:.2f} ms beside burning ({burner.share:.2f} cores); {dict(attacker.answers)}",
+            flush=True,
+        )
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
@@ -252,37 +291,16 @@ def main() -> int:
     for attack in [args.only] if args.only else ATTACKS:
         with Daemon(threads=args.threads, descriptors=DESCRIPTORS if attack == "connections" else 0) as daemon:
             victim = Victim(daemon.address)
-            runs: list[Run] = []
-            answers: Counter[str] = Counter()
-            all_exact = True
-            for _ in range(args.runs):
-                attacked, exact, attacker = victim.gaps_beside(_attack, daemon.address, attack, args.seconds)
-                share = attacker.share
-                burning, also_exact, burner = victim.gaps_beside(_burn, daemon.address, share, args.seconds)
-                runs.append(Run(attacked, burning, share, burner.share))
-                answers += attacker.answers
-                all_exact = all_exact and exact and also_exact
-                print(
-                    f"{attack}: p99 {attacked * 1e3:.2f} ms beside the attacker ({share:.2f} cores), "
-                    f"{burning * 1e3:.2f} ms beside burning ({burner.share:.2f} cores); {dict(attacker.answers)}",
-                    flush=True,
-                )
+            found = attack_beside(victim, args.runs, _attack, daemon.address, attack, args.seconds)
             deaths = daemon.deaths()
-        ratio = median(run.beside_attack / run.beside_burning for run in runs)
-        most, least, share, burnt = (median(column) for column in zip(*runs, strict=True))
-        refused = {name: answers[name] for name in ("Refused", "InvalidRequestError", CLOSED) if answers[name]}
+        refused = {name: found.answers[name] for name in ("Refused", "InvalidRequestError", CLOSED)}
+        told = ", ".join(f"{count:,} × {name}" for name, count in refused.items() if count)
         bars += [
-            Bar(f"{attack}", ", ".join(f"{count:,} × {name}" for name, count in refused.items()), bool(refused)),
+            Bar(f"{attack}", told, bool(told)),
             Bar("… deaths of the core (0)", str(len(deaths)), not deaths),
-            Bar("… the stream's tokens", "exact" if all_exact else "not exact", all_exact),
-            Bar("… cores used by the attacker, and burnt", f"{share:.2f}, {burnt:.2f}", None),
-            Bar(
-                f"… p99 of the gaps, beside burning, ratio ({MAX_RATIO:g})",
-                f"{most * 1e3:.2f} ms, {least * 1e3:.2f} ms, {ratio:.2f}",
-                ratio <= MAX_RATIO,
-            ),
+            *found.bars(),
         ]
-        details[attack] = [run._asdict() for run in runs]
+        details[attack] = [run._asdict() for run in found.runs]
     return conclude(bars, details, args)
 
 
