@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -222,12 +223,14 @@ def _prepare(address: str, before: str, seed: int, seconds: float, pipe: Any) ->
 
     for future in [send() for _ in range(IN_FLIGHT)]:  # the workers have started
         media.forget(future.result(600))
-    flying, count = [send() for _ in range(IN_FLIGHT)], 0
+    flying, count = {send() for _ in range(IN_FLIGHT)}, 0
     began, used = time.monotonic(), time.process_time()
     while files and time.monotonic() < began + seconds:
-        media.forget(flying.pop(0).result(600))
-        flying.append(send())
-        count += 1
+        done, flying = wait(flying, 600, FIRST_COMPLETED)
+        for future in done:
+            media.forget(future.result())
+        flying |= {send() for _ in range(min(len(done), len(files)))}
+        count += len(done)
     ended = time.monotonic()
     pipe.send(Beside(began, ended, (time.process_time() - used) / (ended - began), Counter(images=count)))
     media.close()

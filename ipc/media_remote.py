@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.1  # interval between two attempts to reach a worker
 START_SECONDS = 120.0  # longest wait for a worker that does not answer at all
 MAX_ATTEMPTS = 5  # times that an item is prepared for one delivery
+KEPT_HOMES = 10_000  # items of which it is remembered which worker had them
 Failed = Callable[[Sequence[MediaItem], MainspringError], None]
 
 
@@ -76,6 +78,14 @@ class _Exchange:
                 self._thread = threading.Thread(target=self._run, name="mainspring-media", daemon=True)
                 self._thread.start()
         self._waker.wake()
+
+    def spare(self, wanted: int) -> int:
+        """The worker `wanted`, or the one with the fewest unanswered messages if `wanted` has several more."""
+        with self._lock:
+            open_ = Counter(number for number, _ in self._new)
+        open_.update({number: len(one.jobs) for number, one in enumerate(self._workers)})
+        least = min(range(len(self._workers)), key=open_.__getitem__)
+        return wanted if open_[wanted] <= open_[least] + 1 else least
 
     def stop(self) -> None:
         with self._lock:
@@ -173,7 +183,8 @@ class RemoteMedia:
         self._exchange = _Exchange(addresses, keys)
         self._numbers = itertools.count(1)
         self._asked = AskedFor()
-        self._lock = threading.RLock()  # guards `_asked`
+        self._homes: OrderedDict[bytes, int] = OrderedDict()  # digest of an item → worker; the latest used is the last
+        self._lock = threading.RLock()  # guards `_asked` and `_homes`
         self._end = weakref.finalize(self, self._exchange.stop)
 
     def prepare(
@@ -229,14 +240,23 @@ class RemoteMedia:
         self._exchange.send(self._worker_of(asked), _Job(order.job, message, answered, failed))
 
     def _worker_of(self, asked: Asked) -> int:
-        """The same worker for the same first item, which that one may still have."""
+        """The worker that this client gave the first item before, because it may still have it; else one that other
+        clients choose for it too, or one with less to do."""
         if self._count == 1 or not asked.inputs:
             return 0
         content = asked.inputs[0].content
         if isinstance(content, np.ndarray):
             content = np.ascontiguousarray(content).tobytes()
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-        return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % self._count
+        digest = blake2b(data, digest_size=8).digest()
+        with self._lock:
+            worker = self._homes.pop(digest, None)
+            if worker is None:
+                worker = self._exchange.spare(int.from_bytes(digest, "little") % self._count)
+            self._homes[digest] = worker
+            if len(self._homes) > KEPT_HOMES:
+                self._homes.popitem(last=False)
+        return worker
 
     def deliver(self, prepared: PreparedPrompt, inputs: Sequence[MediaInput], core: int = 0) -> None:
         """Nothing to do: the connection calls `sent`."""

@@ -196,6 +196,24 @@ def test_a_worker_starts_when_there_is_something_to_prepare(llava: Path) -> None
     assert not psutil.pid_exists(pid)
 
 
+def test_a_worker_that_stops_answering_holds_up_only_what_it_has(owner: Callable[..., MediaOwner]) -> None:
+    core = owner(workers=2)
+    media = SyncClient(connect(core)).media()
+    for future in [media.prepare("<image>", [image(seed)], {}) for seed in range(8)]:
+        future.result(PATIENCE_S)
+    stopped, _ = core.workers.pids
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        stuck = [media.prepare("<image>", [image(seed)], {}) for seed in range(8, 16)]
+        for seed in range(16, 24):
+            media.prepare("<image>", [image(seed)], {}).result(PATIENCE_S)
+        assert not all(future.done() for future in stuck)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    for future in stuck:
+        future.result(PATIENCE_S)
+
+
 def test_errors_have_their_types(owner: Callable[..., MediaOwner]) -> None:
     media = SyncClient(connect(owner())).media()
     for prompt, given, error in (
