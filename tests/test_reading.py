@@ -99,20 +99,28 @@ def test_a_call_ends_where_a_token_ends_the_output() -> None:
     assert found.show_special
 
 
-def test_a_form_of_the_answer_comes_after_reasoning_that_the_prompt_has_opened() -> None:
-    assert reading(form=ANSWER).form is None  # as the request has it
-    opened = reading(form=ANSWER, prompt="<think>\n")
-    assert opened.form is not None
-    assert kinds(opened, "So.</think>{}") == ["reasoning", "content"]
-    words = StructuredOutputsParams(choice=["yes"])  # which can have no reasoning
-    assert reading(form=words, prompt="<think>\n") == Reading()
+def test_a_form_of_the_answer_comes_after_reasoning() -> None:
+    for prompt in ("", "<think>\n"):
+        found = reading(form=ANSWER, prompt=prompt)
+        assert found.form is not None
+        thought = "So.</think>" if prompt else "<think>So.</think>"
+        assert kinds(found, thought + "{}") == ["reasoning", "content"]
+    assert reading(form=ANSWER, prompt="<think>\n\n</think>\n\n").form is None  # it is over: as the request has it
     marked = reading(engine(special=("</think>",)), form=ANSWER, prompt="<think>\n")
     assert marked.form is not None
     assert "<[100]>" in str(marked.form.grammar)
 
 
+def test_a_grammar_of_the_request_has_no_reasoning_before_it() -> None:
+    form = StructuredOutputsParams(grammar='start: "a"')
+    assert reading(form=form, prompt="<think>\n") == Reading()
+    assert reading(form=form).form is None
+
+
 def test_a_required_call_wins_over_a_form_of_the_answer() -> None:
-    assert reading(form=ANSWER, tools=TOOLS).form is None
+    free = reading(form=ANSWER, tools=TOOLS).form
+    assert free is not None
+    assert "weather" not in str(free.grammar)
     assert reading(form=ANSWER, tools=TOOLS, tool_choice="required").form is not None
     assert reading(engine("{{ messages }}"), tools=TOOLS, tool_choice="required").form is not None
 

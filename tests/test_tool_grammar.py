@@ -20,8 +20,9 @@ from mainspring.core.worker.grammar import GrammarCompiler
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.text.response_formats import REASONING_FORMATS, TOOL_FORMATS
 from mainspring.engine.text.response_reader import Piece, ResponseReader, joined
-from mainspring.engine.text.tool_grammar import SpecialTokens, ToolChoice, tool_choice, tool_grammar
+from mainspring.engine.text.tool_grammar import SpecialTokens, ToolChoice, after_reasoning, tool_choice, tool_grammar
 from mainspring.ipc.errors import InvalidRequestError
+from mainspring.ipc.structured import StructuredOutputsParams
 from tiers import examples
 
 TOKENIZER = (MODEL_PATH / "tokenizer.json").read_text(encoding="utf-8")
@@ -233,6 +234,42 @@ def test_marks_that_are_special_tokens_come_as_these_tokens(name: str, mode: str
             if mode == "required":
                 assert [piece.kind for piece in pieces if piece.kind != "reasoning"] == ["tool"] * len(calls)
     assert complete
+
+
+@pytest.mark.parametrize(
+    "form", [{"json": SCHEMAS["weather"]}, {"choice": ["yes", "a/b"]}, {"regex": r"a/b\\/[0-9]{2}"}]
+)
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+@pytest.mark.parametrize("with_marks", [False, True])
+def test_a_form_of_the_answer_holds_after_reasoning_or_without(
+    name: str, form: dict[str, Any], with_marks: bool, walk: Walk, marked: Walk
+) -> None:
+    on, reasoning = marked if with_marks else walk, REASONING_FORMATS[name]
+    thought = f"{reasoning.opens[0]}So.{reasoning.close}"
+    after = reasoning.after + reasoning.content[-1]
+    starts = [("", ""), ("", f"{thought}{after}"), (reasoning.opens[0], f"So.{reasoning.close}{after}")]
+    tools = TOOL_FORMATS["gpt_oss"] if name == "gpt_oss" else None
+    for prompt, start in starts:
+        asked = StructuredOutputsParams(**form)
+        made = after_reasoning(asked, reasoning, prompt, on.special if with_marks else SpecialTokens())
+        assert made is not None
+        for seed in range(examples(5)):
+            text = on.output(str(made.grammar), seed, 300, start or reasoning.content[0])
+            reader = ResponseReader(tools, reasoning, {}, prompt)
+            pieces = joined([*reader.read(text), *reader.end()])
+            assert [piece.kind for piece in pieces] == (["reasoning", "content"] if start else ["content"]), text
+            answer = pieces[-1].text
+            if asked.json is not None:
+                jsonschema.validate(json.loads(answer), SCHEMAS["weather"])
+            elif asked.choice is not None:
+                assert answer in asked.choice
+            else:
+                assert re.fullmatch(asked.regex, answer)
+
+
+def test_a_grammar_can_have_no_reasoning_before_it() -> None:
+    form = StructuredOutputsParams(grammar='start: "a"')
+    assert after_reasoning(form, REASONING_FORMATS["qwen3"], "<think>") is None
 
 
 def test_text_between_marks_is_free_where_marks_are_special_tokens(marked: Walk) -> None:

@@ -63,8 +63,13 @@ class Readings:
         if (tokenizer := engine.tokenizer) is None:
             return
         ends = engine.input_processor.eos_token_ids.union(engine.input_processor.model.eos_token_ids)
-        added, known = tokenizer.added_tokens_decoder, str((TOOL_FORMATS, REASONING_FORMATS))
-        special = {token: one.content for token, one in added.items() if one.special and one.content in known}
+        known = [text for tools in TOOL_FORMATS.values() for text in _written(tools, None)]
+        known += [text for reasoning in REASONING_FORMATS.values() for text in _written(None, reasoning)]
+        special = {
+            token: one.content
+            for token, one in tokenizer.added_tokens_decoder.items()
+            if one.special and any(one.content in text for text in known)
+        }
         self._special = SpecialTokens(
             {text: token for token, text in special.items() if token not in ends},
             frozenset(text for token, text in special.items() if token in ends),
@@ -101,13 +106,14 @@ class Readings:
         special, made = self._special, None
         if form is None or choice.mode == "required":
             made = tool_grammar(choice, tools, reasoning, end, special)
-        if made is None and form is not None and reasoning is not None and starts_in_reasoning(reasoning, end):
+        if made is None and form is not None and reasoning is not None and not end.rstrip().endswith(reasoning.close):
             made = after_reasoning(form, reasoning, end, special)
-            reasoning = reasoning if made is not None else None
+            if made is None and starts_in_reasoning(reasoning, end):
+                reasoning = None
         shipped = self._shipped if made is None and (choice.mode == "auto" or not body.tools) else None
         if tools is None and reasoning is None and shipped is None:
             return Reading(made)
-        show = any(map(special.in_text, _marks(tools, reasoning)))
+        show = any(map(special.in_text, _written(tools, reasoning)))
         make: Callable[[], MessageReader] = partial(ResponseReader, tools, reasoning, choice.schemas, end)
         if shipped is not None:
             make, show = partial(TemplateReader, shipped, body.tools or (), prompt or ""), True
@@ -145,9 +151,14 @@ def _template(engine: AsyncLLMEngine, with_tools: bool) -> str | None:
         return "[TOOL_CALLS] [ARGS] [THINK]" if tokenizer.chats_in_tokens else None  # Mistral's own encoder
 
 
-def _marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
-    texts = [] if reasoning is None else [*reasoning.opens, reasoning.close]
-    return texts + [form.start + form.call + form.end for form in (() if tools is None else tools.forms)]
+def _written(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
+    """What a model writes around calls, reasoning and content."""
+    texts: list[str] = []
+    if reasoning is not None:
+        texts += [*reasoning.opens, reasoning.close, reasoning.after, *reasoning.content]
+    for form in () if tools is None else tools.forms:
+        texts += [form.start, form.call, form.between, form.end, *form.params]
+    return [*texts, *(() if tools is None else tools.dropped)]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ class ReasoningFormat(NamedTuple):
     marks: tuple[tuple[str, ...], ...]
     implied: bool = False  # the output begins with reasoning, even if neither prompt nor output opens it
     anywhere: bool = False  # reasoning may begin again after other parts
-    after: str = ""  # what stands between reasoning and a call
+    after: str = ""  # what stands between reasoning and a call, or content
+    content: tuple[str, ...] = ("",)  # what content begins with, if it is held to a form
 
 
 _JSON_CALL = '{~"name"~: "$NAME"~, "arguments"~: $JSON~}'
@@ -216,6 +217,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         (("<|channel|>", "<|call|>"),),
         anywhere=True,
         after="<|start|>assistant",
+        content=("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"),
     ),
     "mistral": ReasoningFormat(("[THINK]",), "[/THINK]", (("[THINK]",),)),
     "granite": ReasoningFormat(

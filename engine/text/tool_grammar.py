@@ -18,6 +18,7 @@ _ANY_TEXT = "/(?s:.*)/"  # no special token is a part of it
 _SPACE = r"/[ \n]{0,4}/"
 _EXACT = ("pattern", "format", "allOf", "not")  # keywords of strings that a grammar of plain text can't have
 _LENGTHS = ("minLength", "maxLength")
+_ESCAPED, _ESCAPES = re.compile(r"\\.|/|\n", re.DOTALL), {"/": r"\/", "\n": r"\n"}  # of a regex between slashes
 
 
 class Tool(NamedTuple):
@@ -169,11 +170,18 @@ def after_reasoning(
 ) -> StructuredOutputsParams | None:
     """The form of an answer with reasoning before it; None: this kind of form can't have any."""
     kind, text = form.spec()
-    if kind != "json":
-        return None
     writer = _Writer(TOOL_FORMATS["hermes"].forms[0], special)
-    writer.add("start", f"{_thinking(writer, reasoning, prompt)} answer")
-    writer.add("answer", f"%json {text}")
+    if kind == "json":
+        answer = f"%json {text}"
+    elif kind == "choice":
+        answer = " | ".join(map(_literals, json.loads(text)))
+    elif kind == "regex":
+        answer = f"/{_ESCAPED.sub(lambda found: _ESCAPES.get(found[0], found[0]), text)}/"
+    else:
+        return None
+    content = " | ".join(map(writer.text, reasoning.content))
+    writer.add("start", f"{_thinking(writer, reasoning, prompt)} {f'({content})' if content else ''} answer")
+    writer.add("answer", answer)
     return StructuredOutputsParams(grammar="\n".join(writer.rules))
 
 
@@ -185,7 +193,8 @@ def _thinking(writer: _Writer, reasoning: ReasoningFormat | None, prompt: str) -
     between = writer.text(reasoning.after)
     if starts_in_reasoning(reasoning, prompt):
         return f"think space {between}"
-    return f"(({' | '.join(map(writer.text, reasoning.opens))}) think space {between})?"
+    often = "*" if reasoning.anywhere else "?"
+    return f"(({' | '.join(map(writer.text, reasoning.opens))}) think space {between}){often}"
 
 
 class _Writer:
