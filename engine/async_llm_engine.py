@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,8 @@ from ..compat.missing import knows_members
 from ..ipc.adapters import LoRARequest
 from ..ipc.config import EngineConfig, FieldInfo
 from ..ipc.errors import EngineDeadError, InvalidRequestError, NotSupportedError, shown, suggests_names
+from ..ipc.media_client import PreparedPrompt
+from ..ipc.messages import MediaItem
 from ..ipc.params import SamplingParams
 from ..ipc.pooling_params import PoolingParams
 from .args import FIELDS, EngineArgs, add_flags
@@ -25,6 +28,7 @@ from .llm_engine import LLMEngine
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
 from .request.outputs import PoolingOutput, PoolingRequestOutput
+from .request.prompt_media import RequestMedia, done
 from .request.prompts import Prompt, has_media
 from .request.request_state import RequestState
 from .request.request_stream import RequestStream
@@ -333,7 +337,8 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         self._enter()
         if has_media(call["prompt"]) or self.input_processor.model.encoder_input:
             self._check_id(call["request_id"])
-            begin = partial(self.input_processor.prepare_media, call["prompt"], call["tokenization_kwargs"])
+            prompt, kwargs, prepare = call["prompt"], call["tokenization_kwargs"], self.input_processor.prepare_media
+            begin = lambda: prepare(prompt, kwargs) or done(prompt)  # noqa: E731
             if (prepared := await self._reader.prepared(call["request_id"], begin)) is None:
                 return self._aborted(call)
             call = {**call, "prompt": prepared}
@@ -349,9 +354,11 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
 
     def _aborted(self, call: Call) -> RequestState:
         """A request that was aborted while its media were prepared: it has ended, and its prompt has no tokens."""
-        text = call["prompt"].get("prompt")
-        request = self._make_request({**call, "prompt": {"prompt": text, "prompt_token_ids": [0]}})
-        state, *_ = self._register(replace(request, prompt_token_ids=[]))
+        item = MediaItem(bytes(16), self.input_processor.model.media[0], 0, 1)  # in place of those that it lacks
+        media = RequestMedia(PreparedPrompt([0], [item]), (), deque())
+        parsed = self.input_processor.parse(call["prompt"])._replace(given=None, media=media)
+        request = self._make_request({**call, "prompt": parsed})
+        state, *_ = self._register(replace(request, prompt_token_ids=[], media=None))
         self._reader.aborted(state)
         return state
 

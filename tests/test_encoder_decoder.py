@@ -223,6 +223,32 @@ def test_wrong_prompts_are_refused_and_others_go_on(model: Model) -> None:
 
 
 @pytest.mark.slow
+def test_an_async_engine_refuses_and_aborts_prompts_and_takes_prepared_requests(model: Model) -> None:
+    async def last(stream: Any) -> Any:
+        async for output in stream:
+            found = output
+        return found
+
+    async def test() -> None:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(model.folder), **SIZES)) as engine:
+            if model.hears:
+                with pytest.raises(InvalidRequestError, match="0 inputs for this model"):
+                    await last(engine.generate("no sound", GREEDY, "bad"))
+            for form in (model.prompt("a:hello"), *(() if model.hears else ("hello",))):
+                stream = asyncio.create_task(last(engine.generate(form, GREEDY, "aborted")))
+                while not engine._reader.num_preparing:
+                    await asyncio.sleep(0)
+                await engine.abort("aborted")
+                assert (await stream).outputs[0].finish_reason == "abort"
+            made = await asyncio.to_thread(
+                engine.input_processor.process_inputs, "made", model.prompt("a:hello"), GREEDY
+            )
+            assert ids(await last(engine.generate(made, GREEDY, "made"))) == model.tokens("a:hello")
+
+    asyncio.run(asyncio.wait_for(test(), 300))
+
+
+@pytest.mark.slow
 def test_a_core_of_its_own_that_dies_costs_no_request(model: Model) -> None:
     async def streamed(engine: AsyncLLMEngine, case: str, params: SamplingParams) -> list[int]:
         tokens: list[int] = []

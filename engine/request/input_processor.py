@@ -147,7 +147,7 @@ class InputProcessor:
             params.validate()
             params = params.clone()
         self.check_adapters(lora_request, prompt_adapter_request)
-        parsed = self._parse(prompt)
+        parsed = self.parse(prompt)
         if pooling is None and isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
             raise InvalidRequestError("token_type_ids are for pooling models, but this request is to generate tokens")
         if parsed.embeds is not None and params.use_beam_search:
@@ -215,7 +215,7 @@ class InputProcessor:
         self._request_check.check(core_message(request, 0))
         return request
 
-    def _parse(self, prompt: Any) -> ParsedPrompt:
+    def parse(self, prompt: Any) -> ParsedPrompt:
         """`parse_prompt`, with what an encoder reads as the media of the prompt."""
         parsed = parse_prompt(prompt)
         if parsed.explicit and not self.model.encoder_input:
@@ -235,9 +235,11 @@ class InputProcessor:
 
         Raises: as `process_inputs`; the future, too.
         """
-        if not (isinstance(prompt, ParsedPrompt | Mapping) or self.model.encoder_input):
+        if isinstance(prompt, EngineCoreRequest) or not (
+            isinstance(prompt, ParsedPrompt | Mapping) or self.model.encoder_input
+        ):
             return None
-        parsed = self._parse(prompt)
+        parsed = self.parse(prompt)
         if parsed.given is None or parsed.media is not None:
             return None
         inputs, special = self._media.inputs(parsed.given), _adds_special_tokens(tokenization_kwargs or {})
