@@ -41,7 +41,7 @@ def is_global(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             return is_global(str(inner))
-    return found.is_global and not found.is_multicast
+    return found.is_global and not (found.is_multicast or (found.version == 6 and found.is_site_local))
 
 
 class Fetcher:

@@ -340,7 +340,7 @@ def test_a_server_of_ill_will_is_refused(path: str, why: str, port: int, monkeyp
 
 PRIVATE = (
     "127.0.0.1 169.254.169.254 10.0.0.1 192.168.1.1 172.16.0.1 100.64.0.1 0.0.0.0 255.255.255.255 224.0.0.1 ::1 :: "
-    "fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:169.254.169.254 64:ff9b::a9fe:a9fe 2002:7f00:1::"
+    "fe80::1%eth0 fc00::1 ff02::1 fec0::1 ::ffff:127.0.0.1 ::ffff:169.254.169.254 64:ff9b::a9fe:a9fe 2002:7f00:1::"
 ).split()
 
 
