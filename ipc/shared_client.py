@@ -12,7 +12,7 @@ import numpy as np
 from .client import CoreClient
 from .codec import Array
 from .config import EngineConfig
-from .errors import EngineDeadError, MainspringError, from_wire, wire_name, wire_text
+from .errors import EngineDeadError, MainspringError, NotSupportedError, from_wire, wire_name, wire_text
 from .messages import AddRequest, ModelFacts, Outputs
 from .saving import SavesWeights
 
@@ -30,15 +30,21 @@ class Told(msgspec.Struct, array_like=True):
     model: ModelFacts | None = None
 
 
-class LeadingClient(SavesWeights):
+class _Alike(SavesWeights):
+    in_process = False
+
+    def media(self) -> NoReturn:
+        """Processes that prepare prompts on their own would not stay alike if one of them fails to."""
+        raise NotSupportedError("external_launcher takes no media in prompts: use another distributed_executor_backend")
+
+
+class LeadingClient(_Alike):
     """See `CoreClient`.
 
     Args:
         launch: starts the core, and connects to it.
         channel: to the others.
     """
-
-    in_process = False
 
     def __init__(self, launch: Callable[[], CoreClient], channel: Channel) -> None:
         self._channel = channel
@@ -79,10 +85,8 @@ class LeadingClient(SavesWeights):
         return result
 
 
-class FollowingClient(SavesWeights):
+class FollowingClient(_Alike):
     """See `CoreClient`."""
-
-    in_process = False
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,11 +22,12 @@ from PIL import Image
 from mainspring import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.chat_methods import chat_prompt
+from mainspring.engine.frontend import open_media
 from mainspring.engine.request.input_processor import Ahead, EngineCoreRequest, InputProcessor, core_messages
 from mainspring.engine.request.media_inputs import given_items
 from mainspring.engine.request.prompt_media import PromptMedia, done
 from mainspring.engine.text.tokenizer import Tokenizer, load_tokenizer
-from mainspring.ipc.config import MultiModalConfig
+from mainspring.ipc.config import EngineConfig, MultiModalConfig
 from mainspring.ipc.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -36,6 +38,7 @@ from mainspring.ipc.errors import (
 from mainspring.ipc.media_client import MediaInput, PreparedPrompt
 from mainspring.ipc.messages import MediaItem, ModelFacts
 from mainspring.ipc.request_check import RequestCheck
+from mainspring.ipc.shared_client import FollowingClient, LeadingClient, Told
 from stand_in_core import StandInOwner, stand_in
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
@@ -249,6 +252,16 @@ def test_an_item_may_be_left_out_when_its_uuid_is_known() -> None:
     assert prompts.client.resets == 1
     with pytest.raises(InvalidRequestError, match="uuid 'b' is not known"):
         prompts.process({**ask, "multi_modal_uuids": {"image": ["b"]}})
+
+
+def test_processes_that_share_a_core_take_no_media() -> None:
+    told = msgspec.msgpack.encode(Told(config=EngineConfig(), model=ModelFacts(1000, 8, 100, "float32")))
+    for client in (
+        FollowingClient(lambda _: told),
+        LeadingClient(lambda: FollowingClient(lambda _: told), lambda told: b""),
+    ):
+        with pytest.raises(NotSupportedError, match="external_launcher"):
+            open_media(client)
 
 
 def test_the_client_forgets_what_no_request_has_any_more() -> None:
