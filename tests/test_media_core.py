@@ -151,6 +151,67 @@ def test_a_media_worker_that_leaves_takes_what_waits_with_it(monkeypatch: pytest
     assert offer(core, 1, 2) == [2]
 
 
+def test_a_request_waits_while_other_items_of_its_frontend_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend has many items delivered, one after the other: after the death of a core, for example."""
+    core, now = core_with_media(), 0.0
+    monkeypatch.setattr(media_store.time, "monotonic", lambda: now)
+    core.connect(1)
+    core.add_request(1, request(0, 90))
+    sent = {seed: request(seed, seed, max_tokens=2) for seed in range(1, 9)}
+    for one in sent.values():
+        core.add_request(0, one)
+    ended: dict[Key, Any] = {}
+    for seed in sent:
+        for _ in range(25):  # of half a second each
+            now += 0.5
+            ended |= collected(core)
+        put(core, seed)
+    ended |= {key: one for key, (_, one) in run_core(core).items()}
+    assert ended[1, 0].error == "RequestFailedError"
+    assert {handle: ended[0, handle].reason for handle in sent} == dict.fromkeys(sent, "length")
+
+
+def collected(core: EngineCore) -> dict[Key, Any]:
+    """The requests that end in a step."""
+    return {(frontend, one.handle): one for frontend, outputs in core.step().items() for one in outputs.finished}
+
+
+def test_another_kind_of_the_same_digest_is_another_item() -> None:
+    """So no frontend can keep others from an item by naming it wrongly."""
+    core = core_with_media(media=MediaFacts(["image", "video"], 4))
+    core.connect(1)
+    wrong = [MediaItem(one.digest, "video", one.offset, one.length) for one in request(0, 1).media]
+    core.add_request(1, replace(request(0, 1), media=wrong))
+    assert offer(core, 1) == [1]
+    assert decode_value(put(core, 1)) is None
+    sent = request(0, 1, max_tokens=2)
+    core.add_request(0, sent)
+    assert tokens_of(run_core(core, until=bool), 0, sent)
+
+
+def test_items_of_few_bytes_are_limited_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_store, "ARRAY_BYTES", 10 * (media_store.ITEM_BYTES + 4))
+    core = core_with_media()
+    for seed in range(30):
+        core.add_request(0, request(seed, seed, max_tokens=1))
+        put(core, seed)
+        run_core(core)
+    assert core.media is not None
+    assert sum(item.arrays is not None for item in core.media.items) == 10
+
+
+def test_to_reset_the_cache_takes_no_account_of_arrays_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_store, "ARRAY_BYTES", 100)
+    monkeypatch.setattr(media_store, "WAIT_S", 0.0)
+    core = core_with_media()
+    core.add_request(0, request(0, 1))
+    put(core, 1, 20)
+    assert not put(core, 2, 20).done()
+    core.call("reset_encoder_cache", encode_value([]))
+    assert core.media is not None
+    assert core.media.items._array_bytes == sum(item.array_bytes for item in core.media.items if item.arrays)
+
+
 @pytest.mark.parametrize(
     ("args", "arrays", "why"),
     [

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import VOCAB, Engine, Key, blocks_for, expected_output, media_item
+from mainspring.core.features import media_store
 from mainspring.core.plan.control import MediaFacts
 from mainspring.core.plan.step import Encoded, StepPlan
 from mainspring.ipc.errors import InvalidRequestError
@@ -459,4 +460,18 @@ def test_the_call_that_resets_the_cache_leaves_what_requests_use() -> None:
     assert engine.media is not None
     engine.media.reset()
     assert [int.from_bytes(item.digest, "little") for item in engine.media.items] == [2]
+    serve(engine)
+
+
+def test_what_was_encoded_of_requests_that_have_ended_leaves_the_cache_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if it can't be encoded again: the arrays that were offered came for these requests."""
+    monkeypatch.setattr(media_store, "ARRAY_BYTES", 1)
+    engine = engine_with_media(media_bytes=ROW * 8 * 2)
+    for seed in range(1, 9):
+        engine.add(**prompt_with(seed), max_tokens=2)
+        engine.run()
+    assert engine.media is not None
+    assert engine.media._num_bytes <= ROW * 8 * 2
     serve(engine)

@@ -86,8 +86,8 @@ class EncoderCache(Feature):
             )
         if request.spans and request.wants_scores:
             raise NotSupportedError("this model can't give prompt_logprobs of a prompt with media")
-        named = {one.digest: one.modality for one in media}
-        waits = [self.items.wait_for(digest, modality) for digest, modality in named.items()]
+        named = dict.fromkeys((one.digest, one.modality) for one in media)
+        waits = [self.items.wait_for(*name) for name in named]
         self._queries += len(named)
         return [(arrays, lambda _: None) for arrays in waits if arrays is not None]
 
@@ -104,8 +104,10 @@ class EncoderCache(Feature):
 
     def got_slot(self, request: Request) -> None:
         if request.media:
-            number_of = {item.digest: item.number for item in self._held[request]}
-            request.encoded = tuple(SequenceMedia(number_of[m.digest], m.offset, m.length) for m in request.media)
+            number_of = {(item.digest, item.modality): item.number for item in self._held[request]}
+            request.encoded = tuple(
+                SequenceMedia(number_of[m.digest, m.modality], m.offset, m.length) for m in request.media
+            )
 
     # ------------------------------------------------------------------ what is encoded
 

@@ -26,6 +26,7 @@ ARRAY_BYTES = 4 << 30  # of arrays that are kept; more only for requests that ha
 BYTES_OF_PIXEL = 32  # of an item's arrays at most; Qwen2-VL makes 24 of a pixel
 MAX_NAME = 64  # characters of an array's name
 MAX_DIMENSIONS = 8
+ITEM_BYTES = 4 << 10  # that count for an item beside its arrays, because short texts are kept, too
 DTYPES = frozenset("bool uint8 uint16 int32 int64 float16 float32".split())  # uint16: bfloat16
 
 
@@ -88,7 +89,10 @@ class MediaStore:
 
     def __init__(self, modalities: Collection[str], most_bytes: int) -> None:
         self._modalities, self._most_bytes = modalities, most_bytes
-        self._items: OrderedDict[bytes, StoredItem] = OrderedDict()  # the one that was used last is the last
+        # by digest and modality; the one that was used last is the last
+        self._items: OrderedDict[tuple[bytes, str], StoredItem] = OrderedDict()
+        self._awaited: dict[StoredItem, None] = {}  # items whose arrays are awaited
+        self._fed: set[int] = set()  # frontends that got arrays since `look` was called last
         self._puts: list[_Put] = []
         self._array_bytes = 0
         self._looked = 0.0  # when `look` was called last
@@ -98,26 +102,23 @@ class MediaStore:
 
     def of(self, request: Request) -> list[StoredItem]:
         """The items that a request names, each once."""
-        return [self._items[digest] for digest in dict.fromkeys(one.digest for one in request.media)]
+        return [self._items[name] for name in dict.fromkeys((one.digest, one.modality) for one in request.media)]
 
     # ------------------------------------------------------------------ requests
 
     def wait_for(self, digest: bytes, modality: str) -> Future[None] | None:
         """A future that is done when the arrays of an item are there; None: they are, or it is encoded."""
-        item = self._items.setdefault(digest, StoredItem(digest, modality))
-        if item.modality != modality:
-            raise InvalidRequestError(f"a media item is given as {modality:.80}, but it is {item.modality}")
+        item = self._items.setdefault((digest, modality), StoredItem(digest, modality))
         if item.is_there:
             return None
         done: Future[None] = Future()
-        item.awaited[done] = WAIT_S
+        item.awaited[done], self._awaited[item] = WAIT_S, None
         return done
 
     def use(self, request: Request) -> None:
         for one in request.media:
-            item = self._items.setdefault(one.digest, StoredItem(one.digest, one.modality))
-            if request not in item.users:
-                item.offers = max(0, item.offers - 1)
+            item = self._items.setdefault((one.digest, one.modality), StoredItem(one.digest, one.modality))
+            item.offers -= request not in item.users  # negative: it comes before it is offered
             item.users[request] = None
             item.length = max(item.length, one.length)
 
@@ -125,7 +126,8 @@ class MediaStore:
         """A request has ended."""
         for item in self.of(request):
             del item.users[request]
-            self._items.move_to_end(item.digest)
+            item.offers = item.offers if item.users else max(0, item.offers)
+            self._items.move_to_end((item.digest, item.modality))
             if not item.users and not item.is_there:
                 _answer(item)
             self.clean(item)
@@ -134,27 +136,32 @@ class MediaStore:
     def clean(self, item: StoredItem) -> None:
         """Forget an item of which nothing is left."""
         if not (item.is_there or item.users or item.number or item.awaited or self._is_coming(item)):
-            self._items.pop(item.digest, None)
+            self._items.pop((item.digest, item.modality), None)
 
     def drop_arrays(self, item: StoredItem) -> None:
-        self._array_bytes -= item.array_bytes
-        item.arrays, item.array_bytes = None, 0
+        if item.arrays is not None:  # not those that wait for room
+            self._array_bytes -= item.array_bytes
+            item.arrays, item.array_bytes = None, 0
         self.clean(item)
 
     def look(self) -> None:
-        """End the waits that have lasted too long. None does while arrays wait for room, because media workers then
-        wait, too."""
+        """End the waits that have lasted too long: `WAIT_S` in which no arrays came for requests of the same frontend.
+        None does while arrays wait for room, because media workers then wait, too."""
         self.take_puts()
         now = time.monotonic()
         waited, self._looked = min(now - self._looked, COUNTED_S), now
-        for item in list(self._items.values()) if any(item.awaited for item in self._items.values()) else ():
+        for item in list(self._awaited):
+            fed = bool(self._puts) or any(user.frontend in self._fed for user in item.users)
             for done in list(item.awaited):
-                item.awaited[done] = WAIT_S if self._puts else item.awaited[done] - waited
+                item.awaited[done] = WAIT_S if fed else item.awaited[done] - waited
                 if item.awaited[done] <= 0:
                     del item.awaited[done]
                     why = f"its media have not come within {WAIT_S:.0f} s: send them again"
                     done.set_exception(RequestFailedError(f"the request can't begin, because {why}"))
+            if not item.awaited:
+                del self._awaited[item]
             self.clean(item)
+        self._fed.clear()
 
     # ------------------------------------------------------------------ media workers
 
@@ -169,11 +176,12 @@ class MediaStore:
         self.take_puts()
         lacking = []
         for digest in digests:
-            item = self._items.get(_checked_digest(digest))
-            if item is not None and (item.is_there or self._is_coming(item)):
+            _checked_digest(digest)
+            named = [self._items.get((digest, modality)) for modality in self._modalities]
+            there = [item for item in named if item is not None and (item.is_there or self._is_coming(item))]
+            lacking += [] if there else [digest]
+            for item in there:
                 item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
-            else:
-                lacking.append(digest)
         return lacking
 
     def put(self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any) -> Future[None]:
@@ -185,15 +193,14 @@ class MediaStore:
         _checked_digest(digest)
         if modality not in self._modalities:
             raise InvalidRequestError(f"the modality is {modality!r:.80}; this model takes {self._takes}")
-        size = _checked_arrays(names, arrays, self._most_bytes)
-        item = self._items.setdefault(digest, StoredItem(digest, modality))
+        size = ITEM_BYTES + _checked_arrays(names, arrays, self._most_bytes)
+        item = self._items.setdefault((digest, modality), StoredItem(digest, modality))
         done: Future[None] = Future()
-        if item.modality != modality:
-            raise InvalidRequestError(f"a media item comes as {modality}, but requests name it as {item.modality:.80}")
+        item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
         if item.is_there or self._is_coming(item):
             done.set_result(None)
             return done
-        item.offers, item.until, item.array_bytes = item.offers + 1, time.monotonic() + WAIT_S, size
+        item.array_bytes = size
         self._puts.append(_Put(item, names, arrays, done))
         self.take_puts()
         return done
@@ -216,6 +223,7 @@ class MediaStore:
                 self._puts.remove(put)
                 self._array_bytes += put.item.array_bytes
                 put.item.names, put.item.arrays = put.names, put.arrays
+                self._fed.update(user.frontend for user in put.item.users)
                 _answer(put.item)
                 put.done.set_result(None)
 
