@@ -20,8 +20,9 @@ def deliver(call: Call, preparer: Preparer, digests: Sequence[bytes]) -> list[by
     """Send to a core the arrays of the items that it lacks. Returns those items that are not kept any more."""
     gone = []
     for start in range(0, len(digests), OFFERED):
-        for digest in call("offer_media", list(digests[start : start + OFFERED])):
-            if (item := preparer.arrays(digest)) is None:
+        kept = {digest: preparer.arrays(digest) for digest in digests[start : start + OFFERED]}  # until sent
+        for digest in call("offer_media", list(kept)):
+            if (item := kept[digest]) is None:
                 gone.append(digest)
                 continue
             arrays = [Array(values, values.dtype.name) for values in item.arrays.values()]

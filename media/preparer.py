@@ -32,6 +32,8 @@ from .fetch import Fetcher
 from .processor import Expanded, Place, Processor, Way, check_kwargs, occurrences
 
 DIGEST_BYTES = 16
+ITEM_BYTES = 1 << 10  # of memory that an item takes beside its arrays; short texts have fewer bytes than that
+EXTRA_BYTES = 1 << 30  # that the items of the latest prompt may take beyond the cache while the next one is prepared
 Guard = Callable[[bytes], contextlib.AbstractContextManager[None]]
 
 
@@ -45,7 +47,7 @@ class Prepared(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values()) + len(self.text)
+        return sum(array.nbytes for array in self.arrays.values()) + len(self.text) + ITEM_BYTES
 
 
 class _Kept:
@@ -62,6 +64,7 @@ class _Kept:
         """Another prompt begins."""
         with self._lock:
             self._latest.clear()
+            self._evict(self._most + EXTRA_BYTES)
 
     def get(self, digest: bytes) -> Prepared | None:
         with self._lock:
@@ -77,8 +80,11 @@ class _Kept:
             self._items[digest] = item
             self._latest.add(digest)
             self._bytes += item.num_bytes
-            while self._bytes > self._most and (oldest := next(iter(self._items))) not in self._latest:
-                self._bytes -= self._items.pop(oldest).num_bytes
+            self._evict(self._most)
+
+    def _evict(self, most: int) -> None:
+        while self._bytes > most and (oldest := next(iter(self._items))) not in self._latest:
+            self._bytes -= self._items.pop(oldest).num_bytes
 
     def clear(self) -> None:
         with self._lock:
@@ -258,13 +264,12 @@ class Preparer:
             )
         contents = [self._content(at, given) for at, given in enumerate(order)]
         names = [self._digest(given, content, kwargs) for given, content in zip(order, contents, strict=True)]
-        with self._guard(names[0]):
-            decoded = [
-                (given.modality, self._decode(at, given, content, kwargs))
-                for at, (given, content) in enumerate(zip(order, contents, strict=True))
-            ]
+        decoded, every = [], b"".join(names)
+        for at, (given, content) in enumerate(zip(order, contents, strict=True)):
+            with self._guard(names[at]):
+                decoded.append((given.modality, self._decode(at, given, content, kwargs)))
+        with self._guard(_hash(every)):
             ids, parts = self.processor.together(prompt, decoded, kwargs)
-        every = b"".join(names)
         token = next(iter(places.values())).token_id
         spans = _runs(ids, token, len(order))
         media = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import numpy as np
 import pytest
 
 from mainspring.ipc.config import EngineConfig, ModelConfig, MultiModalConfig
-from mainspring.ipc.errors import InvalidRequestError, UnsupportedModelError
+from mainspring.ipc.errors import InvalidRequestError, MainspringError, UnsupportedModelError
 from mainspring.ipc.media_client import MediaInput
-from mainspring.media.local import LocalMedia
-from mainspring.media.preparer import Preparer
+from mainspring.media import preparer as preparer_
+from mainspring.media.local import LocalMedia, deliver
+from mainspring.media.preparer import Prepared, Preparer, _Kept
 from mainspring.media.processor import Processor, Way
 from media_folders import file_of, make_processor, picture, save_folder, tone, wav_of
 
@@ -227,3 +230,59 @@ def test_arrays_go_to_a_core_that_lacks_them(folders: Any) -> None:
     media.forget(prepared)
     with pytest.raises(InvalidRequestError, match="placeholders"):
         media.prepare("none", given, {}).result()
+
+
+def test_a_content_is_blamed_for_no_other_content_of_its_prompt(folders: Any) -> None:
+    """A processor that gets the whole prompt is called in the name of all items; each is decoded in its own name."""
+    blamed: list[bytes] = []
+
+    @contextlib.contextmanager
+    def guard(digest: bytes) -> Iterator[None]:
+        blamed.append(digest)
+        yield
+
+    preparer = Preparer(config_of(folders("paligemma")), guard=guard)
+    alone = []
+    for seed in (1, 2):
+        preparer.prepare("<image>caption", [image(seed)], {})
+        alone.append(blamed[0])
+        blamed.clear()
+    with contextlib.suppress(MainspringError):  # maybe it takes one item only
+        preparer.prepare("<image><image>caption", [image(1), image(2)], {})
+    assert blamed[:2] == alone
+    assert len(blamed) == 3
+    assert blamed[2] not in alone
+
+
+def test_items_of_a_prompt_that_failed_leave_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be more than the cache holds, and the next prompt would find no memory."""
+    monkeypatch.setattr(preparer_, "EXTRA_BYTES", 5 * preparer_.ITEM_BYTES)
+    kept = _Kept(0)
+    for number in range(20):
+        kept.put(bytes([number]), Prepared("image", "", 0, {}))
+    assert all(kept.get(bytes([number])) for number in range(20))
+    kept.begin()
+    assert [kept.get(bytes([number])) is not None for number in range(20)] == [False] * 15 + [True] * 5
+
+
+def test_items_without_many_bytes_are_limited_too() -> None:
+    kept = _Kept(8 * (preparer_.ITEM_BYTES + 8))
+    for number in range(100):
+        kept.begin()
+        kept.put(bytes([number]), Prepared("text", "", 0, {"input_ids": np.zeros(1, np.int64)}))
+    assert sum(kept.get(bytes([number])) is not None for number in range(100)) == 8
+
+
+def test_what_is_offered_is_sent_even_if_other_items_take_its_place_meanwhile(folders: Any) -> None:
+    preparer, sent = Preparer(config_of(folders("llava"), mm_processor_cache_gb=0.0)), []
+
+    def call(method: str, *args: Any, arrays: Any = ()) -> Any:
+        if method == "put_media":
+            sent.append(args[0])
+            return None
+        preparer.prepare("<image>", [image(2)], {})  # of another frontend, while the core is in a step
+        return args[0]
+
+    wanted = [item.digest for item in preparer.prepare("<image>", [image(1)], {}).media]
+    assert deliver(call, preparer, wanted) == []
+    assert sent == wanted
