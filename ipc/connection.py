@@ -41,6 +41,7 @@ from .errors import (
 from .keys import client_keys
 from .ledger import Entry, Ledger
 from .link import UNLISTED, Link
+from .media_messages import most_bytes
 from .media_remote import Failed, RemoteMedia
 from .messages import (
     MAX_ABORTED,
@@ -220,7 +221,8 @@ class Connection:
         addresses = [address_at(self._address, place) for place in self._last_ready.media]
         if not addresses:
             raise NotSupportedError(f"no media workers run beside the core at {self._address}: see media_workers")
-        self.media = RemoteMedia(addresses, self._hello.token, self._keys, failed)
+        largest = most_bytes(self.config.multimodal_config)
+        self.media = RemoteMedia(addresses, self._hello.token, self._keys, failed, largest)
         return self.media
 
     def fail_media(self, media: Sequence[MediaItem], error: MainspringError) -> None:

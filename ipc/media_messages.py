@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import msgspec
 
 from .codec import Frame
-from .config import EngineConfig
+from .config import EngineConfig, MultiModalConfig
 from .errors import ProtocolError
 from .messages import MAX_CORES, MAX_MEDIA_ITEMS, MediaItem
-from .transport import Endpoints
+from .transport import MAX_MESSAGE_BYTES, Endpoints
 
 VERSION = b"mm1"
+MESSAGE_BYTES = 4 << 20  # of a frame, beside a content: a long prompt, data: URLs
+DELIVERIES = 4  # of a worker to a core at once; a client asks for no more, or items leave the cache while they wait
 
 
 class Content(msgspec.Struct, array_like=True, frozen=True):
@@ -75,6 +77,12 @@ class MediaLaunch(msgspec.Struct):
     address: str  # where it listens
     refused: list[bytes] = []  # digests of contents of which workers died
     item_seconds: float = 60.0  # longest time that an item may take
+
+
+def most_bytes(limits: MultiModalConfig) -> int:
+    """Of a frame. A worker ends the connection over which a larger one comes."""
+    content = max(limits.max_media_bytes * 4 // 3, 3 * limits.max_media_pixels)
+    return min(MAX_MESSAGE_BYTES, content + MESSAGE_BYTES)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,15 +26,15 @@ import zmq
 from .errors import EngineDeadError, InvalidRequestError, MainspringError, ProtocolError, RequestFailedError, from_wire
 from .link import Link
 from .media_client import Asked, AskedFor, MediaInput, PreparedPrompt, digests_of
-from .media_messages import Answer, Content, Deliver, Prepare, ResetCache, decode_answer, encode_order
+from .media_messages import DELIVERIES, Answer, Content, Deliver, Prepare, ResetCache, decode_answer, encode_order
 from .messages import MediaItem
-from .transport import Waker, readable
+from .transport import MAX_MESSAGE_BYTES, Waker, readable
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.1  # interval between two attempts to reach a worker
 START_SECONDS = 120.0  # longest wait for a worker that does not answer at all
-MAX_ATTEMPTS = 5  # times that an item is prepared for one delivery
+MAX_ATTEMPTS = 20  # times that an item is prepared for one delivery, because those of other prompts took its place
 KEPT_HOMES = 10_000  # items of which it is remembered which worker had them
 Failed = Callable[[Sequence[MediaItem], MainspringError], None]
 
@@ -138,7 +138,8 @@ class _Exchange:
                 logger.warning("a media worker sent what is no answer")
                 continue
             if (job := worker.jobs.pop(answer.job, None)) is not None:
-                job.done(answer)
+                with contextlib.suppress(EngineDeadError):  # it sends more, and the client is being closed
+                    job.done(answer)
         link.read_events()
         now = time.monotonic()
         if link.lost and now - link.opened_at >= RECONNECT_SECONDS:
@@ -170,6 +171,7 @@ class RemoteMedia:
         token: that embedded workers want.
         keys: for tcp, see `make_dealer`.
         failed: told of items that can't be delivered; their requests would wait for ever.
+        largest: bytes of a frame that the workers take, see `most_bytes`.
     """
 
     def __init__(
@@ -178,13 +180,17 @@ class RemoteMedia:
         token: bytes = b"",
         keys: tuple[str, str, str] | None = None,
         failed: Failed = lambda media, error: None,
+        largest: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        self._token, self._count, self._failed = token, len(addresses), failed
+        self._token, self._count, self._failed, self._largest = token, len(addresses), failed, largest
         self._exchange = _Exchange(addresses, keys)
         self._numbers = itertools.count(1)
         self._asked = AskedFor()
         self._homes: OrderedDict[bytes, int] = OrderedDict()  # digest of an item → worker; the latest used is the last
-        self._lock = threading.RLock()  # guards `_asked` and `_homes`
+        # deliveries that wait for earlier ones, and how many are under way; by worker and core
+        self._waiting: defaultdict[tuple[int, int], deque[Sequence[MediaItem]]] = defaultdict(deque)
+        self._delivering = Counter[tuple[int, int]]()
+        self._lock = threading.RLock()  # guards all of these
         self._end = weakref.finalize(self, self._exchange.stop)
 
     def prepare(
@@ -208,11 +214,11 @@ class RemoteMedia:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-        self._prepare(asked, done, failed)
+        self._prepare(asked, self._worker_of(asked), done, failed)
         return future
 
     def _prepare(
-        self, asked: Asked, done: Callable[[PreparedPrompt], None], failed: Callable[[MainspringError], None]
+        self, asked: Asked, worker: int, done: Callable[[PreparedPrompt], None], fail: Callable[[MainspringError], None]
     ) -> None:
         contents, frames = [], list[Any]()
         for given in asked.inputs:
@@ -229,15 +235,18 @@ class RemoteMedia:
             message = encode_order(self._token, order, frames)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             text = f"mm_processor_kwargs hold what can't go to another process: {error!s:.200}"
-            return failed(InvalidRequestError(text))
+            return fail(InvalidRequestError(text))
+        if (size := max(map(len, message))) > self._largest:
+            text = f"a media item, or the prompt with its data: URLs, has {size} bytes; the limit is {self._largest}"
+            return fail(InvalidRequestError(f"{text}, which follows from max_media_bytes and max_media_pixels"))
 
         def answered(answer: Answer) -> None:
             if answer.error:
-                failed(from_wire(answer.error, answer.error_text))
+                fail(from_wire(answer.error, answer.error_text))
             else:
                 done(PreparedPrompt(answer.token_ids, answer.media))
 
-        self._exchange.send(self._worker_of(asked), _Job(order.job, message, answered, failed))
+        self._exchange.send(worker, _Job(order.job, message, answered, fail))
 
     def _worker_of(self, asked: Asked) -> int:
         """The worker that this client gave the first item before, because it may still have it; else one that other
@@ -265,35 +274,54 @@ class RemoteMedia:
         """Let a core have the items of a request that was sent to it."""
         with self._lock:
             asked = self._asked.get(media)
-        if asked is not None:
-            with contextlib.suppress(EngineDeadError):  # it is being closed
-                self._deliver(media, asked, core, MAX_ATTEMPTS)
+        if asked is None:
+            error = RequestFailedError("the media of this request are not kept any more")
+            threading.Thread(target=self._failed, args=(media, error), daemon=True).start()  # the caller holds a lock
             return
-        error = RequestFailedError("the media of this request are not kept any more")
-        threading.Thread(target=self._failed, args=(media, error), daemon=True).start()  # the caller holds a lock
+        way = self._worker_of(asked), core
+        with self._lock:
+            self._waiting[way].append(media)
+        self._deliver_next(way)
 
-    def _deliver(self, media: Sequence[MediaItem], asked: Asked, core: int, attempts: int) -> None:
-        def failed(error: MainspringError) -> None:
-            if not self._exchange.closed:
+    def _deliver_next(self, way: tuple[int, int]) -> None:
+        """Begin with a delivery that waits, unless enough are under way."""
+        asked: Asked | None = None
+        with self._lock:
+            while asked is None and self._waiting[way] and self._delivering[way] < DELIVERIES:
+                media = self._waiting[way].popleft()
+                asked = self._asked.get(media)  # None: its request has ended
+            if asked is None:
+                return
+            self._delivering[way] += 1
+        with contextlib.suppress(EngineDeadError):  # it is being closed
+            self._deliver(media, asked, way, MAX_ATTEMPTS)
+
+    def _deliver(self, media: Sequence[MediaItem], asked: Asked, way: tuple[int, int], attempts: int) -> None:
+        worker, core = way
+
+        def ended(error: MainspringError | None = None) -> None:
+            with self._lock:
+                self._delivering[way] -= 1
+            if error is not None and not self._exchange.closed:
                 self._failed(media, error)
+            self._deliver_next(way)
 
         def again(prepared: PreparedPrompt) -> None:
             if digests_of(prepared.media) != digests_of(media):
-                failed(RequestFailedError("a URL of this request has another content than before"))
+                ended(RequestFailedError("a URL of this request has another content than before"))
             elif attempts <= 1:
-                failed(RequestFailedError("the media of this request do not fit the workers' cache"))
+                ended(RequestFailedError("the media of this request do not fit the workers' cache"))
             else:
-                self._deliver(media, asked, core, attempts - 1)
+                self._deliver(media, asked, way, attempts - 1)
 
         def answered(answer: Answer) -> None:
-            if answer.error:
-                failed(from_wire(answer.error, answer.error_text))
-            elif answer.lacks:
-                self._prepare(asked, again, failed)
+            if answer.lacks:
+                self._prepare(asked, worker, again, ended)
+            else:
+                ended(from_wire(answer.error, answer.error_text) if answer.error else None)
 
         order = Deliver(next(self._numbers), core, list(dict.fromkeys(digests_of(media))))
-        job = _Job(order.job, encode_order(self._token, order), answered, failed)
-        self._exchange.send(self._worker_of(asked), job)
+        self._exchange.send(worker, _Job(order.job, encode_order(self._token, order), answered, ended))
 
     def forget(self, prepared: PreparedPrompt) -> None:
         """See `MediaClient`."""

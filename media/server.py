@@ -36,6 +36,7 @@ from ..ipc.errors import (
 )
 from ..ipc.media_client import MediaInput
 from ..ipc.media_messages import (
+    DELIVERIES,
     Answer,
     Content,
     Deliver,
@@ -44,21 +45,22 @@ from ..ipc.media_messages import (
     ResetCache,
     decode_order,
     encode_answer,
+    most_bytes,
 )
 from ..ipc.media_workers import TIMED_OUT
 from ..ipc.sync_client import SyncClient
-from ..ipc.transport import MAX_MESSAGE_BYTES, Endpoints, Socket, Waker
+from ..ipc.transport import Endpoints, Socket, Waker
 from .local import deliver
 from .preparer import Preparer
 
 logger = logging.getLogger(__name__)
 
 FETCHES = 8  # prompts with URLs that are fetched at once, so that a slow host does not hold up the others
-DELIVERIES = 4  # requests whose items are sent to a core at once
 FREE_BYTES = 3 << 30  # address space that preparing may take, beside what the process has when it begins
 QUEUED_BYTES = 512 << 20  # of messages that wait to be prepared; above, frontends have to wait
+RECEIVE_QUEUE = 2  # messages of a frontend that libzmq holds, because QUEUED_BYTES does not count these
+TURN = 64  # messages received between two looks at the answers and the clock
 ALARM_SECONDS = 5.0  # after the time limit of an item the kernel ends the process, if it could not do so itself
-MESSAGE_BYTES = 4 << 20  # of a frame, beside a content: a long prompt, data: URLs
 FAREWELL_MS = 500  # longest wait for the last answer to be sent
 
 
@@ -103,22 +105,19 @@ class MediaServer:
             poller.poll(None if self._began is None else max(0, int(self._left() * 1000) + 1))
             self._waker.clear()
             self._access.authenticate()
-            while self._waiting_bytes < QUEUED_BYTES:
-                try:
-                    frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
+            for _ in range(TURN):
+                if self._waiting_bytes >= QUEUED_BYTES or not router.poll(0):
                     break
-                self._take(frames)
+                self._take(router.recv_multipart(copy=False))
             while not self._outbox.empty():
                 _send(router, *self._outbox.get())
             self._watch_the_clock(router)
 
     def _listen(self) -> Socket:
-        multimodal = self._launch.config.multimodal_config
-        largest = max(multimodal.max_media_bytes * 4 // 3, 3 * multimodal.max_media_pixels) + MESSAGE_BYTES
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, min(MAX_MESSAGE_BYTES, largest))
+        router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+        router.setsockopt(zmq.MAXMSGSIZE, most_bytes(self._launch.config.multimodal_config))
         if self._launch.endpoints.secret_key:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt_string(zmq.CURVE_SECRETKEY, self._launch.endpoints.secret_key)
@@ -163,7 +162,7 @@ class MediaServer:
         except MainspringError as error:
             return self._answer(origin, Answer(order.job, wire_name(error), wire_text(error)))
         waiting = _Waiting(origin, order, inputs, size + sum(len(content) for content in contents))
-        if any(content.url for content in order.contents):
+        if any(content.url and content.url[:5].lower() != "data:" for content in order.contents):
             self._fetching.submit(self._fetch, waiting)
         else:
             self._queue(waiting)
@@ -334,7 +333,7 @@ def _inputs(contents: Sequence[Content], frames: Sequence[Any]) -> list[MediaInp
                 raise InvalidRequestError(f"an array of {content.dtype:.20} is no {content.modality:.20}")
             try:
                 value = np.frombuffer(next(rest), np.dtype(content.dtype)).reshape(content.shape)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise InvalidRequestError(f"an array does not fit its shape {content.shape}: {error}") from None
         found.append(MediaInput(content.modality, value, content.facts))
     return found

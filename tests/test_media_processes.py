@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import zmq
 
 import dying_media_worker as dying
 from mainspring.ipc import media_workers
@@ -26,16 +29,29 @@ from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import InvalidRequestError, NotPermittedError, NotSupportedError, ProtocolError
 from mainspring.ipc.keys import AllowedKey, append_allowed, new_keypair
 from mainspring.ipc.media_client import MediaInput, PreparedPrompt
-from mainspring.ipc.media_messages import Deliver, Prepare, decode_order, encode_order
-from mainspring.ipc.media_remote import RemoteMedia
+from mainspring.ipc.media_messages import (
+    Answer,
+    Content,
+    Deliver,
+    MediaLaunch,
+    Prepare,
+    ResetCache,
+    decode_order,
+    encode_answer,
+    encode_order,
+    most_bytes,
+)
+from mainspring.ipc.media_remote import RemoteMedia, _Job, _Worker
 from mainspring.ipc.media_workers import MediaWorkers
 from mainspring.ipc.messages import AddRequest, Ready, Sampling
 from mainspring.ipc.sync_client import SyncClient
-from mainspring.ipc.transport import Endpoints, address_at
+from mainspring.ipc.transport import Endpoints, address_at, make_dealer
+from mainspring.media.server import MediaServer, _inputs
 from media_folders import file_of, picture, save_folder
 from stand_in_core import StandInCore, StandInOwner
 
 PATIENCE_S = 300  # a worker of the real program is nice, and waits for others on a busy machine
+CODE = "import sys; sys.path.insert(0, {folder!r}); {more}import dying_media_worker; dying_media_worker.run()"
 
 
 class MediaCore(StandInCore):
@@ -46,6 +62,7 @@ class MediaCore(StandInCore):
         self.items: dict[bytes, tuple[str, list[str]]] = {}
         self.sizes: dict[bytes, int] = {}
         self.puts: list[bytes] = []
+        self.put_seconds = 0.0
         self.waiting: list[tuple[int, AddRequest]] = []
         self.is_admin: dict[int, bool] = {}
 
@@ -72,6 +89,7 @@ class MediaCore(StandInCore):
             return encode_value([digest for digest in decode_value(args)[0] if digest not in self.items])
         if method == "put_media":
             assert self.is_admin[frontend]
+            time.sleep(self.put_seconds)
             digest, modality, names = decode_value(args)
             assert len(names) == len(arrays)
             self.items[digest], self.sizes[digest] = (modality, names), sum(array.nbytes for array in arrays)
@@ -123,12 +141,15 @@ def config_of(folder: Path, **fields: Any) -> EngineConfig:
     return EngineConfig(model_config=ModelConfig(model=str(folder)), multimodal_config=MultiModalConfig(**fields))
 
 
+def command(more: str = "") -> list[str]:
+    """What starts a worker that may die of pictures, after some other statements."""
+    return [sys.executable, "-P", "-c", CODE.format(folder=str(Path(dying.__file__).parent), more=more)]
+
+
 @pytest.fixture
 def owner(llava: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MediaOwner]]:
     """Makes cores with workers that may die of pictures, and ends them."""
-    folder = str(Path(dying.__file__).parent)
-    code = f"import sys; sys.path.insert(0, {folder!r}); import dying_media_worker; dying_media_worker.run()"
-    monkeypatch.setattr(media_workers, "COMMAND", [sys.executable, "-P", "-c", code])
+    monkeypatch.setattr(media_workers, "COMMAND", command())
     made: list[MediaOwner] = []
 
     def make(workers: int = 1, item_seconds: float = 60.0, **fields: Any) -> MediaOwner:
@@ -472,3 +493,157 @@ def test_closing_ends_what_waits(owner: Callable[..., MediaOwner]) -> None:
     media.close()
     assert future.exception(5) is not None
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mainspring-media"]
+
+
+# ---------------------------------------------------------------------- what is too large or too much
+
+
+@pytest.mark.slow
+def test_what_is_larger_than_a_worker_takes_is_refused_and_holds_up_nothing_else(
+    owner: Callable[..., MediaOwner],
+) -> None:
+    """The worker would end the connection, and the client would send the same again."""
+    core = owner(max_media_bytes=1 << 20, max_media_pixels=100_000)
+    media = SyncClient(connect(core)).media()
+    limit = most_bytes(core.config.multimodal_config)
+    urls = ["data:image/png;base64," + base64.b64encode(bytes(limit // 3)).decode()] * 3
+    for prompt, given in (
+        ("<image>", [MediaInput("image", bytes(limit + 1))]),
+        ("<image>" * 3, [MediaInput("image", url) for url in urls]),
+    ):
+        refused, good = media.prepare(prompt, given, {}), media.prepare("<image>", [image()], {})
+        with pytest.raises(InvalidRequestError, match=f"the limit is {limit}"):
+            refused.result(PATIENCE_S)
+        assert good.result(PATIENCE_S).media
+    media.close()
+
+
+@pytest.mark.parametrize("shape", [[2**63], [3, 5], [0]])
+def test_an_array_of_an_impossible_shape_is_refused(shape: list[int]) -> None:
+    with pytest.raises(InvalidRequestError, match="does not fit its shape"):
+        _inputs([Content("image", dtype="uint8", shape=shape)], [bytes(12)])
+
+
+@pytest.mark.slow
+def test_a_batch_that_the_workers_cache_does_not_hold_is_delivered(owner: Callable[..., MediaOwner]) -> None:
+    """All prompts are prepared before the first item is delivered, and the core takes its time."""
+    core = owner(mm_processor_cache_gb=0.0)
+    client = SyncClient(connect(core))
+    media = client.media()
+    asked = [media.prepare("<image>", [image(seed)], {}) for seed in range(60)]
+    prepared = dict(enumerate(future.result(PATIENCE_S) for future in asked))
+    core.core.put_seconds = 0.02
+    prepares = count_of_prepares(media)
+    for handle, one in prepared.items():
+        client.add_request(request(handle, one))
+    assert outputs_of(client, 60) == {handle: expected(one) for handle, one in prepared.items()}
+    assert prepares() < 3 * 60
+    media.close()
+    client.close()
+
+
+@pytest.mark.slow
+def test_no_item_is_delivered_for_a_request_that_has_ended(owner: Callable[..., MediaOwner]) -> None:
+    core = owner()
+    client = SyncClient(connect(core))
+    media = client.media()
+    asked = [media.prepare("<image>", [image(seed)], {}) for seed in range(20)]
+    prepared = [future.result(PATIENCE_S) for future in asked]
+    core.core.put_seconds = 0.2
+    for handle, one in enumerate(prepared):
+        client.add_request(request(handle, one))
+    for one in prepared[:19]:
+        media.forget(one)
+    ended: set[int] = set()
+    while 19 not in ended:
+        if (outputs := client.get_outputs(1.0)) is not None:
+            ended |= {one.handle for one in outputs.finished}
+    assert len(core.core.puts) < 10
+    media.close()
+    client.close()
+
+
+@pytest.mark.slow
+def test_a_worker_holds_no_more_messages_than_it_should(
+    owner: Callable[..., MediaOwner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = "from mainspring.media import server; server.QUEUED_BYTES = 4 << 20; "
+    monkeypatch.setattr(media_workers, "COMMAND", command(more))
+    core = owner()
+    media = SyncClient(connect(core)).media()
+    media.prepare("<image>", [image()], {}).result(PATIENCE_S)
+    worker = psutil.Process(core.workers.pids[0])
+    media.prepare("<image>", [deadly(dying.HANG)], {})
+    before = worker.memory_info().rss
+    for _ in range(300):
+        media.prepare("<image>", [MediaInput("image", os.urandom(1 << 20))], {})
+    time.sleep(5)
+    assert worker.memory_info().rss - before < 100 << 20
+    media.close()
+
+
+@pytest.mark.slow
+def test_answers_are_sent_while_messages_keep_coming(owner: Callable[..., MediaOwner]) -> None:
+    core = owner()
+    media = SyncClient(connect(core)).media()
+    media.prepare("<image>", [image()], {}).result(PATIENCE_S)
+    stop = threading.Event()
+
+    def flood() -> None:
+        order = encode_order(core.token, ResetCache(1))
+        with zmq.Context() as context, make_dealer(context, None) as dealer:
+            dealer.setsockopt(zmq.SNDHWM, 1000)
+            dealer.connect(address_at(core.address, core.workers.places[0]))
+            while not stop.is_set():
+                for _ in range(1000):
+                    if dealer.poll(100, zmq.POLLOUT):
+                        dealer.send_multipart(order, zmq.NOBLOCK)
+                while dealer.poll(0):
+                    dealer.recv_multipart()
+
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for one in floods:
+        one.start()
+    try:
+        for seed in range(1, 6):
+            assert media.prepare("<image>", [image(seed)], {}).result(60).media
+    finally:
+        stop.set()
+        for one in floods:
+            one.join()
+    media.close()
+
+
+def test_data_urls_do_not_wait_for_hosts(llava: Path) -> None:
+    launch = MediaLaunch(config_of(llava), Endpoints("ipc:///nowhere"), 0, -1, -1, "")
+    server = MediaServer(launch)
+    fetched: list[Any] = []
+    server._fetching.submit = lambda *asked: fetched.append(asked)
+    urls = ["data:image/png;base64,AAAA", "DATA:,x", "https://media.example/x.png"]
+    for job, url in enumerate(urls):
+        server._admit(b"frontend", Prepare(job, "<image>", [Content("image", url)], {}, True), [], 10)
+    assert [waiting.order.job for waiting in server._waiting[b"frontend"]] == [0, 1]
+    assert [waiting.order.job for _, waiting in fetched] == [2]
+
+
+class Silent:
+    """A link over which one answer comes."""
+
+    lost, reached, trouble = False, True, ""
+
+    def __init__(self, answer: Answer) -> None:
+        self.frames = [encode_answer(answer)]
+
+    def read_events(self) -> None: ...
+
+    def receive(self) -> Any:
+        return self.frames.pop() if self.frames else None
+
+
+def test_an_answer_that_comes_while_the_client_is_closed_ends_no_thread() -> None:
+    """The worker lacks an item, and to have it prepared again a message would be sent."""
+    media = RemoteMedia([f"ipc://{tempfile.gettempdir()}/nobody"])
+    exchange = media._exchange
+    job = _Job(1, [], lambda answer: exchange.send(0, job), lambda error: None)
+    exchange.closed = True
+    exchange._look_at(_Worker("", jobs={1: job}), Silent(Answer(1, lacks=[b"x"])))
