@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 
 from ..ipc.access import Access
-from ..ipc.connection import Connection
+from ..ipc.connection import LOAD_SECONDS, Connection
 from ..ipc.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -316,7 +316,7 @@ def _connect(endpoints: Endpoints) -> Connection:
     if endpoints.secret_key:  # the daemon's own key may do all
         public = zmq.curve_public(endpoints.secret_key.encode()).decode()
         keys = public, endpoints.secret_key, public
-    return Connection(_Owner(endpoints), name=f"media worker {os.getpid()}", keys=keys)
+    return Connection(_Owner(endpoints), name=f"media worker {os.getpid()}", keys=keys, connect_timeout=LOAD_SECONDS)
 
 
 def _inputs(contents: Sequence[Content], frames: Sequence[Any]) -> list[MediaInput]:

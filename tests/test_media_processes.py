@@ -308,6 +308,27 @@ def test_the_next_core_gets_the_items_of_the_requests_again(owner: Callable[...,
 
 
 @pytest.mark.slow
+def test_a_new_worker_waits_for_a_core_that_takes_long_to_come_back(owner: Callable[..., MediaOwner]) -> None:
+    core = owner()
+    client = SyncClient(connect(core))
+    media = client.media()
+    prepared = media.prepare("<image>", [image(1)], {}).result(PATIENCE_S)
+    core.core.put_seconds = 3.0
+    client.add_request(request(1, prepared))
+    time.sleep(1.0)
+    [pid] = core.workers.pids
+    os.kill(pid, signal.SIGKILL)  # it was sending the item
+    core.kill()
+    while core.workers.pids in ([], [pid]):
+        time.sleep(0.1)
+    time.sleep(15.0)  # the new worker has started, and was asked to send it again
+    core.restart()
+    assert outputs_of(client, 1) == {1: expected(prepared)}
+    client.close()
+    media.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dying.SEGV, dying.HANG, dying.HOLD])
 def test_a_file_that_kills_workers_is_refused_alone(how: int, owner: Callable[..., MediaOwner]) -> None:
     core = owner(item_seconds=2.0)
