@@ -20,7 +20,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_header = True
     _began = False  # whether a request has begun in the data that is being read
     _refused = False
-    _rest = b""  # has come, and is not parsed yet
+    _rest, _at = b"", 0  # what has come, and how much of it is parsed
     _holds = False  # whether reading is paused until it is
     _body_left = 0  # bytes of the body that are to come, if the header says so
     _timer: asyncio.TimerHandle | None = None
@@ -38,10 +38,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._rest:
-            self._rest += data
-        else:
-            self._rest = data
+        self._rest += data
+        if not self._holds:
             self._parse()
 
     def _parse(self) -> None:
@@ -49,17 +47,21 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             self._rest = b""
             return
-        size = max(PIECE_BYTES, min(self._body_left, BODY_PIECE_BYTES))
-        piece, self._rest = self._rest[:size], self._rest[size:]
+        end = self._at + max(PIECE_BYTES, min(self._body_left, BODY_PIECE_BYTES))
+        piece = self._rest[self._at : end]
         self._began = False
         super().data_received(piece)
         if self._in_header and not self._began:  # the parser keeps an unfinished line without telling
             self._count(len(piece))
-        if self._rest:
-            self.transport.pause_reading()
-            self._holds = True
+        if end < len(self._rest):
+            self._at = end
+            if not self._holds:
+                self._holds = True
+                self.transport.pause_reading()
             self.loop.call_soon(self._parse)
-        elif self._holds:
+            return
+        self._rest, self._at = b"", 0
+        if self._holds:
             self._holds = False
             if not self.flow.read_paused:
                 self.transport.resume_reading()
