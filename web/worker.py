@@ -248,7 +248,7 @@ def run(order: Order, on_ready: Callable[[], None], parent: int | None = None) -
         if parent is not None:
             asyncio.get_running_loop().add_reader(parent, _ended, server, parent)
         await site.forwarding.listen(site.app)
-        await server.serve([socket.socket(fileno=os.dup(order.listener))])
+        await server.serve([socket.socket(fileno=order.listener)])
 
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
