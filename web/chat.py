@@ -145,7 +145,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
     async for output in cast("RequestStream", talk.stream):
         last = output
     assert last is not None
-    choices, generated, reasoned = [], 0, 0
+    choices, generated, reasoned = [], 0, 0.0
     for one in last.outputs:
         assert one.finish_reason is not None
         reason = finish_reason(one.finish_reason)

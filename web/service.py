@@ -169,7 +169,7 @@ def finish_reason(output_reason: str) -> str:
     return output_reason
 
 
-def usage_of(outputs: Sequence[RequestOutput], num_generated: int, num_reasoning: int = 0) -> dict[str, Any]:
+def usage_of(outputs: Sequence[RequestOutput], num_generated: int, num_reasoning: float = 0) -> dict[str, Any]:
     """The tokens of a request, whose prompts are those of these outputs."""
     prompt = sum(len(output.prompt_token_ids or ()) for output in outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
@@ -178,5 +178,5 @@ def usage_of(outputs: Sequence[RequestOutput], num_generated: int, num_reasoning
         "completion_tokens": num_generated,
         "total_tokens": prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "completion_tokens_details": {"reasoning_tokens": round(num_reasoning)},
     }
