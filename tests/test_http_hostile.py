@@ -168,6 +168,21 @@ def test_a_slow_upload_times_out(server: HttpServer) -> None:
         assert is_closed(connection)
 
 
+def test_a_body_that_comes_byte_by_byte_times_out(server: HttpServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n".encode())
+        connection.setblocking(False)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            connection.send(b" ")
+            time.sleep(0.1)
+            with contextlib.suppress(BlockingIOError):
+                connection.recv(1, socket.MSG_PEEK)
+                break
+        connection.setblocking(True)
+        assert read_answer(connection)[0] == 408
+
+
 def test_a_body_that_comes_in_small_pieces_is_read(server: HttpServer) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}).encode()
     data = request(CHAT, body)
@@ -179,13 +194,13 @@ def test_a_body_that_comes_in_small_pieces_is_read(server: HttpServer) -> None:
 
 
 def test_pipelined_requests_are_answered_in_order(server: HttpServer) -> None:
-    paths = ["/version", "/nothing", "/load", "/v1/models"] * 10
+    paths = ["/version", "/nothing", "/load", "/v1/models"] * 200
     with server.connect() as connection:
         connection.sendall(b"".join(request(path, method="GET") for path in paths))
         data = b""
         while data.count(b"HTTP/1.1 ") < len(paths) or not data.endswith(b"}"):
             data += connection.recv(65536)
-    assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", data)] == [200, 404, 200, 200] * 10
+    assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", data)] == [200, 404, 200, 200] * 200
 
 
 def test_a_half_closed_connection_ends_its_request(server: HttpServer, daemon: Daemon) -> None:

@@ -77,6 +77,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+def test_encoders_write_no_scores_to_memory(served: Any) -> None:
+    model = served("qwen2_vl").worker.model.model
+    assert model.base_model.visual.config._attn_implementation == "sdpa"
+    assert model.get_decoder().config._attn_implementation != "sdpa"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_generate_in_shared_steps_and_after_preemption(served: Any, kind: str) -> None:
     here = served(kind)

@@ -205,6 +205,8 @@ def test_a_worker_that_stops_answering_holds_up_only_what_it_has(owner: Callable
     os.kill(stopped, signal.SIGSTOP)
     try:
         stuck = [media.prepare("<image>", [image(seed)], {}) for seed in range(8, 16)]
+        while sum(future.done() for future in stuck) < 3:  # of those that the other worker has, 3 at least
+            time.sleep(0.01)
         for seed in range(16, 24):
             media.prepare("<image>", [image(seed)], {}).result(PATIENCE_S)
         assert not all(future.done() for future in stuck)

@@ -19,6 +19,7 @@ from mainspring.core.memory.updates import LayerGroup
 from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import StepPlan
 from mainspring.ipc.messages import AddRequest, Sampling
+from tiers import examples
 
 SEATS = 4
 
@@ -424,6 +425,6 @@ def test_any_schedule_gives_every_request_its_tokens(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_thousands_of_schedules_give_every_request_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_many(range(20, 2000), monkeypatch)
+@pytest.mark.timeout(1800)
+def test_hundreds_of_schedules_give_every_request_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_many(range(20, 20 + examples(600)), monkeypatch)

@@ -17,6 +17,8 @@ from .tenants import Tenants
 access_log = logging.getLogger("mainspring.access")
 logger = logging.getLogger(__name__)
 
+MIN_BODY_RATE = 1024.0  # bytes a second of a body, after the first `body_timeout` seconds
+
 
 class App:
     """Called by the server for each request.
@@ -90,7 +92,7 @@ class App:
             (b"vary", b"origin"),
         ]
 
-    async def _answer(self, route: Route, request: Request, body: bytes, reply: _Reply) -> None:
+    async def _answer(self, route: Route, request: Request, body: bytearray, reply: _Reply) -> None:
         given = None if route.decoder is None else route.decoder.decode(body)
         found = await route.handler(request, given)
         if isinstance(found, Answer):
@@ -105,7 +107,7 @@ class App:
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
 
-    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
+    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytearray:
         """The whole body.
 
         Raises:
@@ -113,22 +115,25 @@ class App:
         """
         limit = self._max_body_bytes
         too_long = HttpError(413, f"the body is longer than {limit} bytes", close=True)
-        for name, value in scope["headers"]:
-            if name == b"content-length" and (not value.isdigit() or int(value[:20]) > limit):
-                raise too_long
-        parts, size, more = [], 0, True
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if not all(value.isdigit() and int(value[:20]) <= limit for value in lengths):
+            raise too_long
+        body = bytearray(int(lengths[0]) if lengths else 0)  # zeros, which take no memory until they are overwritten
+        size, more, began = 0, True, time.monotonic()
         while more:
-            message = await self._next(receive)
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+            message = await self._next(receive, began + size / MIN_BODY_RATE - time.monotonic())
+            part = message.get("body", b"")
+            body[size : size + len(part)] = part
+            size += len(part)
             if size > limit:
                 raise too_long
             more = message.get("more_body", False)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return body
 
-    async def _next(self, receive: Receive) -> dict[str, Any]:
+    async def _next(self, receive: Receive, ahead: float) -> dict[str, Any]:
+        """ahead: seconds that the client is ahead of the slowest rate; negative: behind it."""
         try:
-            async with asyncio.timeout(self._body_timeout):
+            async with asyncio.timeout(self._body_timeout + min(0.0, ahead)):
                 message = await receive()
         except TimeoutError:
             raise HttpError(408, "the body came too slowly", close=True) from None

@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 MAX_HEADER_BYTES = 64 << 10  # of a request, its first line included
 MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
+PIECE_BYTES, BODY_PIECE_BYTES = 4 << 10, 64 << 10  # of what has come, parsed before other connections have their turn
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -19,6 +20,9 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_header = True
     _began = False  # whether a request has begun in the data that is being read
     _refused = False
+    _rest, _at = b"", 0  # what has come, and how much of it is parsed
+    _holds = False  # whether reading is paused until it is
+    _body_left = 0  # bytes of the body that are to come, if the header says so
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -30,21 +34,43 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        self._rest = b""
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        self._rest += data
+        if not self._holds:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse a piece, and the next one when the loop comes round: a read may have thousands of requests."""
+        if self._refused or self.transport.is_closing():
+            self._rest = b""
             return
+        end = self._at + max(PIECE_BYTES, min(self._body_left, BODY_PIECE_BYTES))
+        piece = self._rest[self._at : end]
         self._began = False
-        super().data_received(data)
+        super().data_received(piece)
         waits = self.cycle is None or self.cycle.response_complete
         if waits and self._timer is None and not self.transport.is_closing():  # a header has begun, or what is none
             self._timer = self.loop.call_later(HEADER_SECONDS, self._too_slow)
         if self._in_header and not self._began:  # the parser keeps an unfinished line without telling
-            self._count(len(data))
+            self._count(len(piece))
+        if end < len(self._rest):
+            self._at = end
+            if not self._holds:
+                self._holds = True
+                self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+            return
+        self._rest, self._at = b"", 0
+        if self._holds:
+            self._holds = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
-        self._header_bytes, self._began, self._in_header = 0, True, True
+        self._header_bytes, self._began, self._in_header, self._body_left = 0, True, True, 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -55,6 +81,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431)
+        if self._refused:
+            return
+        if value.isdigit() and name.lower() == b"content-length":
+            self._body_left = int(value[:20])
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -64,6 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._body_left -= len(body)
         if not self._refused:
             super().on_body(body)
 

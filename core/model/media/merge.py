@@ -86,6 +86,7 @@ class Merger:
         config = model.config
         self._token = {m: getattr(config, f"{m}_token_id", None) for m in MODALITIES}
         self.axes = _axes(self._inner, config.get_text_config())
+        _fuse_attention(model, self.decoder)
         self._whole_prompt = False
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a model whose embedding is packed
         self.spans = ""
@@ -254,6 +255,18 @@ class Merger:
                 self._whole_prompt = answer == "prompt"
                 return answer
         return ""
+
+
+def _fuse_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Let encoders inside of `model` have torch's attention. The one that they were loaded with writes all scores to
+    memory, which for an image of many patches are gigabytes."""
+    seen = set(decoder.modules())
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or part in seen or decoder in set(part.modules()):
+            continue
+        seen.update(part.modules())
+        if part._supports_sdpa and part._can_set_attn_implementation():
+            part.set_attn_implementation("sdpa")
 
 
 def merger_of(model: PreTrainedModel) -> tuple[Merger | None, list[str]]:
