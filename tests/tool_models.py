@@ -63,5 +63,5 @@ def make(folder: Path, special: Sequence[str] = ()) -> Path:
 
 
 def says(text: str) -> dict[str, Any]:
-    """Fields of a body with which a model answers this, whatever its weights are. Before a grammar there is no reasoning."""
+    """Fields of a body with which a model of any weights answers this. Before a grammar there is no reasoning."""
     return {"structured_outputs": {"grammar": f"start: {json.dumps(text)}"}}
