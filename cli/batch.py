@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/score")
 _AGAIN = (429, 503, 504)  # statuses of requests that are asked again
+_BEGIN = b'{"id":"batch_req_'  # of an answer
 _PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds before a request is asked again; then always the last one
 
 
@@ -134,11 +135,12 @@ def _answered(target: Path) -> dict[str, bool]:
     size = 0
     with target.open("rb") as file:
         for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
+            whole = text.endswith(b"\n")
+            if not whole and (done or text.startswith(_BEGIN[: len(text)])):
                 break
             size += len(text)
             try:
-                answer = json.loads(text)
+                answer = json.loads(text if whole else b"")
                 done[answer["custom_id"]] = answer["response"]["status_code"] != 200
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise InvalidArgumentError(f"line {number} of {target} is no answer of a batch; name another") from None
@@ -159,14 +161,19 @@ class _Batch:
             for line in lines:
                 await self._answer(line)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(max_concurrent):
-                group.create_task(work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(max_concurrent):
+                    group.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _answer(self, line: Line) -> None:
         attempt = 0
         while True:
             status, headers, text = await self._asked(line)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # which the application has answered with status 503
             if (error := self._engine.dead_error) is not None:
                 raise error
             if status not in _AGAIN:

@@ -286,7 +286,10 @@ def _batch(args: argparse.Namespace) -> ExitCode:
 
     given = _llm_arguments(args)
     options = serve_options.ServeOptions(
-        tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, restart_wait=float("inf")
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
+        trust_request_chat_template=True,  # the file is the user's own
+        restart_wait=float("inf"),
     )
     serve_options.check_parsers(options)
     given.pop("reasoning_parser", None)  # which is an argument of vLLM's engine, too

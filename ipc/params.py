@@ -15,6 +15,8 @@ from .structured import StructuredOutputsParams
 MAX_SEED = 2**63 - 1
 MAX_BAD_WORDS = 4096  # words after tokenization, because each step compares all of them with the output
 MAX_BAD_WORD_TOKENS = 65_536  # tokens of all bad words of a request
+MAX_STOPS = 1024  # stop strings of a request, because each new text is compared with all of them
+MAX_STOP_LENGTH = 4096  # characters
 MIN_TEMPERATURE = 0.01  # lower ones, except 0, are raised to it, as in vLLM
 MAX_COMPLETIONS = 16384  # completions of one request
 MAX_BIAS = 1e30  # largest absolute bias or penalty: sums of several stay finite in fp32
@@ -193,10 +195,11 @@ class SamplingParams:
             for text in _listed(name, getattr(self, name)):
                 if not is_text(text) or not (text if name == "stop" else text.strip()):
                     raise InvalidArgumentError(f"{name} holds {shown(text)}; every {what} must be a non-empty str")
-        if len(self.bad_words or ()) > MAX_BAD_WORDS // 2:
-            raise InvalidArgumentError(
-                f"bad_words has {len(self.bad_words or ())} entries; the limit is {MAX_BAD_WORDS // 2}"
-            )
+        for name, most in (("stop", MAX_STOPS), ("bad_words", MAX_BAD_WORDS // 2)):
+            if (count := len(getattr(self, name) or ())) > most:
+                raise InvalidArgumentError(f"{name} has {count} entries; the limit is {most}")
+        if (longest := max(map(len, self.stop or ()), default=0)) > MAX_STOP_LENGTH:
+            raise InvalidArgumentError(f"stop holds a text of {longest} characters; the limit is {MAX_STOP_LENGTH}")
         for name in ("stop_token_ids", "allowed_token_ids", "trace_decode_token_ids"):
             for token in _listed(name, getattr(self, name)):
                 check_integer(name, token, 0, None)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from openai.types.chat import ChatCompletion
 
-from daemons import COMMAND, PATIENCE_S, Daemon, short_folder
+from daemons import COMMAND, PATIENCE_S, Daemon, short_folder, until
+from http_servers import running
 from mainspring.cli import batch
-from mainspring.ipc.errors import InvalidArgumentError
+from mainspring.ipc.errors import EngineDeadError, InvalidArgumentError
 
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 
@@ -65,6 +68,27 @@ def test_a_torn_last_line_is_cut_off_and_the_others_are_kept(tmp_path: Path) -> 
     with pytest.raises(InvalidArgumentError, match=r"line 1 of .* is no answer of a batch; name another"):
         batch._answered(out)
     assert out.read_text() == "A story.\n"
+    for text in ("A story.", json.dumps(request("a"))):  # without a line break
+        out.write_text(text)
+        with pytest.raises(InvalidArgumentError, match=r"line 1 of .* is no answer of a batch; name another"):
+            batch._answered(out)
+        assert out.read_text() == text
+    for text in ("", '{"i', '{"id":"batch_req_5","custom_id":"a","resp'):
+        out.write_text(text)
+        assert batch._answered(out) == {}
+        assert out.read_text() == ""
+
+
+def test_a_core_that_is_gone_ends_the_batch_with_its_own_error(tmp_path: Path) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 503, "headers": []})
+
+    engine: Any = SimpleNamespace(dead_error=EngineDeadError("it is gone"))
+    with (tmp_path / "out").open("wb") as out:
+        found = batch._Batch(cast(Any, SimpleNamespace(app=app)), engine, out.fileno(), cast(Any, None), 0)
+        lines = batch._lines(write(tmp_path / "in", [request("a"), request("b")]))
+        with pytest.raises(EngineDeadError, match="it is gone"):
+            asyncio.run(found.run(lines, 2))
 
 
 def test_a_file_is_written_by_one_batch_at_a_time(tmp_path: Path) -> None:
@@ -149,6 +173,19 @@ def test_a_batch_that_is_killed_again_and_again_loses_and_doubles_nothing(daemon
     found = answers(out)
     assert sorted(one["custom_id"] for one in found) == sorted(line["custom_id"] for line in lines)
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == 40 for one in found)
+
+
+@pytest.mark.slow
+def test_one_interrupt_ends_a_batch(daemon: Daemon, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [request("short", max_tokens=2), request("long", max_tokens=3000, ignore_eos=True)])
+    process = start(daemon, source, tmp_path / "out")
+    until(lambda: len(answers(tmp_path / "out")) == 1 if (tmp_path / "out").exists() else False)
+    until(lambda: running(daemon) == 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, errors
+    until(lambda: running(daemon) == 0)
+    assert [one["custom_id"] for one in answers(tmp_path / "out")] == ["short"]
 
 
 @pytest.mark.slow

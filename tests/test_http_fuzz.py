@@ -106,7 +106,16 @@ KNOWN: dict[str, Any] = {  # values that are often right, by field
     "input": WORDS | st.lists(TOKENS, max_size=4) | st.lists(WORDS, max_size=3),
     "tokens": st.lists(TOKENS, max_size=5),
     "logit_bias": st.dictionaries(st.integers(-2, 300).map(str) | WORDS, st.floats(-100, 100), max_size=3),
-    "chat_template": st.sampled_from(["{{ messages }}", "{% for", "{{ 1/0 }}", "{{ messages.__class__ }}"]),
+    "chat_template": st.sampled_from(
+        [
+            "{{ messages }}",
+            "{% for",
+            "{{ 1/0 }}",
+            "{{ messages.__class__ }}",
+            "{{ '{1}'.format(0) }}",
+            "{% for a in [] %}" * 30 + "{% endfor %}" * 30,
+        ]
+    ),
     "model": st.just("spring"),
     "request_id": WORDS,
 }
@@ -198,7 +207,7 @@ def server() -> Iterator[HttpServer]:
         daemon = Daemon(folder)
         daemon.ready_line()
         options = ("--connect", daemon.address, "--served-model-name", "spring", "--no-access-log")
-        started = HttpServer(folder, *options).wait_ready()
+        started = HttpServer(folder, *options, "--trust-request-chat-template").wait_ready()
         yield started
         assert "Traceback" not in started.log, started.log[-5000:]
         started.end()

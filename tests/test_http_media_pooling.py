@@ -41,7 +41,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="module")
 def server(clip: Model) -> Iterator[HttpServer]:
     with short_folder() as folder:
-        found = HttpServer(folder, "--model", str(clip.folder), "--dtype", "float32").wait_ready()
+        options = ("--model", str(clip.folder), "--dtype", "float32", "--trust-request-chat-template")
+        found = HttpServer(folder, *options).wait_ready()
         yield found
         found.end()
 

@@ -132,6 +132,14 @@ def test_log_probabilities_of_a_chat(server: HttpServer) -> None:
     assert tokens == content
 
 
+def test_log_probabilities_of_the_prompt_of_a_chat(server: HttpServer) -> None:
+    found = chat(server, max_tokens=1, extra_body={"prompt_logprobs": 1, "return_token_ids": True})
+    assert len(found.prompt_logprobs) == found.usage.prompt_tokens
+    assert found.prompt_logprobs[0] is None
+    for token, entry in zip(found.prompt_token_ids[1:], found.prompt_logprobs[1:], strict=True):
+        assert entry[str(token)]["logprob"] <= 0
+
+
 def test_stop_strings(server: HttpServer) -> None:
     text = chat(server, STORY, max_tokens=60).choices[0].message.content
     word = text.split()[5]
@@ -301,6 +309,10 @@ def test_models_and_what_else_is_told(server: HttpServer) -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
         ({"chat_template_kwargs": {"self": 1}}, "self"),
+        ({"chat_template": "{{ messages }}"}, "--trust-request-chat-template"),
+        ({"stop": ["x"] * 1025}, "stop has 1025 entries; the limit is 1024"),
+        ({"stop": "x" * 4097}, "stop holds a text of 4097 characters; the limit is 4096"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_a_request_that_can_not_be_served(server: HttpServer, more: dict[str, Any], says: str) -> None:

@@ -5,29 +5,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.server import ServerState
 
 from mainspring.engine.request.outputs import Logprob
 from mainspring.ipc import errors
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
-from mainspring.web import serve_options
+from mainspring.web import protocol, serve_options
 from mainspring.web.app import App
 from mainspring.web.bodies import ChatBody, CompletionBody, listed_inputs, sampling_params
 from mainspring.web.counters import Counters, shared_file
 from mainspring.web.exchange import Answer, Events, Request, answer, event
 from mainspring.web.failures import HttpError, http_error
 from mainspring.web.logprobs import chat_logprobs, completion_logprobs
+from mainspring.web.pooling import MAX_INPUTS, PoolingApi, RerankBody
 from mainspring.web.reader import Piece, delta_of, read_whole
 from mainspring.web.router import Router
-from mainspring.web.service import together
+from mainspring.web.service import Service, together
 from mainspring.web.tenants import Tenant, Tenants, digest, load_api_keys
 
 
@@ -173,6 +178,9 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_listed(router: Router, 
         found = Exchange(app, "GET", "/things", headers=origin)
         assert (found.headers.get(b"access-control-allow-origin") == b"http://a") == allowed
         assert Exchange(app, "OPTIONS", "/things", headers=origin).status == (204 if allowed else 405)
+    names = (b"access-control-request-headers", b"authorization,x-stainless-os")
+    found = Exchange(app, "OPTIONS", "/things", headers=[*origin, names])
+    assert found.headers[b"access-control-allow-headers"] == names[1], "those of OpenAI's client, too"
 
 
 def test_an_error_before_the_first_event_is_a_status_and_later_an_event(counters: Counters) -> None:
@@ -224,6 +232,107 @@ def test_a_client_that_leaves_ends_its_handler(router: Router, counters: Counter
     assert ended
     assert time.monotonic() - began < 10
     assert 'http_requests_total{status="499"} 1' in counters.lines()
+
+
+def test_a_stream_that_the_server_ends_is_told_so_in_its_own_form(counters: Counters) -> None:
+    async def events() -> AsyncIterator[bytes]:
+        yield event({"number": 1})
+        await asyncio.sleep(60)
+
+    async def stream(request: Request, body: None) -> Events:
+        return Events(events(), b"", lambda error: event(error["error"]["message"], "error"))
+
+    router = Router()
+    router.add("GET", "/", stream)
+    app, sent, parts = app_of(router, counters), list[dict[str, Any]](), [b""]
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": parts.pop()}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
+        task = asyncio.ensure_future(app(scope, receive, send))
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert sent[-1]["body"] == b'event: error\ndata: "the server shuts down"\n\n'
+
+
+@pytest.mark.parametrize("rest", ["GET /", "\r\n"])
+def test_a_header_after_another_request_may_not_come_slowly_either(monkeypatch: pytest.MonkeyPatch, rest: str) -> None:
+    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> bytes:
+        config, state = uvicorn.Config(app, ws="none", lifespan="off", log_config=None), ServerState()
+        config.load()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.4)  # between requests a connection may wait
+        writer.write(rest.encode())
+        try:
+            return await asyncio.wait_for(reader.read(), 20)
+        finally:
+            writer.close()
+            server.close()
+
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_chat_template_of_a_request_is_refused_unless_they_are_trusted() -> None:
+    given: Any = (None, None, "m", {}, None)
+    Service(*given).check_template(None)
+    with pytest.raises(HttpError, match="--trust-request-chat-template"):
+        Service(*given).check_template("{{ messages }}")
+    Service(*given, trusts_templates=True).check_template("{{ messages }}")
+
+
+def test_pairs_of_texts_are_counted_and_then_encoded_beside_the_loop() -> None:
+    threads = []
+
+    def encode_pair(one: str, two: str) -> Any:
+        threads.append(threading.current_thread())
+        raise InvalidRequestError("enough")
+
+    tokenizer = SimpleNamespace(encode_pair=encode_pair, media={}, get_vocab=lambda: {"a": 1})
+
+    async def get_tokenizer() -> Any:
+        return tokenizer
+
+    model = SimpleNamespace(tasks=["classify"], max_model_len=64)
+    core = SimpleNamespace(model=model)
+    engine = SimpleNamespace(engine_core=core, tokenizer=tokenizer, get_tokenizer=get_tokenizer)
+    one = tenant("one")
+    one.use(cast(Any, engine))
+    engine.dead_error = core.lost_since = None
+    service: Any = Service(*cast(Any, (None, None, "m", {}, None)))
+
+    def rerank(query: str, count: int) -> None:
+        body = RerankBody(query=query, documents=["x"] * count)
+        asyncio.run(PoolingApi(service).rerank(cast(Any, SimpleNamespace(tenant=one, size=100)), body))
+
+    for query, count, says in (("a", MAX_INPUTS + 1, "the limit is 2048"), ("a" * 2000, 9, "limit is 64 tokens")):
+        with pytest.raises(HttpError, match=says):
+            rerank(query, count)
+    assert not threads
+    with pytest.raises(InvalidRequestError, match="enough"):
+        rerank("a", 2)
+    assert threading.main_thread() not in threads
 
 
 def test_counters_of_several_workers_are_summed() -> None:
@@ -286,6 +395,11 @@ def test_an_error_of_validation_names_the_field() -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(b"{}", type=ChatBody)
     assert "messages" in http_error(caught.value).message
+
+
+def test_an_id_of_a_request_is_short() -> None:
+    with pytest.raises(msgspec.ValidationError, match="length <= 256"):
+        msgspec.convert({"messages": [], "request_id": "x" * 257}, ChatBody)
 
 
 def options_of(*arguments: str) -> Any:

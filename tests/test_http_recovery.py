@@ -185,6 +185,47 @@ def test_an_own_core_and_workers_end_in_order_and_streams_are_completed(folder: 
         server.connect()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_nobody_can_connect_while_streams_end(folder: Path, workers: int, own: bool) -> None:
+    daemon, place = None, list[str]()
+    if not own:
+        daemon = Daemon(folder)
+        daemon.ready_line()
+        place = ["--connect", daemon.address]
+    server = HttpServer(folder, "--workers", str(workers), *place).wait_ready()
+
+    def refused() -> bool:
+        try:
+            server.connect().close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    async def main() -> None:
+        got = [0]
+        async with server.async_client() as client:
+            task = asyncio.ensure_future(stream(client, 1, got, max_tokens=3000))
+            while got[0] < 5:
+                await asyncio.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            while not refused():
+                assert not task.done(), "the port was open to the end"
+                await asyncio.sleep(0.01)
+            assert server.process.poll() is None
+            assert not task.done()
+            task.cancel()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+        assert server.process.wait(PATIENCE_S) == 0, server.log
+        assert "Traceback" not in server.log, server.log
+    finally:
+        server.end()
+        if daemon is not None:
+            daemon.end()
+
+
 def test_streams_that_do_not_end_in_time_are_told(folder: Path) -> None:
     server = HttpServer(folder, "--drain-timeout", "1").wait_ready()
 

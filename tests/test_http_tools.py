@@ -389,3 +389,8 @@ def test_errors_have_the_form_of_anthropic(server: HttpServer, other: anthropic.
         answer = httpx.post(f"{server.url}/v1/messages", content=body)
         assert answer.status_code == 400
         assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")
+    asked = {"messages": ASK, "max_tokens": 5, "structured_outputs": {"grammar": "???"}}
+    for stream in (False, True):  # the core refuses it, before there is an event
+        answer = httpx.post(f"{server.url}/v1/messages", json={**asked, "stream": stream})
+        assert answer.status_code == 400
+        assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")

@@ -70,6 +70,10 @@ def test_pieces_become_blocks() -> None:
     starts = [one["index"] for one in events if one["type"] == "content_block_start"]
     stops = [one["index"] for one in events if one["type"] == "content_block_stop"]
     assert starts == stops == list(range(5))
+    arguments = '{"city":"\\ud800"}'  # half a surrogate pair, which no text can have
+    blocks.add([Piece("tool", arguments, 0, "call_3", "weather")])
+    blocks.close()
+    assert arguments.encode() in msgspec.json.encode(blocks.content)
 
 
 def test_input_items_become_messages() -> None:
@@ -97,6 +101,20 @@ def test_input_items_become_messages() -> None:
         {"role": "tool", "tool_call_id": "b", "content": "Noon."},
     ]
     assert all(item["id"] for item in items)
+
+
+def test_each_answer_of_the_model_keeps_its_own_reasoning() -> None:
+    given = [
+        one
+        for text in ("One", "Two")
+        for one in (
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": f"{text}?"}]},
+            {"role": "assistant", "content": f"{text}."},
+        )
+    ]
+    assert chat_messages(given)[0] == [
+        {"role": "assistant", "content": f"{text}.", "reasoning_content": f"{text}?"} for text in ("One", "Two")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +167,7 @@ def test_templates_get_arguments_as_objects() -> None:
     assert calls('{"a": 1}') == {"a": 1}
     assert calls("") == {}
     assert calls('{"a": ') == '{"a": '  # a model wrote it, and was cut
+    assert calls('{"a": "\\ud800"}') == '{"a": "\\ud800"}'  # no text can have half a surrogate pair
 
 
 def stored(size: int) -> Stored:
@@ -193,11 +212,11 @@ def test_an_id_names_its_worker() -> None:
     number = second.marked("resp_abc")
     assert (first.elsewhere(number), second.elsewhere(number)) == (1, None)
     assert first.elsewhere(first.marked("resp_abc")) is None
-    for strange in ("", "resp_xyz", "resp_fff"):
+    for strange in ("", "resp_xyz", "resp_fff", "resp_-01"):
         assert first.elsewhere(strange) is None
 
 
-@pytest.mark.parametrize("kind", ["json", "events", "gone"])
+@pytest.mark.parametrize("kind", ["json", "events", "gone", "dies"])
 def test_a_worker_is_asked_over_its_socket(kind: str) -> None:
     """Also when the client leaves before the end of a stream, of which the other worker hears."""
     left: list[str] = []
@@ -208,6 +227,8 @@ def test_a_worker_is_asked_over_its_socket(kind: str) -> None:
         content = b"application/json" if kind == "json" else b"text/event-stream"
         await send({"type": "http.response.start", "status": 202, "headers": [(b"content-type", content)]})
         await send({"type": "http.response.body", "body": b"got " + body, "more_body": True})
+        if kind == "dies":
+            return
         if kind == "gone":
             left.append((await receive())["type"])
         else:
@@ -226,7 +247,11 @@ def test_a_worker_is_asked_over_its_socket(kind: str) -> None:
             return
         events = cast(Any, found.events)
         assert await anext(events) == b"got body"
-        if kind == "events":
+        if kind == "dies":
+            with pytest.raises(HttpError, match="has ended") as caught:
+                await anext(events)
+            assert caught.value.status == 503
+        elif kind == "events":
             assert [one async for one in events] == [b"."]
         else:
             await events.aclose()

@@ -20,7 +20,14 @@ from mainspring.engine.text.response_formats import (
     reasoning_format,
     tool_format,
 )
-from mainspring.engine.text.response_reader import Piece, ResponseReader, elements, joined, starts_in_reasoning
+from mainspring.engine.text.response_reader import (
+    Piece,
+    ResponseReader,
+    elements,
+    joined,
+    schema_types,
+    starts_in_reasoning,
+)
 from mainspring.ipc.errors import InvalidArgumentError
 from tiers import examples
 
@@ -308,6 +315,43 @@ def test_tokens_of_reasoning_are_counted() -> None:
     reader.read("</think>", [3])
     reader.read("Yes", [4, 5])
     assert reader.num_reasoning_tokens == 3
+
+
+@pytest.mark.parametrize("prompt", ["", "<think>"])
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_tokens_of_reasoning_are_counted_alike_in_a_whole_text(prompt: str, size: int) -> None:
+    text = ("" if prompt else "<think>") + "\nRain?\n</think>\n\nYes, it rains."
+    reader = ResponseReader(None, THINK, {}, prompt)
+    for at in range(0, len(text), size):
+        reader.read(text[at : at + size], range(len(text[at : at + size])))  # each character is a token
+    reader.end()
+    assert round(reader.num_reasoning_tokens) == len("\nRain?\n</think>")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "now"}</tool_call>', {"a": "\ud800"}),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', None),
+        ("qwen3_xml", '<function=now><parameter=a>"\\ud800"</parameter></function>', {"a": "\ud800"}),
+        ("qwen3_xml", "<function=now><parameter=a>[1e999]</parameter></function>", {"a": "[1e999]"}),
+        ("pythonic", '[now(a="\\ud800")]', {"a": "\ud800"}),
+    ],
+)
+def test_arguments_are_json_whatever_the_model_writes(name: str, text: str, arguments: Any) -> None:
+    for parts in ([text], list(text)):
+        pieces = read(name, parts)
+        for piece in pieces:
+            assert (piece.name + piece.text).encode()
+        calls = [piece.text for piece in pieces if piece.kind == "tool"]
+        assert [json.loads(one, parse_constant=lambda word: pytest.fail(word)) for one in calls] == (
+            [] if arguments is None else [arguments]
+        )
+
+
+def test_a_schema_that_is_none_has_no_types() -> None:
+    for schema in ({"type": 5}, {"anyOf": 5}, {"type": [5, None]}, {"enum": 5}):
+        assert schema_types(schema) == set()
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ CALL = ("tool", "weather", '{"city": "Oslo"}')
         ('A.\n<tool_call>\n{"name": "wea', [("content", "", 'A.\n<tool_call>\n{"name": "wea')]),
         (f"<tool_call>[1]</tool_call>{WEATHER}", [("content", "", "<tool_call>[1]</tool_call>"), CALL]),
         ("<think>So", [("reasoning", "", "So")]),
+        (
+            '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>',
+            [("tool", "weather", '{"city": "\\ud800"}')],
+        ),
+        *(
+            (text, [("content", "", text)])
+            for text in (
+                '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+                '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
+            )
+        ),
     ],
 )
 def test_an_output_is_read_alike_in_any_pieces(text: str, expected: list[tuple[str, str, str]]) -> None:
@@ -71,6 +82,15 @@ def test_tokens_of_reasoning_are_counted() -> None:
     for text, ids in (("So.", [1, 2]), ("</think>", [3]), ("Yes.", [4])):
         reader.read(text, ids)
     assert reader.num_reasoning_tokens == 3
+
+
+def test_tokens_of_reasoning_are_counted_alike_in_a_whole_text() -> None:
+    text = "<think>\nRain?</think>Yes, it rains."
+    for size in (1, 100):
+        reader = TemplateReader(TEMPLATE, (), PROMPT)
+        for at in range(0, len(text), size):
+            reader.read(text[at : at + size], range(len(text[at : at + size])))  # each character is a token
+        assert round(reader.num_reasoning_tokens) == len("\nRain?</think>")
 
 
 def test_arguments_are_cast_by_the_schema() -> None:

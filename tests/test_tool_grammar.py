@@ -302,11 +302,17 @@ def test_a_tool_of_any_name_and_many_tools_compile(walk: Walk) -> None:
         walk.compiler.compile("grammar", str(form.grammar))
 
 
+def named(name: str, **parameters: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "message"),
     [
         ([{"type": "function"}], None, "a tool is .*; it must have type 'function' and a function with a name"),
         ([{"type": "function", "function": {"name": "f", "parameters": 3}}], None, "parameters of f are 3"),
+        (named("f", properties=[]), None, r"parameters of f are no JSON schema: properties is \[\]"),
+        (named("f", required="a"), None, "parameters of f are no JSON schema: required is 'a'"),
         (TOOLS + TOOLS, None, "two functions of the same name"),
         (TOOLS, "some", "tool_choice is 'some'; it must be auto, none, required or a function"),
         ([], "required", "there are no tools"),
@@ -317,6 +323,29 @@ def test_a_tool_of_any_name_and_many_tools_compile(walk: Walk) -> None:
 def test_what_no_request_can_mean_is_refused(tools: Any, choice: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         tool_choice(tools, choice, None)
+
+
+def test_a_schema_may_have_nulls_and_be_wrong_inside(walk: Walk) -> None:
+    (tool,) = tool_choice(named("f", properties=None, required=None), "auto", None).tools
+    assert tool.schema == tool_choice(named("f"), "auto", None).tools[0].schema
+    tools = named("f", properties={"a": {"enum": 5}, "b": {"type": 5}})
+    form = tool_grammar(tool_choice(tools, "required", None), TOOL_FORMATS["qwen3_xml"])
+    assert form is not None
+    walk.compiler.compile("grammar", str(form.grammar))
+
+
+@pytest.mark.parametrize("name", [name for name, one in TOOL_FORMATS.items() if one.forms[0].params])
+def test_a_parameter_may_be_any_text(name: str, walk: Walk) -> None:
+    form = TOOL_FORMATS[name].forms[0]
+    param = form.params[0].replace("$KEY", "a").replace("$VALUE", "Any <b> text,\nof 'lines'.")
+    text = form.start + form.call.replace("$NAME", "f").replace("$PARAMS", param) + form.end
+    made = tool_grammar(
+        tool_choice(named("f", properties={"a": {"type": "string"}}), "required", None), TOOL_FORMATS[name]
+    )
+    assert made is not None
+    assert walk.output(str(made.grammar), 0, 600, text) == text
+    (call,) = calls_of(name, text)
+    assert (call.name, json.loads(call.text)) == ("f", {"a": "Any <b> text,\nof 'lines'."})
 
 
 def test_allowed_tools_limit_the_choice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,5 +63,5 @@ def make(folder: Path, special: Sequence[str] = ()) -> Path:
 
 
 def says(text: str) -> dict[str, Any]:
-    """Fields of a body with which a model answers this, whatever its weights are."""
-    return {"structured_outputs": {"choice": [text]}}
+    """Fields of a body with which a model of any weights answers this. Before a grammar there is no reasoning."""
+    return {"structured_outputs": {"grammar": f"start: {json.dumps(text)}"}}

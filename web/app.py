@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .counters import Counters
-from .exchange import EVENTS, JSON, Answer, Header, Receive, Request, Send, json_of, request_id
+from .exchange import EVENTS, JSON, Answer, Header, Receive, Request, Send, event, json_of, request_id
 from .failures import HttpError, http_error
 from .router import Route, Router
 from .tenants import Tenants
@@ -81,12 +81,13 @@ class App:
         """The headers that let a page of another origin read the answer."""
         if not self._origins:
             return []
-        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        given = dict(scope["headers"])
+        origin = given.get(b"origin")
         if origin is None or not (origin in self._origins or b"*" in self._origins):
             return []
         return [
             (b"access-control-allow-origin", origin),
-            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-allow-headers", given.get(b"access-control-request-headers", b"*")),  # clients have many
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"vary", b"origin"),
         ]
@@ -97,17 +98,11 @@ class App:
         if isinstance(found, Answer):
             await reply.whole(found)
             return
-        events = found.events
+        events, reply.failed, reply.last = found.events, found.failed, found.last
         try:
             async for one in events:
                 await (reply.more(one) if reply.started else reply.first(one))
             await reply.end(found.last)
-        except Exception as error:
-            if not reply.started:
-                raise
-            failure = http_error(error)
-            reply.status = failure.status
-            await reply.end(found.failed(failure.body()) + found.last)
         finally:
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
@@ -154,6 +149,8 @@ class _Reply:
         self._send, self.headers = send, headers
         self.status, self.started, self.ended = 0, False, False
         self.request_id = ""
+        self.failed: Callable[[dict[str, Any]], bytes] = event  # of `Events`, like `last`
+        self.last = b""
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started, self.status = True, status
@@ -185,7 +182,7 @@ class _Reply:
             await self.whole(Answer(json_of(error.body()), error.status, [JSON, *error.headers]))
         elif not self.ended:
             self.status = error.status
-            await self.end(b"data: %b\n\ndata: [DONE]\n\n" % json_of(error.body()))
+            await self.end(self.failed(error.body()) + self.last)
 
 
 async def _watch(receive: Receive, task: asyncio.Task[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json as codec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -65,7 +65,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     early_stopping: bool | None = None
     cache_salt: str | None = None
     priority: int = 0
-    request_id: str | None = None
+    request_id: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # each event of a stream has it
     user: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

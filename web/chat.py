@@ -62,12 +62,15 @@ class ChatApi:
             MainspringError: as `AsyncLLMEngine.generate`, or the template refuses the conversation.
         """
         model, lora = self._service.model(body.model)
+        self._service.check_template(body.chat_template)
         engine = await request.tenant.engine()
         if body.functions:
             raise HttpError(400, "functions is the older form of tools, and not supported: give tools", "functions")
         if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS):
             why = f"top_logprobs must be in 0 to {MAX_TOP_LOGPROBS}, and needs logprobs"
             raise HttpError(400, why, "top_logprobs")
+        if body.stream and body.prompt_logprobs is not None:
+            raise HttpError(400, "prompt_logprobs of a chat can't be streamed", "prompt_logprobs")
         talk_id = new_id(prefix) if body.request_id is None else f"{prefix}-{body.request_id}"
 
         tokenization = {"add_special_tokens": bool(body.add_special_tokens)}  # the template writes them itself
@@ -145,7 +148,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
     async for output in cast("RequestStream", talk.stream):
         last = output
     assert last is not None
-    choices, generated, reasoned = [], 0, 0
+    choices, generated, reasoned = [], 0, 0.0
     for one in last.outputs:
         assert one.finish_reason is not None
         reason = finish_reason(one.finish_reason)
@@ -170,6 +173,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
         "choices": choices,
         "usage": usage_of([last], generated, reasoned),
         **({"prompt_token_ids": last.prompt_token_ids} if talk.body.return_token_ids else {}),
+        **({} if talk.body.prompt_logprobs is None else {"prompt_logprobs": last.prompt_logprobs}),
     }
 
 

@@ -116,7 +116,7 @@ class CompletionApi:
             ]
 
         ready = await made(request, make)
-        echoed = [_texts(engine, one) if body.echo else ("", "") for one in ready]
+        echoed = await made(request, lambda: [_texts(engine, one) if body.echo else ("", "") for one in ready])
         streams = []
         try:
             for one in ready:

@@ -41,7 +41,7 @@ class Forwarding:
             row = int(number[-3:], 16)
         except ValueError:
             return None
-        return row if row != self._row and row < self._rows else None
+        return row if row != self._row and 0 <= row < self._rows else None
 
     async def ask(self, row: int, request: Request, body: bytes = b"") -> Answer | Events:
         """The answer of another worker.
@@ -74,6 +74,8 @@ class Forwarding:
             try:
                 async for part in _parts(reader):
                     yield part
+            except (OSError, EOFError):
+                raise HttpError(503, "the worker that has this response has ended", retry_after=1) from None
             finally:
                 writer.close()
 

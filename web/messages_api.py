@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json as codec
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..ipc.params import is_text
 from .bodies import ChatBody
 from .chat import ChatApi, chat_prompt
 from .exchange import Answer, Events, Request, answer, event
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_TYPES = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # Anthropic's, if others
+# types of errors that have another name in Anthropic's API
+_TYPES = {"service_unavailable_error": "overloaded_error", "internal_server_error": "api_error"}
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
@@ -61,7 +63,9 @@ class MessagesApi:
             talk = await self._chat.begin(request, _chat_body(body), "msg")
             turn = Turn(request, talk)
             if body.stream:
-                return Events(_events(talk, turn), b"", _failed)
+                events = _events(talk, turn)
+                first = await anext(events)  # what fails before it is an error in Anthropic's form, too
+                return Events(_resumed(first, events), b"", _failed)
             return answer(await _whole(talk, turn))
         except Exception as error:
             return _error(http_error(error))
@@ -86,14 +90,14 @@ class MessagesApi:
 
 
 def _error(error: HttpError) -> Answer:
-    found = answer(_error_object(error.body(), error.status), error.status)
+    found = answer(_error_object(error.body()), error.status)
     found.headers = [*found.headers, *error.headers]
     return found
 
 
-def _error_object(error: dict[str, Any], status: int = 500) -> dict[str, Any]:
-    kind = _TYPES.get(status, "api_error" if status >= 500 else error["error"]["type"])
-    return {"type": "error", "error": {"type": kind, "message": error["error"]["message"]}}
+def _error_object(error: dict[str, Any]) -> dict[str, Any]:
+    kind = error["error"]["type"]
+    return {"type": "error", "error": {"type": _TYPES.get(kind, kind), "message": error["error"]["message"]}}
 
 
 def _failed(error: dict[str, Any]) -> bytes:
@@ -140,6 +144,8 @@ class _Blocks:
             with contextlib.suppress(ValueError, RecursionError):  # cut by max_tokens; the stream has brought its text
                 given = codec.loads(self._arguments or "{}")
                 self.content[-1]["input"] = given if isinstance(given, dict) else {}
+                if isinstance(given, dict) and not is_text(codec.dumps(given, ensure_ascii=False)):  # half a pair
+                    self.content[-1]["input"] = msgspec.Raw(self._arguments.encode())
         self._kind = None
         return [{"type": "content_block_stop", "index": len(self.content) - 1}]
 
@@ -179,7 +185,14 @@ async def _whole(talk: Conversation, turn: Turn) -> dict[str, Any]:
     return _message(talk, blocks.content, turn)
 
 
-async def _events(talk: Conversation, turn: Turn) -> AsyncIterator[bytes]:
+async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(events):
+        yield first
+        async for one in events:
+            yield one
+
+
+async def _events(talk: Conversation, turn: Turn) -> AsyncGenerator[bytes, None]:
     blocks, begun = _Blocks(), False
     async with contextlib.aclosing(turn.pieces()) as pieces:
         async for some in pieces:

@@ -165,6 +165,7 @@ class PoolingApi:
         prompts: list[Any] = [] if body.input is None else listed_inputs(body.input, "input")
         if not all(prompts):
             raise HttpError(400, "an entry of input is empty", "input")
+        self._service.check_template(body.chat_template)
         engine = await request.tenant.engine()
         asked = _task(engine, task)
         if body.messages is not None:
@@ -175,13 +176,18 @@ class PoolingApi:
         self, request: Request, body: PoolingBody, firsts: Sequence[Any], seconds: Sequence[Any]
     ) -> tuple[list[float], list[PoolingRequestOutput[PoolingOutput]]]:
         """A score for each of `seconds`."""
+        _check_number(len(seconds))
         engine = await request.tenant.engine()
         tasks = engine.engine_core.model.tasks
         firsts, seconds = ([entry_prompt(engine.tokenizer, one) for one in both] for both in (firsts, seconds))
-        ones = [*firsts] * (len(seconds) // len(firsts))
         if "classify" in tasks:
+            for one in (*firsts, *seconds):
+                if isinstance(one, str) and body.truncate_prompt_tokens is None:
+                    self._service.check_length(engine, one)
             tokenizer = await engine.get_tokenizer()
-            pairs = [pair_prompt(tokenizer, one, two) for one, two in zip(ones, seconds, strict=True)]
+            both = zip([*firsts] * (len(seconds) // len(firsts)), seconds, strict=True)
+            # in a thread, because a long query is encoded again for each document
+            pairs = await asyncio.to_thread(lambda: [pair_prompt(tokenizer, one, two) for one, two in both])
             outputs = await self._pooled(request, body, engine, pairs, "classify")
             return [float(one.outputs.data[0]) for one in outputs], outputs
         task = _task(engine, "embed")
@@ -200,8 +206,7 @@ class PoolingApi:
         task: Any,
         dimensions: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        if len(prompts) > MAX_INPUTS:
-            raise HttpError(400, f"there are {len(prompts)} inputs; the limit is {MAX_INPUTS}", "input")
+        _check_number(len(prompts))
         _, lora = self._service.model(body.model)
         activate = next((v for v in (body.use_activation, body.activation, body.softmax) if v is not None), None)
         params = PoolingParams(
@@ -257,6 +262,11 @@ class PoolingApi:
                 "usage": _usage(outputs),
             }
         )
+
+
+def _check_number(count: int) -> None:
+    if count > MAX_INPUTS:
+        raise HttpError(400, f"there are {count} inputs; the limit is {MAX_INPUTS}", "input")
 
 
 def _labels(model: ModelConfig) -> dict[int, str]:

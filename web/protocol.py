@@ -51,6 +51,9 @@ class LimitedProtocol(HttpToolsProtocol):
         piece = self._rest[self._at : end]
         self._began = False
         super().data_received(piece)
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self._timer is None and not self.transport.is_closing():  # a header has begun, or what is none
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._too_slow)
         if self._in_header and not self._began:  # the parser keeps an unfinished line without telling
             self._count(len(piece))
         if end < len(self._rest):

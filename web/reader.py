@@ -22,8 +22,8 @@ class MessageReader(Protocol):
         """Whether a call of a tool was read. The finish reason `stop` is then `tool_calls`."""
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens read so far that are reasoning."""
+    def num_reasoning_tokens(self) -> float:
+        """Tokens read so far that are reasoning; of text that holds more than it, a share by characters."""
 
 
 def read_whole(reader: MessageReader, text: str, token_ids: Sequence[int]) -> dict[str, Any]:

@@ -4,12 +4,13 @@ tools of the request."""
 from __future__ import annotations
 
 import contextlib
-import json as codec
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ..engine.text.response_formats import (
     REASONING_FORMATS,
@@ -137,7 +138,7 @@ class _WithoutReasoning:
         return self._reader.has_calls
 
     @property
-    def num_reasoning_tokens(self) -> int:
+    def num_reasoning_tokens(self) -> float:
         return self._reader.num_reasoning_tokens
 
 
@@ -176,7 +177,7 @@ def _calls(calls: Any) -> Any:
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
-            with contextlib.suppress(ValueError, RecursionError):  # a model wrote it; the template shows it as it is
-                call = {**call, "function": {**function, "arguments": codec.loads(text or "{}")}}
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # a model wrote it; it is shown as it is
+                call = {**call, "function": {**function, "arguments": msgspec.json.decode(text or "{}")}}
         found.append(call)
     return found

@@ -123,8 +123,7 @@ def chat_messages(given: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any
             if role not in ("user", "assistant", "system", "developer") or not isinstance(content, (str, list)):
                 raise HttpError(400, f"input[{at}] must have a role and content, a text or a list", "input")
             if role == "assistant":
-                _of_model(messages)["content"] += _text(content)
-                _of_model(messages, reasoning)
+                _of_model(messages, reasoning)["content"] += _text(content)
                 reasoning = ""
             else:
                 messages.append({"role": "system" if role == "developer" else role, "content": content})

@@ -39,6 +39,9 @@ class ServeOptions(Section, frozen=True, kw_only=True):
     )
     tool_parser: Annotated[str, "Form of the model's tool calls, or none; auto: as its chat template shows."] = "auto"
     reasoning_parser: Annotated[str, "Form of the model's reasoning, or none; auto: as its template shows."] = "auto"
+    trust_request_chat_template: Annotated[
+        bool, "Render a chat_template that a request brings, though its loops may stop a worker."
+    ] = False
     max_body_bytes: Annotated[int, "Longest body of a request."] = 32 << 20
     body_timeout: Annotated[float, "Seconds that a client has to go on with its request while it sends it."] = 30.0
     restart_wait: Annotated[

@@ -61,7 +61,7 @@ def serve(options: ServeOptions, engine: EngineConfig | dict[str, Any], on_ready
         settings = {} if isinstance(engine, EngineConfig) else dict(engine)
         name = settings.pop("served_model_name", None)
         order = Order(
-            options, options.connect or "", settings, name, 0, options.workers, counters.fileno(), listener.fileno()
+            options, options.connect or "", settings, name, 0, options.workers, counters.fileno(), listener.detach()
         )
         if options.workers > 1:
             order.folder = make_runtime_dir()
@@ -190,8 +190,11 @@ class _Pool:
         self._processes[row] = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
 
     def _watch(self) -> None:
-        limit = self._order.options.drain_timeout + _END_SECONDS
+        limit, listens = self._order.options.drain_timeout + _END_SECONDS, True
         while self._processes:
+            if self.stopping and listens:
+                listens = False
+                os.close(self._order.listener)  # as the workers do with theirs: then nobody can connect
             for row, process in list(self._processes.items()):
                 if process.poll() is None:
                     continue

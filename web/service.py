@@ -33,6 +33,7 @@ class Service:
     name: what the model is called. Requests may also name it by the last part of a path.
     adapters: LoRA adapters by name, which are models of their own in requests.
     readings: how answers to conversations are read.
+    trusts_templates: whether requests may bring chat templates.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Service:
         name: str,
         adapters: Mapping[str, LoRARequest],
         readings: Readings,
+        trusts_templates: bool = False,
     ) -> None:
         self.tenants, self.counters = tenants, counters
         self.name, self.adapters, self.readings = name, dict(adapters), readings
+        self._trusts_templates = trusts_templates
         self._short_name = name.rstrip("/").rpartition("/")[2]
         self.created = int(time.time())
         self._longest_token: int | None = None  # characters
@@ -78,7 +81,7 @@ class Service:
     ) -> EngineCoreRequest:
         """A checked request; `own_params` as `InputProcessor.process_inputs` has it. Other streams wait, see `made`."""
         if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
-            self._check_length(engine, prompt)
+            self.check_length(engine, prompt)
         return engine.input_processor.process_inputs(
             request_id,
             prompt,
@@ -94,7 +97,17 @@ class Service:
         """The headers of the trace that a request belongs to, if traces are sent."""
         return None if engine.output_processor.tracer is None else request.trace_headers
 
-    def _check_length(self, engine: AsyncLLMEngine, text: str) -> None:
+    def check_template(self, given: str | None) -> None:
+        """Refuse a chat template that a request brings: it can loop for hours, and all streams of the worker wait.
+
+        Raises:
+            HttpError: such templates are not trusted.
+        """
+        if given is not None and not self._trusts_templates:
+            why = "chat_template is refused; --trust-request-chat-template lets the server render those of requests"
+            raise HttpError(400, why, "chat_template")
+
+    def check_length(self, engine: AsyncLLMEngine, text: str) -> None:
         """Refuse a text that can't fit, whatever its tokens are, because to encode it would take seconds.
 
         Raises:
@@ -169,7 +182,7 @@ def finish_reason(output_reason: str) -> str:
     return output_reason
 
 
-def usage_of(outputs: Sequence[RequestOutput], num_generated: int, num_reasoning: int = 0) -> dict[str, Any]:
+def usage_of(outputs: Sequence[RequestOutput], num_generated: int, num_reasoning: float = 0) -> dict[str, Any]:
     """The tokens of a request, whose prompts are those of these outputs."""
     prompt = sum(len(output.prompt_token_ids or ()) for output in outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
@@ -178,5 +191,5 @@ def usage_of(outputs: Sequence[RequestOutput], num_generated: int, num_reasoning
         "completion_tokens": num_generated,
         "total_tokens": prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "completion_tokens_details": {"reasoning_tokens": round(num_reasoning)},
     }

@@ -35,6 +35,7 @@ class TextApi:
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Answer:
         self._service.model(body.model)
+        self._service.check_template(body.chat_template)
         engine = await request.tenant.engine()
         tokenizer = await self._tokenizer(request)
         if (body.prompt is None) == (not body.messages):
@@ -54,7 +55,9 @@ class TextApi:
             return list(prompt["prompt_token_ids"])
 
         ids = await made(request, make)
-        strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        strings = None
+        if body.return_token_strs:
+            strings = await made(request, lambda: tokenizer.convert_ids_to_tokens(ids))
         longest = engine.engine_core.model.max_model_len
         return answer({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings})
 

@@ -65,7 +65,7 @@ class Turn:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        return 0 if self._reader is None else self._reader.num_reasoning_tokens
+        return 0 if self._reader is None else round(self._reader.num_reasoning_tokens)
 
 
 def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -101,7 +101,8 @@ class Site:
         }
         readings = Readings(options.tool_parser, options.reasoning_parser)
         readings.prepare(self._engine)
-        self.service = Service(self.tenants, counters, shown, adapters, readings)
+        trusts = options.trust_request_chat_template
+        self.service = Service(self.tenants, counters, shown, adapters, readings, trusts)
         self.admin = Tenant("administration", 1.0, True, self._connect_admin, options.restart_wait)
         self.forwarding = Forwarding(order.folder, order.row, order.rows)
         self.router = Router()
@@ -248,7 +249,7 @@ def run(order: Order, on_ready: Callable[[], None], parent: int | None = None) -
         if parent is not None:
             asyncio.get_running_loop().add_reader(parent, _ended, server, parent)
         await site.forwarding.listen(site.app)
-        await server.serve([socket.socket(fileno=os.dup(order.listener))])
+        await server.serve([socket.socket(fileno=order.listener)])
 
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -79,7 +79,7 @@ def render_chat(
         final = _mark_final(messages[-1])
     try:
         text = render(messages)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, SyntaxError) as error:
         raise InvalidRequestError(f"the chat template refused the conversation: {error}") from error
     return _cut_at_mark(text, final) if continue_final_message else text
 

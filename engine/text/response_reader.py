@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ...ipc.params import is_text
 from .response_formats import CallForm, ReasoningFormat, ToolFormat
 
 
@@ -159,19 +160,25 @@ class ResponseReader:
         self._num_arguments = 0
         self._name = ""  # the newest call's function
         self.num_calls = 0
-        self.num_reasoning_tokens = 0
+        self.num_reasoning_tokens = 0.0  # of text that holds more than reasoning, a share by characters
         self._state: Callable[[], Iterator[Piece] | None] = self._content
         if reasoning is not None and starts_in_reasoning(reasoning, prompt):
             self._state, self._strip = self._in_reasoning, True
 
     def read(self, text: str, token_ids: Sequence[int] = ()) -> list[Piece]:
         """More of the output: the pieces that are decided by it."""
+        reasoning = self._state == self._in_reasoning
+        size = -len(self._text) if reasoning else 0  # characters of reasoning in `text`: those held back count no more
         self._text += text
-        if self._state == self._in_reasoning:
-            self.num_reasoning_tokens += len(token_ids)
         found: list[Piece] = []
-        while (pieces := self._state()) is not None:
-            found += pieces
+        pieces: Iterator[Piece] | None = iter(())
+        while pieces is not None:
+            reasoning, before = self._state == self._in_reasoning, len(self._text)
+            if (pieces := self._state()) is not None:
+                found += pieces
+                before -= len(self._text)
+            size += before if reasoning else 0
+        self.num_reasoning_tokens += len(token_ids) * (size / len(text) if text else reasoning)
         return joined(found)
 
     def end(self) -> list[Piece]:
@@ -326,7 +333,7 @@ class ResponseReader:
             if end == _MORE and self._final and key is not None:  # the output ends in a value
                 self._take(len(self._text))
                 self._state = self._content
-                text = json.dumps(_coerced(value, self._schema(key)), ensure_ascii=False)
+                text = as_json(_coerced(value, self._schema(key)))
                 return iter((self._argument(key, value, text.removesuffix('"')),))
         end = self._match(self._ending, 0, {})
         if (more or end == _MORE) and not self._final:
@@ -360,12 +367,11 @@ class ResponseReader:
         return captured["$KEY"], value, end + len(close)
 
     def _schema(self, key: str) -> Any:
-        schema = self._schemas.get(self._name)
-        return schema.get("properties", {}).get(key) if isinstance(schema, dict) else None
+        return (self._schemas.get(self._name) or {}).get("properties", {}).get(key)
 
     def _argument(self, key: str | None, value: str, written: str | None = None) -> Piece:
         assert key is not None
-        text = json.dumps(_coerced(value, self._schema(key)), ensure_ascii=False) if written is None else written
+        text = as_json(_coerced(value, self._schema(key))) if written is None else written
         opening = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         return Piece("tool", f"{opening}{json.dumps(key, ensure_ascii=False)}: {text}", self.num_calls - 1)
@@ -494,13 +500,13 @@ def _json_call(text: str) -> tuple[str, str] | None:
     """The name and the arguments of a call in JSON."""
     try:
         value = json.loads(text)
+        value = value.get("function", value) if isinstance(value, dict) else value
+        if not isinstance(value, dict) or not is_text(name := value.get("name")):
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        return (name, as_json(arguments)) if isinstance(arguments, dict) else None
     except (ValueError, RecursionError):
         return None
-    value = value.get("function", value) if isinstance(value, dict) else value
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 def _python_calls(text: str) -> list[tuple[str, str]] | None:
@@ -515,7 +521,7 @@ def _python_calls(text: str) -> list[tuple[str, str]] | None:
             values = {str(word.arg): _literal(word.value) for word in call.keywords if word.arg is not None}
             if len(values) < len(call.keywords):
                 return None
-            found.append((ast.unparse(call.func), json.dumps(values, ensure_ascii=False, allow_nan=False)))
+            found.append((ast.unparse(call.func), as_json(values)))
         return found or None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
@@ -552,7 +558,8 @@ def _coerced(text: str, schema: Any) -> Any:
         return text
     word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
-        value = json.loads(word, parse_constant=_no_number)
+        value = json.loads(word)
+        as_json(value)
     except (ValueError, RecursionError):
         return text
     fits = [one for name in types for one in _TYPES.get(name, ())]
@@ -561,18 +568,24 @@ def _coerced(text: str, schema: Any) -> Any:
     return int(value) if isinstance(value, float) and "integer" in types and value.is_integer() else text
 
 
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+def as_json(value: Any) -> str:
+    """A value as JSON. Half a surrogate pair, which no text can have, stays an escape.
+
+    Raises:
+        ValueError: it holds a number that JSON does not have.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_text(text) else json.dumps(value)
 
 
 def schema_types(schema: Any) -> set[str]:
     """The types that a schema names; empty: any."""
     if not isinstance(schema, dict):
         return set()
-    named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    named = schema.get("type")
+    found = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
     for union in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(union) or ():
+        for one in union_of if isinstance(union_of := schema.get(union), list) else ():
             found |= schema_types(one)
     if not found and isinstance(words := schema.get("enum"), list) and all(isinstance(word, str) for word in words):
         found = {"string"}

@@ -7,12 +7,12 @@ before an error would be lost.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .response_reader import Piece, joined
+from ...ipc.params import is_text
+from .response_reader import Piece, as_json, joined
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields
 
@@ -47,7 +47,7 @@ class TemplateReader:
         self._failed_before = False  # the part before the open one was no part of the template
         self._field: str | None = None
         self.num_calls = 0
-        self.num_reasoning_tokens = 0
+        self.num_reasoning_tokens = 0.0  # of text that holds more than reasoning, a share by characters
         for one in self._parser.initial_events:
             self._field = one["field"] if one["type"] != "region_close" else None
 
@@ -57,17 +57,18 @@ class TemplateReader:
 
     def read(self, text: str, token_ids: Sequence[int] = ()) -> list[Piece]:
         """See `ResponseReader.read`."""
-        if self._field in _REASONING:
-            self.num_reasoning_tokens += len(token_ids)
         found: list[Piece] = []
+        letters = 0  # of reasoning
         for letter in text:
             self._text += letter
+            letters += self._field in _REASONING
             try:
                 events = self._parser.feed(letter)
             except ValueError:
                 found += self._failed()
             else:
                 found += self._pieces(events)
+        self.num_reasoning_tokens += len(token_ids) * (letters / len(text) if text else self._field in _REASONING)
         return joined(found)
 
     def end(self) -> list[Piece]:
@@ -128,12 +129,14 @@ class TemplateReader:
     def _call(self, value: Any) -> Iterator[Piece]:
         function = value.get("function", value) if isinstance(value, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str):
+        given = function.get("arguments", function.get("parameters", {})) if isinstance(function, dict) else None
+        try:
+            arguments = given if isinstance(given, str) else as_json(given)
+        except ValueError:
+            arguments = None
+        if function is None or not is_text(name) or not is_text(arguments):
             yield self._raw()
             return
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        arguments = function.get("arguments", function.get("parameters", {}))
         yield Piece("tool", "", index, f"call_{self._make_id():.24}", name)
-        yield Piece(
-            "tool", arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False), index
-        )
+        yield Piece("tool", arguments, index)

@@ -81,6 +81,10 @@ def _tool(given: Any) -> Tool:
     schema = function.get("parameters")
     if schema is not None and not isinstance(schema, dict):
         raise InvalidRequestError(f"the parameters of {name} are {shown(schema)}; they must be a JSON schema")
+    schema = {key: value for key, value in (schema or {}).items() if value is not None}
+    for key, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(key, kind()), kind):
+            raise InvalidRequestError(f"the parameters of {name} are no JSON schema: {key} is {shown(schema[key])}")
     none: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
     return Tool(name, {"type": "object", **schema} if schema else none, function.get("strict") is True)
 
@@ -214,7 +218,8 @@ class _Writer:
         """A rule for text up to a mark, the mark included."""
         if mark in self._special.ids:
             return self.add(name, f"{_ANY_TEXT} {self.text(mark)}")
-        return self.add(f"{name}[suffix={_literal(mark)}]", _ANY_TEXT)
+        self.add(f"{name}[suffix={_literal(mark)}]", _ANY_TEXT)
+        return name
 
     def text(self, text: str) -> str:
         """A literal, with special tokens by their ids; nothing for an empty one. Newlines before a literal are one of
@@ -276,7 +281,8 @@ class _Writer:
     def _value(self, tool: Tool, name: str, schema: dict[str, Any], after: str) -> str:
         """The value and what comes after it."""
         types = schema_types(schema)
-        if words := [word for word in schema.get("enum", [schema.get("const")]) if isinstance(word, str)]:
+        listed = enum if isinstance(enum := schema.get("enum"), list) else [schema.get("const")]
+        if words := [word for word in listed if isinstance(word, str)]:
             return f"({' | '.join(map(_literals, words))}) {self.text(after)}"
         if types and "string" not in types:
             return f"{self._json(schema)} {self.text(after)}"
