@@ -277,10 +277,11 @@ class Processor:
 
     def decoder_ids(self, prompt: str | list[int]) -> list[int]:
         """The token ids of a decoder's prompt: without the tokenizer's special tokens, some of which end a text. The
-        first one is the token that the checkpoint names as the decoder's first."""
+        token that the checkpoint names as the decoder's first is put in front, unless the prompt has it: in prompts of
+        Whisper, what was said before may come first."""
         ids = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else list(prompt)
         first = self._config.get("decoder_start_token_id")
-        return [first, *ids] if isinstance(first, int) and ids[:1] != [first] else ids
+        return [first, *ids] if isinstance(first, int) and first not in ids else ids
 
     def together(
         self, prompt: str, items: Sequence[tuple[str, Any]], kwargs: Mapping[str, Any]
