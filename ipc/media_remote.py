@@ -235,7 +235,7 @@ class RemoteMedia:
             if answer.error:
                 failed(from_wire(answer.error, answer.error_text))
             else:
-                done(PreparedPrompt(answer.token_ids, answer.media))
+                done(PreparedPrompt(answer.token_ids, answer.media, answer.windows))
 
         self._exchange.send(self._worker_of(asked), _Job(order.job, message, answered, failed))
 

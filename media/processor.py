@@ -99,6 +99,12 @@ class Processor:
         """Samples per second that the model hears."""
         return int(getattr(getattr(self._processor, "feature_extractor", None), "sampling_rate", 16_000))
 
+    @property
+    def window(self) -> int | None:
+        """Samples of the longest sound that is prepared whole; None: there is no such limit."""
+        found = getattr(getattr(self._processor, "feature_extractor", None), "n_samples", None)
+        return found if isinstance(found, int) else None
+
     def place(self, modality: str) -> Place:
         """How prompts name items of a modality.
 
