@@ -21,7 +21,9 @@ class MediaInput(NamedTuple):
 
     modality: str  # "image", "video", "audio", "text"
     content: bytes | str | np.ndarray
-    facts: dict[str, Any] = {}  # noqa: RUF012  # of an array: "sampling_rate"; "fps", "total_num_frames", "frames_indices"
+    # of an array: "sampling_rate"; "fps", "total_num_frames", "frames_indices"
+    # of a sound that is all of an encoder's input: "window", the number of its part that is meant
+    facts: dict[str, Any] = {}  # noqa: RUF012
 
 
 class PreparedPrompt(NamedTuple):
@@ -29,6 +31,7 @@ class PreparedPrompt(NamedTuple):
 
     token_ids: list[int]
     media: list[MediaItem]
+    windows: Sequence[float] = ()  # of a sound with the fact "window": where each of its windows ends, in seconds
 
 
 class MediaClient(Protocol):

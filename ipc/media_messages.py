@@ -64,6 +64,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     token_ids: list[int] = []
     media: list[MediaItem] = []
     lacks: list[bytes] = []  # items that the worker does not have any more: they have to be prepared again
+    windows: list[float] = []  # see `PreparedPrompt`
 
 
 class MediaLaunch(msgspec.Struct):

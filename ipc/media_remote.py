@@ -244,7 +244,7 @@ class RemoteMedia:
             if answer.error:
                 fail(from_wire(answer.error, answer.error_text))
             else:
-                done(PreparedPrompt(answer.token_ids, answer.media))
+                done(PreparedPrompt(answer.token_ids, answer.media, answer.windows))
 
         self._exchange.send(worker, _Job(order.job, message, answered, fail))
 

@@ -30,6 +30,7 @@ from .decode import (
 )
 from .fetch import Fetcher
 from .processor import Expanded, Place, Processor, Way, check_kwargs, occurrences
+from .windows import window_ends
 
 DIGEST_BYTES = 16
 ITEM_BYTES = 1 << 10  # of memory that an item takes beside its arrays; short texts have fewer bytes than that
@@ -44,6 +45,7 @@ class Prepared(NamedTuple):
     text: str  # in the place of its placeholder; empty if it was prepared together with others
     rows: int  # tokens that its rows replace
     arrays: dict[str, np.ndarray]
+    windows: Sequence[float] = ()  # see `PreparedPrompt`
 
     @property
     def num_bytes(self) -> int:
@@ -184,21 +186,41 @@ class Preparer:
         if (kept := self._kept.get(digest)) is None:
             with self._guard(digest):
                 own = None
+                windows: list[float] = []
                 if given.modality == ENCODER_TEXT:
                     arrays = self.processor.encoder_ids(content)
                 else:
-                    item = self._decode(0, given, content, kwargs)
+                    if given.modality == "audio" and "window" in given.facts:
+                        item, windows = self._window(given, content)
+                    else:
+                        item = self._decode(0, given, content, kwargs)
                     if ids is None and (own := self.processor.own_prompt(given.modality, item, kwargs)) is not None:
                         arrays = own.arrays
                     else:
                         arrays = self.processor.features(given.modality, item, kwargs)
-            kept = Prepared(given.modality, "" if own is None else own.text, 0, arrays)
+            kept = Prepared(given.modality, "" if own is None else own.text, 0, arrays, windows)
             self._kept.put(digest, kept)
         first, end = 0, 1
         if kept.text:
             ids = self.processor.tokenize(kept.text, add_special_tokens=True)
             first, end = self.processor.span(given.modality, ids)
-        return PreparedPrompt([0] if ids is None else ids, [MediaItem(digest, given.modality, first, end - first)])
+        media = [MediaItem(digest, given.modality, first, end - first)]
+        return PreparedPrompt([0] if ids is None else ids, media, kept.windows)
+
+    def _window(self, given: MediaInput, content: bytes | np.ndarray) -> tuple[np.ndarray, list[float]]:
+        """The samples of a window of a sound, and where each of its windows ends, in seconds. The decoded sound is
+        kept, because its other windows will be asked for."""
+        number, facts = given.facts["window"], {key: given.facts[key] for key in given.facts if key != "window"}
+        whole, rate = given._replace(facts=facts), self.processor.sampling_rate
+        name = _hash(b"decoded", self._digest(whole, content, {}))
+        if (kept := self._kept.get(name)) is None:
+            kept = Prepared(given.modality, "", 0, {"samples": self._decode(0, whole, content, {})})
+            self._kept.put(name, kept)
+        samples = kept.arrays["samples"]
+        ends = window_ends(samples, self.processor.window or len(samples), rate)
+        if type(number) is not int or not 0 <= number < len(ends):
+            raise InvalidRequestError(f"window is {number!r:.40}; it must be an int below {len(ends)} for this sound")
+        return samples[ends[number - 1] if number else 0 : ends[number]], [end / rate for end in ends]
 
     def _order(
         self, prompt: str | list[int], by_modality: Mapping[str, list[MediaInput]], places: Mapping[str, Place]

@@ -99,6 +99,12 @@ class Processor:
         """Samples per second that the model hears."""
         return int(getattr(getattr(self._processor, "feature_extractor", None), "sampling_rate", 16_000))
 
+    @property
+    def window(self) -> int | None:
+        """Samples of the longest sound that is prepared whole; None: there is no such limit."""
+        found = getattr(getattr(self._processor, "feature_extractor", None), "n_samples", None)
+        return found if isinstance(found, int) else None
+
     def place(self, modality: str) -> Place:
         """How prompts name items of a modality.
 
@@ -277,10 +283,11 @@ class Processor:
 
     def decoder_ids(self, prompt: str | list[int]) -> list[int]:
         """The token ids of a decoder's prompt: without the tokenizer's special tokens, some of which end a text. The
-        first one is the token that the checkpoint names as the decoder's first."""
+        token that the checkpoint names as the decoder's first is put in front, unless the prompt has it: in prompts of
+        Whisper, what was said before may come first."""
         ids = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else list(prompt)
         first = self._config.get("decoder_start_token_id")
-        return [first, *ids] if isinstance(first, int) and ids[:1] != [first] else ids
+        return [first, *ids] if isinstance(first, int) and first not in ids else ids
 
     def together(
         self, prompt: str, items: Sequence[tuple[str, Any]], kwargs: Mapping[str, Any]

@@ -238,7 +238,8 @@ class MediaServer:
             if not isinstance(error, MainspringError):
                 logger.exception("a prompt can't be prepared")
             return Answer(order.job, wire_name(error), wire_text(error))
-        return Answer(order.job, token_ids=prepared.token_ids, media=prepared.media)
+        windows = list(prepared.windows)
+        return Answer(order.job, token_ids=prepared.token_ids, media=prepared.media, windows=windows)
 
     @contextlib.contextmanager
     def _guarded(self, digest: bytes) -> Iterator[None]:

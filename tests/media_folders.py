@@ -15,6 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 BOS = "<s>"
+WHISPER_TOKENS = [  # those of Whisper's prompts, with fewer languages
+    f"<|{name}|>" for name in "startoftranscript en de fr translate transcribe startofprev notimestamps".split()
+]
+SPEECH = {"whisper": ["<|start|>"], "speech": WHISPER_TOKENS}  # a model's name here → its special tokens
 
 
 def byte_tokenizer(special: list[str], **named: str) -> PreTrainedTokenizerFast:
@@ -99,12 +103,13 @@ def _parts(name: str) -> tuple[Any, dict[str, Any]]:
     if name in ("bart", "mbart", "marian", "pegasus", "blenderbot"):
         tokenizer = byte_tokenizer([])
         return _Reader(tokenizer), {"is_encoder_decoder": True, "decoder_start_token_id": 257}
-    if name == "whisper":
-        tokenizer = byte_tokenizer(["<|start|>"])
+    if name in SPEECH:
+        tokenizer = byte_tokenizer(SPEECH[name])
         sounds = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
         loose = type("WhisperProcessor", (transformers.WhisperProcessor,), {"check_argument_for_proper_class": _any})
-        start = tokenizer.convert_tokens_to_ids("<|start|>")
-        return loose(sounds, tokenizer), {"is_encoder_decoder": True, "decoder_start_token_id": start}
+        start = tokenizer.convert_tokens_to_ids(SPEECH[name][0])
+        more = {"model_type": "whisper", "is_encoder_decoder": True, "decoder_start_token_id": start}
+        return loose(sounds, tokenizer), more
     raise KeyError(name)
 
 
@@ -159,6 +164,11 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def whisper_ids(*names: str) -> list[int]:
+    """Of tokens of `WHISPER_TOKENS`."""
+    return [259 + WHISPER_TOKENS.index(f"<|{name}|>") for name in names]
 
 
 def tone(seconds: float = 1.0, rate: int = 16_000, hertz: float = 440.0) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from mainspring import LLMEngine, SamplingParams
-from media_folders import make_processor, save_folder
+from media_folders import SPEECH, make_processor, save_folder
 
 COUNT = 12  # tokens of an output
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -19,15 +19,14 @@ PLACEHOLDER = {
     "llava": "<image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "whisper": "",
+    "speech": "",
     "glmasr": "<|begin_of_audio|><|pad|><|end_of_audio|>",
 }
 READERS = ["bart", "mbart", "marian", "pegasus", "blenderbot"]
-ENCODER_DECODER: dict[str, Any] = {
-    "whisper": transformers.AutoModelForSpeechSeq2Seq,
-}
+ENCODER_DECODER: dict[str, Any] = dict.fromkeys(SPEECH, transformers.AutoModelForSpeechSeq2Seq)
 ENCODER_DECODER |= dict.fromkeys(READERS, transformers.AutoModelForSeq2SeqLM)
 # what embeddings are multiplied by, so that outputs depend on the encoder's input
-EMBEDDING = {"whisper": 2, "bart": 20, "mbart": 20, "marian": 20, "pegasus": 2, "blenderbot": 2}
+EMBEDDING = {"whisper": 2, "speech": 2, "bart": 20, "mbart": 20, "marian": 20, "pegasus": 2, "blenderbot": 2}
 _SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -64,7 +63,7 @@ def _config(name: str, tokenizer: Any) -> Any:
             text_config={"model_type": "llama", **text},
             audio_token_id=token("<|pad|>"),
         )
-    if name in ENCODER_DECODER and name != "whisper":
+    if name in READERS:
         return transformers.CONFIG_MAPPING[name](
             vocab_size=len(tokenizer),
             d_model=32,
@@ -76,7 +75,7 @@ def _config(name: str, tokenizer: Any) -> Any:
             decoder_start_token_id=257,
             forced_eos_token_id=None,
         )
-    if name == "whisper":
+    if name in SPEECH:
         return transformers.WhisperConfig(
             vocab_size=len(tokenizer),
             d_model=32,
@@ -87,7 +86,7 @@ def _config(name: str, tokenizer: Any) -> Any:
             bos_token_id=256,
             eos_token_id=257,
             pad_token_id=258,
-            decoder_start_token_id=token("<|start|>"),
+            decoder_start_token_id=token(SPEECH[name][0]),
             suppress_tokens=None,
             begin_suppress_tokens=None,
         )

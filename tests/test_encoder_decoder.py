@@ -188,6 +188,17 @@ def test_each_form_of_a_prompt(model: Model) -> None:
             assert [ids(output) for output in plain.values()] == [model.tokens("a:")] * 3
 
 
+def test_a_prompt_that_has_the_first_token_behind_others_stays_as_it_is(tmp_path: Path) -> None:
+    """Of Whisper: what was said before comes first."""
+    model = Model("whisper", tmp_path / "whisper")
+    said = model.tokenizer(LONG, add_special_tokens=False)["input_ids"]
+    asked = [*said, *model.prompt_ids("a:")]
+    sound = {"multi_modal_data": {"audio": (SOUNDS["a"], 16_000)}}
+    with engine_of(model) as engine:
+        (found,) = run(engine, {"a": {"prompt_token_ids": asked, **sound}}).values()
+    assert found.prompt_token_ids == asked
+
+
 def test_wrong_prompts_are_refused_and_others_go_on(model: Model) -> None:
     sound = {"audio": (SOUNDS["a"], 16_000)}
     wrong: list[tuple[Any, str]] = [

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from mainspring.web.messages_api import MessagesBody
 from mainspring.web.pooling import InputBody, RerankBody, ScoreBody
 from mainspring.web.responses_api import ResponseBody
 from mainspring.web.text_api import DetokenizeBody, TokenizeBody
+from mainspring.web.transcriptions import TranscriptionBody
 from tiers import examples
 
 pytestmark = pytest.mark.slow
@@ -239,6 +241,40 @@ def test_random_bodies(server: HttpServer, path: str) -> None:
         assert 400 <= response.status < 500, text
         error = json.loads(text)["error"]
         assert set(error) == ({"message", "type"} if "messages" in path else {"message", "type", "param", "code"})
+        assert error["message"]
+
+    run()
+
+
+def parts(name: str) -> st.SearchStrategy[Any]:
+    """Entries of a form for a field: a text, or now and then a file."""
+    text = NUMBERS.map(str) | WORDS | st.sampled_from(["true", "json", "en", "spring"])
+    return st.tuples(
+        st.just(name), st.tuples(st.none() | st.just("a.wav"), text.map(lambda one: one.encode("utf-8", "replace")))
+    )
+
+
+def forms() -> st.SearchStrategy[Any]:
+    names = [field.encode_name for field in msgspec.structs.fields(TranscriptionBody)]
+    names += ["timestamp_granularities[]", "include[]", "x"]
+    return st.lists(st.sampled_from(names).flatmap(parts), max_size=5)
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+def test_random_forms(server: HttpServer, path: str) -> None:
+    """The model hears nothing, so each is refused."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+
+    @settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
+    @given(forms(), st.booleans(), st.none() | st.integers(0, 300))
+    def run(fields: list[Any], has_file: bool, cut: int | None) -> None:
+        files = [*fields, *[("file", ("a.wav", b"RIFF"))] * has_file]
+        made = httpx.Request("POST", server.url, files=files or [("x", (None, b""))])
+        made.read()
+        connection.request("POST", path, made.content[:cut], {"content-type": made.headers["content-type"]})
+        response = connection.getresponse()
+        error = json.loads(response.read())["error"]
+        assert response.status in (400, 404), error
         assert error["message"]
 
     run()

@@ -29,6 +29,7 @@ from mainspring.web.counters import Counters, shared_file
 from mainspring.web.exchange import Answer, Events, Request, answer, event
 from mainspring.web.failures import HttpError, http_error
 from mainspring.web.logprobs import chat_logprobs, completion_logprobs
+from mainspring.web.openapi import document
 from mainspring.web.pooling import MAX_INPUTS, PoolingApi, RerankBody
 from mainspring.web.reader import Piece, delta_of, read_whole
 from mainspring.web.router import Router
@@ -57,6 +58,7 @@ def router() -> Router:
     made.add("POST", "/things/{name}/end", nothing, access="admin")
     made.add("GET", "/models/{id:path}", nothing)
     made.add("GET", "/health", nothing, access="open")
+    made.add("POST", "/forms", nothing, Body, form=True)
     return made
 
 
@@ -157,6 +159,20 @@ def test_a_request_is_answered_and_counted(router: Router, counters: Counters) -
     assert 'http_requests_total{status="413"} 1' in lines
     assert "http_requests_in_flight 0" in lines
     assert 'http_request_duration_seconds_bucket{le="+Inf"} 4' in lines
+
+
+def test_a_form_is_read_as_its_route_says(router: Router, counters: Counters) -> None:
+    app, headers = app_of(router, counters), [(b"content-type", b'multipart/form-data; boundary="x"')]
+    form = b'--x\r\nContent-Disposition: form-data; name="text"\r\n\r\nHi.\r\n--x--\r\n'
+    found = Exchange(app, "POST", "/forms", form, headers)
+    assert (found.status, json.loads(found.body)["body"]) == (200, {"text": "Hi."})
+    assert Exchange(app, "POST", "/forms", form).status == 400
+    assert Exchange(app, "POST", "/forms", form[:-8], headers).status == 400
+    assert Exchange(app, "POST", "/forms", form * 20, headers).status == 413
+    error = json.loads(Exchange(app, "POST", "/forms", b"{}").body)["error"]
+    assert (error["type"], "multipart/form-data" in error["message"]) == ("invalid_request_error", True)
+    bodies = {path: document(router)["paths"][path]["post"]["requestBody"]["content"] for path in ("/forms", "/things")}
+    assert [[*content] for content in bodies.values()] == [["multipart/form-data"], ["application/json"]]
 
 
 def test_who_may_ask(router: Router, counters: Counters) -> None:

@@ -14,10 +14,12 @@ import jsonschema
 import pytest
 import yaml
 
+import media_models
 import pooled
 import tool_models
 from daemons import PATIENCE_S, short_folder
 from http_servers import HttpServer
+from media_folders import tone, wav_of
 from tool_models import CALL, WEATHER, says
 
 GIVEN = os.environ.get("MAINSPRING_OPENAI_SCHEMA")
@@ -145,6 +147,13 @@ class Client:
         assert found.status_code == 200, (name, found.text)
         self.answers.append(Answered(name, schema, found.json()))
         return found.json()
+
+    def hear(self, name: str, schema: str, path: str, **fields: str) -> None:
+        """An answer to a form with a sound."""
+        found = self._http.post(path, files={"file": wav_of(tone())}, data={"max_completion_tokens": "9", **fields})
+        assert found.status_code == 200, (name, found.text)
+        events = [line[6:] for line in found.text.splitlines() if line.startswith("data: {")]
+        self.answers += [Answered(name, schema, json.loads(one)) for one in events or [found.text]]
 
     def stream(self, name: str, schema: str, path: str, body: dict[str, Any], abort: bool = False) -> None:
         """A streamed answer, with all its events.
@@ -327,6 +336,23 @@ def test_embeddings_validate(schema: Schema) -> None:
             client = Client(server)
             for given in ("Rain", ["Rain", "Sun"], [1, 2, 3]):
                 client.ask(f"{given}", "CreateEmbeddingResponse", "/v1/embeddings", {"input": given})
+            check(schema, client.answers)
+        finally:
+            server.end()
+
+
+def test_transcripts_validate(schema: Schema) -> None:
+    with short_folder() as folder:
+        model = media_models.make("speech", folder / "model")
+        server = HttpServer(folder, "--model", str(model)).wait_ready()
+        try:
+            client = Client(server)
+            for kind, path in (("Transcription", "transcriptions"), ("Translation", "translations")):
+                client.hear("plain", f"Create{kind}ResponseJson", f"/v1/audio/{path}")
+                verbose = f"Create{kind}ResponseVerboseJson"
+                client.hear("verbose", verbose, f"/v1/audio/{path}", response_format="verbose_json")
+            client.hear("stream", "CreateTranscriptionResponseStreamEvent", "/v1/audio/transcriptions", stream="true")
+            assert len(client.answers) > 6
             check(schema, client.answers)
         finally:
             server.end()

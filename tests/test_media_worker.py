@@ -16,10 +16,12 @@ import pytest
 from mainspring.ipc.config import EngineConfig, ModelConfig, MultiModalConfig
 from mainspring.ipc.errors import InvalidRequestError, MainspringError, UnsupportedModelError
 from mainspring.ipc.media_client import MediaInput
-from mainspring.media import preparer as preparer_
+from mainspring.media import preparer as preparers
+from mainspring.media.decode import Limits, decode_sound
 from mainspring.media.local import LocalMedia, deliver
 from mainspring.media.preparer import Prepared, Preparer, _Kept
 from mainspring.media.processor import Processor, Way
+from mainspring.media.windows import window_ends
 from media_folders import file_of, make_processor, picture, save_folder, tone, wav_of
 
 IMAGES = ["llava", "llava_next", "qwen2_vl", "smolvlm", "gemma3", "paligemma"]
@@ -256,7 +258,7 @@ def test_a_content_is_blamed_for_no_other_content_of_its_prompt(folders: Any) ->
 
 def test_items_of_a_prompt_that_failed_leave_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be more than the cache holds, and the next prompt would find no memory."""
-    monkeypatch.setattr(preparer_, "EXTRA_BYTES", 5 * preparer_.ITEM_BYTES)
+    monkeypatch.setattr(preparers, "EXTRA_BYTES", 5 * preparers.ITEM_BYTES)
     kept = _Kept(0)
     for number in range(20):
         kept.put(bytes([number]), Prepared("image", "", 0, {}))
@@ -266,7 +268,7 @@ def test_items_of_a_prompt_that_failed_leave_room_for_the_next(monkeypatch: pyte
 
 
 def test_items_without_many_bytes_are_limited_too() -> None:
-    kept = _Kept(8 * (preparer_.ITEM_BYTES + 8))
+    kept = _Kept(8 * (preparers.ITEM_BYTES + 8))
     for number in range(100):
         kept.begin()
         kept.put(bytes([number]), Prepared("text", "", 0, {"input_ids": np.zeros(1, np.int64)}))
@@ -286,3 +288,57 @@ def test_what_is_offered_is_sent_even_if_other_items_take_its_place_meanwhile(fo
     wanted = [item.digest for item in preparer.prepare("<image>", [image(1)], {}).media]
     assert deliver(call, preparer, wanted) == []
     assert sent == wanted
+
+
+def test_windows_of_a_sound_end_where_it_is_quiet() -> None:
+    sound = tone(5.0)
+    quiet = [1.55, 3.3]  # seconds; at each one tenth of silence
+    for at in quiet:
+        sound[int((at - 0.05) * 16_000) : int((at + 0.05) * 16_000)] = 0
+    ends = window_ends(sound, 32_000, 16_000)
+    assert [end / 16_000 for end in ends] == [*quiet, 5.0]
+    assert window_ends(sound[:32_000], 32_000, 16_000) == [32_000]
+    assert window_ends(sound[:32_001], 32_000, 16_000) == [int(1.55 * 16_000), 32_001]
+    short = window_ends(np.ones(10, np.float32), 3, 8)
+    assert short[-1] == 10
+    assert all(0 < end - begin <= 3 for begin, end in zip([0, *short], short, strict=False))
+
+
+@pytest.mark.parametrize("rate", [16_000, 8_000])
+def test_each_window_of_a_sound_is_prepared_as_a_sound_of_its_own(folders: Any, rate: int) -> None:
+    file, preparer = wav_of(tone(5.0, rate), rate), Preparer(config_of(folders("whisper")))
+    whole = decode_sound("x", file, 16_000, Limits(1, 1 << 20))
+    ends = window_ends(whole, 32_000, 16_000)
+    assert len(ends) > 2
+
+    def window(number: Any, prompt: list[int] | None = None) -> Any:
+        return preparer.prepare(prompt or [], [MediaInput("audio", file, {"window": number})], {})
+
+    for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        found = window(number, [259, 260])
+        assert (found.token_ids, found.windows) == ([259, 260], [at / 16_000 for at in ends])
+        alone = MediaInput("audio", whole[begin:end], {"sampling_rate": 16_000})
+        one, other = (
+            preparer.arrays(prepared.media[0].digest) for prepared in (found, preparer.prepare([], [alone], {}))
+        )
+        assert one is not None
+        assert other is not None
+        assert one.arrays.keys() == other.arrays.keys()
+        assert all(np.array_equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
+        assert window(number).windows == found.windows  # of an item that is kept
+    for wrong in (len(ends), -1, "0", True, None, 1.0):
+        with pytest.raises(InvalidRequestError, match="window is"):
+            window(wrong)
+
+
+def test_a_sound_is_decoded_once_for_all_its_windows(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparer, file, calls = Preparer(config_of(folders("whisper"))), wav_of(tone(5.0)), []
+
+    def decoded(*args: Any) -> Any:
+        calls.append(1)
+        return decode_sound(*args)
+
+    monkeypatch.setattr(preparers, "decode_sound", decoded)
+    for number in range(3):
+        preparer.prepare([], [MediaInput("audio", file, {"window": number})], {})
+    assert len(calls) == 1

@@ -11,7 +11,9 @@ from typing import Any
 from .counters import Counters
 from .exchange import EVENTS, JSON, Answer, Header, Receive, Request, Send, event, json_of, request_id
 from .failures import HttpError, http_error
+from .forms import read_form
 from .router import Route, Router
+from .service import made
 from .tenants import Tenants
 
 access_log = logging.getLogger("mainspring.access")
@@ -93,7 +95,11 @@ class App:
         ]
 
     async def _answer(self, route: Route, request: Request, body: bytearray, reply: _Reply) -> None:
-        given = None if route.decoder is None else route.decoder.decode(body)
+        if route.takes_form:
+            content_type = request.headers.get("content-type", "")
+            given = await made(request, lambda: read_form(content_type, body, route.body))
+        else:
+            given = None if route.decoder is None else route.decoder.decode(body)
         found = await route.handler(request, given)
         if isinstance(found, Answer):
             await reply.whole(found)

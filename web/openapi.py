@@ -79,5 +79,6 @@ def _operation(route: Route, by_body: dict[int, Any]) -> dict[str, Any]:
         ]
     if route.body is not None:
         schema = by_body.get(id(route.body), {"type": "object"})
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        media_type = "multipart/form-data" if route.takes_form else "application/json"
+        made["requestBody"] = {"required": True, "content": {media_type: {"schema": schema}}}
     return made

@@ -18,8 +18,9 @@ class Route(msgspec.Struct, frozen=True):
     """An entry of the router.
 
     Args:
-        body: type that the JSON body is decoded to; None: there is none.
+        body: type that the body is decoded to; None: there is none.
         access: "open": for everybody; "key": with a key, if there are keys; "admin": with an administrator's key.
+        decoder: of a body in JSON; None: there is none, or the body is a form.
     """
 
     method: str
@@ -29,6 +30,10 @@ class Route(msgspec.Struct, frozen=True):
     access: Access
     decoder: msgspec.json.Decoder[Any] | None
 
+    @property
+    def takes_form(self) -> bool:
+        return self.body is not None and self.decoder is None
+
 
 class Router:
     def __init__(self) -> None:
@@ -37,9 +42,13 @@ class Router:
         self._rest: list[tuple[str, Route]] = []  # what stands before the last part, and the route
         self._open: dict[int, list[tuple[list[str], Route]]] = {}  # number of parts → routes with open parts
 
-    def add(self, method: str, path: str, handler: Handler, body: Any = None, access: Access = "key") -> None:
-        """``{name}`` in a path is one part of any text; ``{name:path}`` at its end is any number of parts."""
-        route = Route(method, path, handler, body, access, None if body is None else msgspec.json.Decoder(body))
+    def add(
+        self, method: str, path: str, handler: Handler, body: Any = None, access: Access = "key", form: bool = False
+    ) -> None:
+        """``{name}`` in a path is one part of any text; ``{name:path}`` at its end is any number of parts. `form`: the
+        body is of the type multipart/form-data."""
+        decoder = None if body is None or form else msgspec.json.Decoder(body)
+        route = Route(method, path, handler, body, access, decoder)
         self.routes.append(route)
         if path.endswith(":path}"):
             self._rest.append((path[: path.index("{")], route))

@@ -40,6 +40,7 @@ from .service import Service
 from .state_api import StateApi
 from .tenants import Tenant, Tenants, load_api_keys
 from .text_api import DetokenizeBody, TextApi, TokenizeBody
+from .transcriptions import TranscriptionApi, TranscriptionBody
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,9 @@ class Site:
         add("POST", "/v1/messages", messages.create, msgspec.Raw)
         add("POST", "/v1/messages/count_tokens", messages.count_tokens, msgspec.Raw)
         add("POST", "/v1/completions", completions.handle, CompletionBody)
+        speech = TranscriptionApi(service)
+        add("POST", "/v1/audio/transcriptions", speech.transcribe, TranscriptionBody, form=True)
+        add("POST", "/v1/audio/translations", speech.translate, TranscriptionBody, form=True)
         add("POST", "/v1/embeddings", pooling.embeddings, InputBody)
         add("POST", "/pooling", pooling.pooling, InputBody)
         add("POST", "/classify", pooling.classify, InputBody)

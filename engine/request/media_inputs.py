@@ -48,7 +48,8 @@ def given_items(data: Any, uuids: Any = None, takes: Sequence[str] = MODALITIES)
         data: modality → an item, or a list of them. An item is a file's bytes, a URL (``data:``, ``http:``, ``https:``,
             ``file:``), or the content itself. An image: of PIL, or an array [height, width, 3] of uint8. A video: an
             array [frames, height, width, 3], or a list of images, or such a thing and its metadata. A sound: an array
-            [samples] of floats, or such a thing and its sampling rate. None: the item with the same uuid of before.
+            [samples] of floats, or such a thing and its sampling rate. In a list it may be a `MediaInput`. None: the
+            item with the same uuid of before.
         uuids: modality → a name for each item, or None.
 
     Raises:
@@ -92,6 +93,8 @@ def given_item(modality: str, item: Any, uuid: Any = None, what: str = "an item"
         if uuid is None:
             raise InvalidRequestError(f"{what} is None; only an item whose uuid was given before may be left out")
         return GivenItem(modality, None, uuid)
+    if isinstance(item, MediaInput):
+        return GivenItem(modality, item, uuid)
     if isinstance(item, (bytes, bytearray, memoryview)):
         return GivenItem(modality, MediaInput(modality, bytes(item)), uuid)
     if isinstance(item, str):
