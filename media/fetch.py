@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import http.client
 import ipaddress
 import os
 import socket
 import ssl
 import stat
+import threading
 import time
 from collections.abc import Callable
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -157,6 +159,25 @@ class Fetcher:
         """Fetch from this address, without a second look at the name."""
         ends_at = time.monotonic() + FETCH_SECONDS
         raw = socket.create_connection((address, port), FETCH_SECONDS)
+        # A limit of the socket is one of each read, and an answer may come byte by byte.
+        same = socket.socket(fileno=os.dup(raw.fileno()))  # of which TLS takes nothing away
+        alarm = threading.Timer(FETCH_SECONDS, _end, (same,))
+        alarm.daemon = True
+        alarm.start()
+        found = b""
+        try:
+            found = self._answer(what, raw, tls, host, port, target)
+        except (OSError, http.client.HTTPException, InvalidRequestError):
+            if time.monotonic() < ends_at:
+                raise
+        finally:
+            alarm.cancel()
+            same.close()
+        if time.monotonic() >= ends_at:
+            raise InvalidRequestError(f"{what} can't be fetched within {FETCH_SECONDS:.0f} s")
+        return found
+
+    def _answer(self, what: str, raw: socket.socket, tls: bool, host: str, port: int, target: str) -> bytes:
         with raw, ssl.create_default_context().wrap_socket(raw, server_hostname=host) if tls else raw as line:
             connection = http.client.HTTPConnection(host, port)
             connection.sock = line
@@ -172,13 +193,15 @@ class Fetcher:
             while chunk := answer.read1(_CHUNK):
                 found += chunk
                 check_bytes(what, len(found), self._limits)
-                if time.monotonic() > ends_at:
-                    raise InvalidRequestError(f"{what} can't be fetched within {FETCH_SECONDS:.0f} s")
-                line.settimeout(max(0.01, ends_at - time.monotonic()))
             if answer.length:
                 raise InvalidRequestError(f"{what} can't be fetched: {host} closed the connection early")
         check_bytes(what, len(found), self._limits)
         return bytes(found)
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _target(url: str) -> str:
