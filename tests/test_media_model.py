@@ -77,6 +77,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+def test_a_model_with_positions_of_several_axes_runs_as_a_whole(served: Any) -> None:
+    model = served("qwen2_vl").worker.model
+    assert model.position_axes == 3
+    assert model.whole is not None
+
+
 def test_encoders_write_no_scores_to_memory(served: Any) -> None:
     model = served("qwen2_vl").worker.model.model
     assert model.base_model.visual.config._attn_implementation == "sdpa"

@@ -96,9 +96,7 @@ class Merger:
     def layered(self) -> str:
         """Why the code of the language model's layers must stay; empty: it need not."""
         extra = [name for name in inspect.signature(self.decoder.forward).parameters if name not in USUAL]
-        if extra:
-            return f"{type(self.decoder).__name__} takes {extra[0]}"
-        return "positions have several axes" if self.axes > 1 else ""
+        return f"{type(self.decoder).__name__} takes {extra[0]}" if extra else ""
 
     def encode(self, modality: str, arrays: Mapping[str, torch.Tensor]) -> EncodedItem:
         """See `encode_item`."""

@@ -58,16 +58,19 @@ class WholeModel:
         others = any(step.backend is not self.backend for step in kinds.values())
         stages = self.stack.stages
         others = others or (stages is not None and not stages.is_last)
-        if others or len(positions) > 1 or not self.decoder.runs_steps:
+        if others or not self.decoder.runs_steps:
             return self._layer_by_layer(embeddings, positions, attend, wanted)
+        places, angles = positions[0].contiguous(), None
+        if len(positions) > 1 and not (positions == positions[0]).all():  # a table with a row for each token
+            places, angles = torch.arange(len(places)), self._angles_at(positions)
         index = {key: i for i, key in enumerate(kinds)}
         hidden = self.stack.scaled(embeddings)
         logits = self.decoder.run(
             hidden if stages is None else stages.enter(hidden),
-            positions[0],
+            places,
             [(step.plan, step.blocks, step.rows) for step in kinds.values()],
             [index[id(step)] for step in attention],
-            self._angles_to(int(positions.max())),
+            self._angles_to(int(positions.max())) if angles is None else angles,
             wanted,
             () if self.states is None else self.states.where(),
         )
@@ -122,10 +125,12 @@ class WholeModel:
         self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor
     ) -> torch.Tensor:
         stack = self.stack
-        angles = cos_sin(stack.decoder, stack.rotaries, position_ids(positions))
-        step = LayerInputs(self.backend, self.decoder.linear, angles, attend, self.states)
+        step = LayerInputs(self.backend, self.decoder.linear, self._angles_at(positions), attend, self.states)
         hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings), stack.stages)
         return self.head.finish(self.decoder.linear(hidden[wanted], *self.head.linear))
+
+    def _angles_at(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        return cos_sin(self.stack.decoder, self.stack.rotaries, position_ids(positions))
 
     def _angles_to(self, position: int) -> list[torch.Tensor]:
         if self.stack.rotaries and (not self._angles or position >= len(self._angles[0])):
