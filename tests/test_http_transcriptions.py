@@ -308,6 +308,7 @@ def test_a_model_that_hears_in_chats_says_so(tmp_path: Path) -> None:
 
 def test_a_model_without_whispers_tokens_begins_with_its_first_one(tmp_path: Path) -> None:
     model = media_models.make("whisper", tmp_path / "whisper")
+    (model / "chat_template.jinja").unlink()
     with LLM(str(model), **SIZES) as llm:
         text = generated(llm, SHORT, [259], logit_bias={}, repetition_penalty=1.0).text
     with short_folder() as place:
@@ -320,5 +321,6 @@ def test_a_model_without_whispers_tokens_begins_with_its_first_one(tmp_path: Pat
             )
         finally:
             started.end()
+    assert found.status_code == 200, found.text
     assert (found.json()["text"], found.json()["language"]) == (text.lstrip(), "en")
     assert (refused.status_code, "does not translate" in refused.text) == (400, True)
