@@ -182,14 +182,22 @@ def test_the_result_of_a_call_goes_back_into_the_prompt(server: HttpServer, clie
     assert chat(client, "It rains.", messages=messages, tools=TOOLS).choices[0].message.content == "It rains."
 
 
-def test_reasoning_that_the_prompt_opens_comes_before_an_answer_in_json(client: openai.OpenAI) -> None:
+def without_thoughts(server: HttpServer) -> dict[str, Any]:
+    """Fields of a body that keep a model of random weights from opening a reasoning, which it might never end."""
+    begins = [httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"] for text in ("<", "<think>")]
+    return {"logit_bias": {str(tokens[0]): -100 for tokens in begins}}
+
+
+def test_reasoning_that_the_prompt_opens_comes_before_an_answer_in_json(
+    server: HttpServer, client: openai.OpenAI
+) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {**schema, "additionalProperties": False}}}
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     found = chat(client, response_format=form, extra_body=extra, max_tokens=200, temperature=0).choices[0]
     assert found.message.reasoning_content
     assert found.message.content == "" or json.loads(found.message.content)
-    found = chat(client, response_format=form, max_tokens=200).choices[0]
+    found = chat(client, response_format=form, max_tokens=200, extra_body=without_thoughts(server)).choices[0]
     assert isinstance(json.loads(found.message.content)["n"], int)
 
 
@@ -295,9 +303,7 @@ class Answer(BaseModel):
 
 
 def test_a_response_of_a_schema_and_one_that_must_call(server: HttpServer, client: openai.OpenAI) -> None:
-    begins = [httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"] for text in ("<", "<think>")]
-    no_thoughts = {"logit_bias": {str(tokens[0]): -100 for tokens in begins}}  # or random weights may think for ever
-    asked: dict[str, Any] = {"max_output_tokens": 200, "extra_body": no_thoughts}
+    asked: dict[str, Any] = {"max_output_tokens": 200, "extra_body": without_thoughts(server)}
     found = client.responses.parse(model="tiny", input="How many?", text_format=Answer, **asked)
     assert isinstance(found.output_parsed, Answer)
     for choice in ("required", {"type": "function", "name": "weather"}):
