@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import itertools
 import os
+import platform
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -204,6 +207,10 @@ def test_a_worker_starts_when_there_is_something_to_prepare(llava: Path) -> None
     prepared = media.prepare("a <image>", [image(1)], {}).result(PATIENCE_S)
     [pid] = core.workers.pids
     assert psutil.Process(pid).nice() == 19
+    if platform.machine() == "x86_64" and tuple(map(int, platform.release().split(".")[:2])) >= (6, 12):
+        attributes = ctypes.create_string_buffer(48)
+        assert ctypes.CDLL(None).syscall(315, pid, attributes, 48, 0) == 0  # sched_getattr
+        assert struct.unpack_from("=Q", attributes, 24) == (100_000,)
     client.add_request(request(1, prepared))
     assert outputs_of(client, 1) == {1: expected(prepared)}
     assert core.core.items[prepared.media[0].digest] == ("image", ["pixel_values"])
