@@ -40,9 +40,8 @@ LARGE, CHUNKED = b"content-length: 104857600\r\n\r\n", b"transfer-encoding: chun
 PART = b"a" * MIB  # of a large body
 
 
-def post(body: bytes, *headers: str, path: str = CHAT) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", ""]
-    return "\r\n".join(lines).encode() + body
+def post(body: bytes) -> bytes:
+    return START + f"content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def get(path: str, *headers: str) -> bytes:

@@ -31,6 +31,8 @@ class Told(msgspec.Struct, array_like=True):
 
 
 class _Alike(SavesWeights):
+    """Of processes that do the same and share one core."""
+
     in_process = False
 
     def media(self) -> NoReturn:

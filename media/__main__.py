@@ -33,9 +33,9 @@ def main() -> None:
 
 
 def _take_short_slices() -> None:
-    """Since version 6.6 Linux lets also a nice thread that runs go on for its slice, of some milliseconds, when another
-    one wakes up, and a core's threads wake up often in a step. From version 6.12 on a process may choose its slice; an
-    earlier one refuses or ignores this."""
+    """Linux lets a running thread finish its slice of some milliseconds, since version 6.6, even if a thread of higher
+    priority wakes up. A core's threads wake up often in a step. Since version 6.12 a process may choose its slice; an
+    earlier version refuses or ignores this."""
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform == "linux" and number is not None:
         # struct sched_attr: size, policy, flags, nice, priority, then runtime, deadline and period in ns

@@ -110,6 +110,16 @@ def test_a_body_of_100_mb_is_refused_without_being_kept(server: HttpServer, anno
     assert memory(server) - before < 80 * MIB
 
 
+def test_bodies_that_are_announced_and_do_not_come_take_no_memory(server: HttpServer) -> None:
+    before, opened = memory(server), [server.connect() for _ in range(20)]
+    for connection in opened:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {16 * MIB}\r\n\r\n{{".encode())
+    assert exchange(server, request("/version", method="GET"))[0] == 200
+    assert memory(server) - before < 80 * MIB
+    for connection in opened:
+        connection.close()
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -121,17 +121,14 @@ class App:
         """
         limit = self._max_body_bytes
         too_long = HttpError(413, f"the body is longer than {limit} bytes", close=True)
-        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if not all(value.isdigit() and int(value[:20]) <= limit for value in lengths):
-            raise too_long
-        body = bytearray(int(lengths[0]) if lengths else 0)  # zeros, which take no memory until they are overwritten
-        size, more, began = 0, True, time.monotonic()
+        for name, value in scope["headers"]:
+            if name == b"content-length" and (not value.isdigit() or int(value[:20]) > limit):
+                raise too_long
+        body, more, began = bytearray(), True, time.monotonic()
         while more:
-            message = await self._next(receive, began + size / MIN_BODY_RATE - time.monotonic())
-            part = message.get("body", b"")
-            body[size : size + len(part)] = part
-            size += len(part)
-            if size > limit:
+            message = await self._next(receive, began + len(body) / MIN_BODY_RATE - time.monotonic())
+            body += message.get("body", b"")
+            if len(body) > limit:
                 raise too_long
             more = message.get("more_body", False)
         return body
