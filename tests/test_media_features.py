@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from mainspring import BeamSearchParams, LLMEngine, LoRARequest, SamplingParams, StructuredOutputsParams
-from mainspring.ipc.errors import InvalidRequestError, UnsupportedModelError
+from mainspring.ipc.errors import InvalidRequestError
 from mainspring.ipc.messages import Stats
 from media_models import Reference
 from native_here import why_not
@@ -209,10 +209,6 @@ def test_coarser_numbers_are_near_and_do_not_depend_on_the_steps(
 ) -> None:
     if "quantization" in options and (reason := why_not()) is not None:
         pytest.skip(reason)
-    if "quantization" in options and model.name == "qwen2_vl":  # its positions have three axes
-        with pytest.raises(UnsupportedModelError, match=r"weights of Qwen2VL.* can't be quantized"):
-            engine_of(model, **options)
-        return
     prompts = prompts_of(model)
     with engine_of(model, max_logprobs=-1) as engine:
         exact = first_logprobs(engine, model)
