@@ -179,6 +179,7 @@ ATTACKS: dict[str, Attack] = {
     "JSON of 1 MB, all brackets": _again(post(b"[" * MIB)),
     "JSON of 100,000 levels": _again(post(b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}")),
     "prompts of 8 MB": _again(asked("word " * (8 * MIB // 5))),
+    "prompts of 4 MB, as long as bodies may be": _again(asked("word " * (4 * MIB // 5))),
     "5,000 headers": _again(get("/health", *(f"x-{number}: y" for number in range(5000)))),
     "a header of 1 MB": _again(get("/health", "x: " + "y" * MIB)),
     "pipelined requests": _pipelined,

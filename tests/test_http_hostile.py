@@ -93,6 +93,27 @@ def memory(server: HttpServer) -> int:
     return psutil.Process(server.process.pid).memory_info().rss
 
 
+def test_a_text_models_bodies_are_no_longer_than_its_context_may_need(server: HttpServer) -> None:
+    long, longest = (json.dumps({"messages": [{"role": "user", "content": "a" * size}]}) for size in (3 << 20, 5 << 20))
+    assert exchange(server, request(CHAT, long.encode()))[0] == 400  # decoded, and too many tokens
+    assert exchange(server, request(CHAT, longest.encode()))[0] == 413
+
+
+def test_more_connections_than_a_round_parses_are_all_answered(server: HttpServer) -> None:
+    connections = [server.connect() for _ in range(200)]
+    try:
+        for connection in connections:
+            connection.sendall(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+        for connection in connections:
+            data = b""
+            while data.count(b"HTTP/1.1 200") < 20 and (part := connection.recv(65536)):
+                data += part
+            assert data.count(b"HTTP/1.1 200") == 20
+    finally:
+        for connection in connections:
+            connection.close()
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_of_100_mb_is_refused_without_being_kept(server: HttpServer, announced: bool) -> None:
     before = memory(server)
@@ -277,8 +298,8 @@ def test_connections_that_say_nothing_do_not_keep_others_out(server: HttpServer)
 
 
 def test_a_stream_goes_on_while_large_bodies_come(server: HttpServer) -> None:
-    """Bodies of 8 MB are decoded and refused, as prompts that are too long, while a stream runs."""
-    body = json.dumps({"messages": [{"role": "user", "content": "word " * (8 * MIB // 5)}]}).encode()
+    """Bodies of nearly the limit are decoded and refused, as prompts that are too long, while a stream runs."""
+    body = json.dumps({"messages": [{"role": "user", "content": "word " * (4 * MIB // 5)}]}).encode()
     gaps: list[float] = []
     with server.connect() as connection:
         connection.sendall(request(CHAT, json.dumps({**ENDLESS, "max_tokens": 1500, "stream": True}).encode()))

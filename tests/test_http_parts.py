@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from mainspring.engine.request.outputs import Logprob
 from mainspring.ipc import errors
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
-from mainspring.web import protocol, serve_options
+from mainspring.web import protocol, serve_options, worker
 from mainspring.web.app import App
 from mainspring.web.bodies import ChatBody, CompletionBody, listed_inputs, sampling_params
 from mainspring.web.counters import Counters, shared_file
@@ -290,24 +290,68 @@ def test_a_header_after_another_request_may_not_come_slowly_either(monkeypatch: 
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.4)  # between requests a connection may wait
+        writer.write(rest.encode())
+        return await reader.read()
+
+    assert on_a_connection(app, talk).startswith(b"HTTP/1.1 408 ")
+
+
+def test_what_comes_of_a_body_is_not_copied_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    receive_data = protocol.LimitedProtocol.data_received
+
+    def data_received(self: protocol.LimitedProtocol, data: bytes) -> None:
+        nonlocal most
+        receive_data(self, data)
+        most = max(most, len(self._rest))
+
+    monkeypatch.setattr(protocol.LimitedProtocol, "data_received", data_received)
+    size = 8 << 20
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        came, more = 0, True
+        while more:
+            message = await receive()
+            came, more = came + len(message["body"]), message["more_body"]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"7")]})
+        await send({"type": "http.response.body", "body": b"%d" % came})
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size)
+        await writer.drain()
+        await reader.readuntil(b"\r\n\r\n")
+        return await reader.readexactly(7)
+
+    assert on_a_connection(app, talk) == b"%d" % size
+    assert 0 < most < 1 << 20
+
+
+def on_a_connection(
+    app: Any, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, bytes]]
+) -> bytes:
+    """What `talk` finds out on a connection to a server of this application."""
+
     async def run() -> bytes:
         config, state = uvicorn.Config(app, ws="none", lifespan="off", log_config=None), ServerState()
         config.load()
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        for _ in range(2):
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.4)  # between requests a connection may wait
-        writer.write(rest.encode())
         try:
-            return await asyncio.wait_for(reader.read(), 20)
+            return await asyncio.wait_for(talk(reader, writer), 20)
         finally:
             writer.close()
             server.close()
 
-    assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ")
+    with asyncio.Runner(loop_factory=worker.loop_factory()) as runner:
+        return runner.run(run())
 
 
 def test_a_chat_template_of_a_request_is_refused_unless_they_are_trusted() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..ipc.messages import ModelFacts
 from .counters import Counters
 from .exchange import EVENTS, JSON, Answer, Header, Receive, Request, Send, event, json_of, request_id
 from .failures import HttpError, http_error
@@ -20,6 +21,12 @@ access_log = logging.getLogger("mainspring.access")
 logger = logging.getLogger(__name__)
 
 MIN_BODY_RATE = 1024.0  # bytes a second of a body, after the first `body_timeout` seconds
+
+
+def longest_body(model: ModelFacts) -> int:
+    """The usual limit of a body in bytes: what a request to this model can need. All streams of a worker wait while a
+    body is decoded, a millisecond for each MB."""
+    return (32 << 20) if model.media else (4 << 20) + 16 * model.max_model_len
 
 
 class App:

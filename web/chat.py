@@ -76,6 +76,8 @@ class ChatApi:
         tokenization = {"add_special_tokens": bool(body.add_special_tokens)}  # the template writes them itself
 
         def make() -> tuple[Prompt | EngineCoreRequest, SamplingParams, Reading]:
+            if body.truncate_prompt_tokens is None:
+                self._check_lengths(engine, body)
             prompt = chat_prompt(engine, body)
             text = prompt if isinstance(prompt, str) else cast(TokensPrompt, prompt).get("prompt")
             asked = form_of(body)
@@ -114,6 +116,13 @@ class ChatApi:
         )
         await stream.begin()
         return Conversation(talk_id, model, int(time.time()), body, stream, reading.reader)
+
+    def _check_lengths(self, engine: AsyncLLMEngine, body: ChatBody) -> None:
+        """Refuse a user's message that can't fit before the template is rendered: no template leaves it out, and each
+        copy that it makes of a long one holds up the worker's streams."""
+        for message in body.messages:
+            if message.get("role") == "user" and isinstance(text := message.get("content"), str):
+                self._service.check_length(engine, text)
 
 
 def chat_prompt(engine: AsyncLLMEngine, body: ChatBody) -> Prompt:

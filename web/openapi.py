@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__
-from .exchange import Answer, Request, answer
+from .exchange import Answer, Request, json_of
 from .router import Route, Router
 
 _ERROR = {
@@ -38,12 +38,12 @@ _MESSAGES_ERROR = {  # Anthropic's. What fails before the route is known to be o
 class OpenApi:
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._document: dict[str, Any] | None = None
+        self._encoded: bytes | None = None
 
     async def handle(self, request: Request, body: None) -> Answer:
-        if self._document is None:
-            self._document = document(self._router)
-        return answer(self._document)
+        if self._encoded is None:
+            self._encoded = json_of(document(self._router))
+        return Answer(self._encoded)
 
 
 def document(router: Router) -> dict[str, Any]:

@@ -3,17 +3,80 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 << 10  # of a request, its first line included
 MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
 PIECE_BYTES, BODY_PIECE_BYTES = 4 << 10, 64 << 10  # of what has come, parsed before other connections have their turn
+PARSE_SECONDS = 0.0005  # of each round of the event loop, because what is parsed starts requests
+
+
+class _Rounds:
+    """What a round of the event loop may parse. Hundreds of connections can bring something in the same round, and all
+    streams would wait until it is parsed: some of the connections have their turn in the next rounds."""
+
+    def __init__(self) -> None:
+        self._until = 0.0  # when this round has parsed enough; 0: it has not begun to
+        self._waiting: deque[LimitedProtocol] = deque()
+
+    def has_time(self, loop: asyncio.AbstractEventLoop) -> bool:
+        if not self._until:
+            self._begin(loop)
+        return not self._waiting and time.perf_counter() < self._until
+
+    def wait(self, one: LimitedProtocol) -> None:
+        """Let a connection parse when the loop comes round."""
+        if not self._until:
+            self._begin(one.loop)
+        self._waiting.append(one)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._until = time.perf_counter() + PARSE_SECONDS
+        loop.call_soon(self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._until = 0.0
+        for _ in range(len(self._waiting)):
+            if not self._until:
+                self._begin(loop)
+            self._waiting.popleft().parse()
+            if time.perf_counter() >= self._until:
+                return
+
+
+class _Flow(FlowControl):
+    """The application lets its connection be read again when it has taken a part of the body. What came before may not
+    be parsed then, and would be copied with all that comes."""
+
+    holds = False  # whether reading is paused until what has come is parsed
+
+    def resume_reading(self) -> None:
+        if self.holds:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        if not self.holds:
+            self.holds = True
+            self._transport.pause_reading()
+
+    def release(self) -> None:
+        if self.holds:
+            self.holds = False
+            if not self.read_paused:
+                self._transport.resume_reading()
 
 
 class LimitedProtocol(HttpToolsProtocol):
+    flow: _Flow
+    _rounds = _Rounds()  # a process has one event loop
     max_connections = 1 << 30  # of this process, set by the worker: libzmq aborts a process without descriptors
 
     _header_bytes = 0
@@ -21,7 +84,6 @@ class LimitedProtocol(HttpToolsProtocol):
     _began = False  # whether a request has begun in the data that is being read
     _refused = False
     _rest, _at = b"", 0  # what has come, and how much of it is parsed
-    _holds = False  # whether reading is paused until it is
     _body_left = 0  # bytes of the body that are to come, if the header says so
     _timer: asyncio.TimerHandle | None = None
 
@@ -30,6 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
+        self.flow = _Flow(transport)
         self._timer = self.loop.call_later(HEADER_SECONDS, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -39,10 +102,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._rest += data
-        if not self._holds:
-            self._parse()
+        if self.flow.holds:
+            return
+        if self._rounds.has_time(self.loop):
+            self.parse()
+        else:
+            self._wait()
 
-    def _parse(self) -> None:
+    def _wait(self) -> None:
+        self.flow.hold()
+        self._rounds.wait(self)
+
+    def parse(self) -> None:
         """Parse a piece, and the next one when the loop comes round: a read may have thousands of requests."""
         if self._refused or self.transport.is_closing():
             self._rest = b""
@@ -58,16 +129,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._count(len(piece))
         if end < len(self._rest):
             self._at = end
-            if not self._holds:
-                self._holds = True
-                self.transport.pause_reading()
-            self.loop.call_soon(self._parse)
+            self._wait()
             return
         self._rest, self._at = b"", 0
-        if self._holds:
-            self._holds = False
-            if not self.flow.read_paused:
-                self.transport.resume_reading()
+        self.flow.release()
 
     def on_message_begin(self) -> None:
         self._header_bytes, self._began, self._in_header, self._body_left = 0, True, True, 0

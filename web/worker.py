@@ -21,7 +21,7 @@ from ..engine.async_llm_engine import AsyncLLMEngine
 from ..ipc import logs
 from ..serve.scale import admin_of
 from .admin_api import AdminApi, adapter_of
-from .app import App
+from .app import App, longest_body
 from .bodies import ChatBody, CompletionBody
 from .chat import ChatApi
 from .completions import CompletionApi
@@ -112,7 +112,7 @@ class Site:
             self.router,
             self.tenants,
             counters,
-            options.max_body_bytes,
+            longest_body(self._engine.engine_core.model) if options.max_body_bytes is None else options.max_body_bytes,
             options.body_timeout,
             options.cors_origins or (),
         )
@@ -256,7 +256,7 @@ def run(order: Order, on_ready: Callable[[], None], parent: int | None = None) -
         await server.serve([socket.socket(fileno=order.listener)])
 
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve())
     finally:
         site.close()
@@ -267,7 +267,7 @@ def _ended(server: uvicorn.Server, parent: int) -> None:
     server.should_exit = True
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:  # not on every platform
