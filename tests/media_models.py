@@ -21,7 +21,9 @@ PLACEHOLDER = {
     "whisper": "",
     "speech": "",
     "glmasr": "<|begin_of_audio|><|pad|><|end_of_audio|>",
+    "qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
 }
+HEARS = ("glmasr", "qwen2_audio")
 READERS = ["bart", "mbart", "marian", "pegasus", "blenderbot"]
 ENCODER_DECODER: dict[str, Any] = dict.fromkeys(SPEECH, transformers.AutoModelForSpeechSeq2Seq)
 ENCODER_DECODER |= dict.fromkeys(READERS, transformers.AutoModelForSeq2SeqLM)
@@ -62,6 +64,13 @@ def _config(name: str, tokenizer: Any) -> Any:
             audio_config={"num_mel_bins": 16, "max_position_embeddings": 100, **sizes},
             text_config={"model_type": "llama", **text},
             audio_token_id=token("<|pad|>"),
+        )
+    if name == "qwen2_audio":
+        sizes = {f"encoder_{what}": n for what, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 64))}
+        return transformers.Qwen2AudioConfig(
+            audio_config={"num_mel_bins": 16, "d_model": 32, "max_source_positions": 100, **sizes},
+            text_config={"model_type": "qwen2", **text},
+            audio_token_index=token("<|AUDIO|>"),
         )
     if name in READERS:
         return transformers.CONFIG_MAPPING[name](
@@ -127,7 +136,7 @@ class Reference:
 
     def __init__(self, name: str, folder: Path, model: Any = None) -> None:
         self._name, self._folder = name, folder
-        self._processor, self._hears = make_processor(name), name == "glmasr"
+        self._processor, self._hears = make_processor(name), name in HEARS
         self._model = model or self.load()
 
     def load(self) -> Any:

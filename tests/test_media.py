@@ -22,9 +22,9 @@ from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine, BeamSearchParams, E
 from mainspring.cli.main import main
 from mainspring.ipc.errors import InvalidRequestError, NotPermittedError, NotSupportedError
 from media_folders import file_of, picture, tone
-from media_models import COUNT, GREEDY, PLACEHOLDER, Reference, ids, make, run
+from media_models import COUNT, GREEDY, HEARS, PLACEHOLDER, Reference, ids, make, run
 
-MODELS = ["llava", "qwen2_vl", "glmasr"]
+MODELS = ["llava", "qwen2_vl", "glmasr", "qwen2_audio"]
 SIZES = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory_bytes": 8 << 20, "block_size": 16}
 CAT, DOG = picture(1), picture(2, 64, 100)
 MEOW, BARK = tone(1.0), tone(0.6, hertz=200.0)
@@ -46,12 +46,12 @@ class Model:
     def case(self, case: str) -> tuple[str, list[Any]]:
         """A prompt and its items, by name: a letter for each item, then what is asked."""
         letters, _, text = case.partition(":")
-        named: dict[str, Any] = {"c": CAT, "d": DOG} if self.name != "glmasr" else {"c": MEOW, "d": BARK}
+        named: dict[str, Any] = {"c": CAT, "d": DOG} if self.name not in HEARS else {"c": MEOW, "d": BARK}
         return PLACEHOLDER[self.name] * len(letters) + text, [named[letter] for letter in letters]
 
     def prompt(self, case: str) -> Any:
         text, items = self.case(case)
-        if self.name == "glmasr":
+        if self.name in HEARS:
             return {"prompt": text, "multi_modal_data": {"audio": [(samples, 16_000) for samples in items]}}
         return {"prompt": text, "multi_modal_data": {"image": [file_of(image) for image in items]}}
 
@@ -86,7 +86,7 @@ def test_a_batch_has_the_tokens_of_transformers(model: Model, budget: int) -> No
             assert found[case].prompt_token_ids == model.reference.prompt_ids(*model.case(case))
             assert found[case].prompt == model.case(case)[0]
         assert engine.get_supported_tasks() == ("generate",)
-        assert set(engine.get_tokenizer().media) >= {"audio" if model.name == "glmasr" else "image"}
+        assert set(engine.get_tokenizer().media) >= {"audio" if model.name in HEARS else "image"}
 
 
 def test_a_prefix_with_the_same_image_is_found_and_one_with_another_is_not(model: Model) -> None:

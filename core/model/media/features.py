@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ....ipc.errors import InvalidRequestError
+from .float_products import fast_products
+from .inner_encoder import add_methods
 
 MODALITIES = ("image", "video", "audio")
 SMALL_BYTES = 64 << 10  # arrays up to this size (grids, lengths, masks) are kept, because positions depend on them
@@ -37,6 +39,14 @@ class EncodedItem(NamedTuple):
 
 def feature_methods(model: PreTrainedModel) -> dict[str, tuple[Any, str]]:
     """Of each modality that the model takes: the module with the method, and its name."""
+    found = _methods(model)
+    if not found:
+        add_methods(model)
+        found = _methods(model)
+    return found
+
+
+def _methods(model: PreTrainedModel) -> dict[str, tuple[Any, str]]:
     found = {}
     for modality in MODALITIES:
         name = f"get_{modality}_features"
@@ -61,7 +71,8 @@ def encode_item(model: PreTrainedModel, modality: str, arrays: Mapping[str, torc
     if lacks:
         raise InvalidRequestError(f"the processor gave no {lacks[0]!r}, which {name} of the model needs")
     given = {key: x for key, x in inputs.items() if key in accepted}
-    output = method(**given, return_dict=True)
+    with fast_products(model.device, model.dtype):
+        output = method(**given, return_dict=True)
     if isinstance(output, Mapping):
         output = type(output)(**{key: value for key, value in output.items() if key not in UNREAD})
     return EncodedItem(modality, output, {key: _shape_of(x) for key, x in inputs.items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ....ipc.errors import UnsupportedModelError
 from ..run.attention import attention_set
 from ..run.cross_attention import CrossStates
 from .features import MODALITIES, EncodedItem, encode_item, feature_methods, join_inputs, join_outputs
+from .inner_encoder import InnerEncoder
 
 ARRIVE = "mainspring_door"  # attention under this name is never called: the forward stops before it
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")  # arguments that tell the kind of each token
@@ -171,18 +172,17 @@ class Merger:
     @contextmanager
     def encoded(self, items: Sequence[EncodedItem]) -> Iterator[None]:
         """In this context, the model's methods give what `items` are."""
-        patched = []
-        try:
+        with ExitStack() as stack:
             for modality in dict.fromkeys(item.modality for item in items):
                 kept = join_outputs([item.output for item in items if item.modality == modality])
                 for owner in (self.model.base_model, self.model):
-                    if hasattr(owner, name := f"get_{modality}_features"):
+                    method = getattr(owner, name := f"get_{modality}_features", None)
+                    if isinstance(method, InnerEncoder):
+                        stack.enter_context(method.giving(kept))
+                    elif method is not None:
                         vars(owner)[name] = _giving(kept)
-                        patched.append((owner, name))
+                        stack.callback(vars(owner).pop, name)
             yield
-        finally:
-            for owner, name in patched:
-                vars(owner).pop(name, None)
 
     @contextmanager
     def _embedding(self) -> Iterator[None]:
