@@ -180,7 +180,7 @@ class ServeLoop:
         self._counts: list[tuple[float, int]] = []  # (time, tokens generated so far), within RATE_SECONDS
         self._drain_until: float | None = None
         self._batcher = OutputBatcher()
-        core.worker.interrupt = server.messages_wait
+        core.worker.interrupt, core.worker.beat = server.messages_wait, journal.beat
         core.hand_out(self._send)
         journal.set_phase(Phase.SERVING)
         self._publish(self._started)

@@ -761,7 +761,7 @@ class StandInWorker:
         media: MediaFacts | None = None,
     ) -> None:
         self.decisions: dict[str, Any] = {}
-        self.interrupt = np.zeros(1, np.int32)
+        self.interrupt, self.beat = np.zeros(1, np.int32), lambda: None
         self.error = None
         self.controls: list[Any] = []
         cache, slots = config.cache_config, config.scheduler_config.max_num_seqs

@@ -55,6 +55,7 @@ def die(how: int) -> None:
 class _Worker:
     decisions: Any
     interrupt: Any = None
+    beat: Any = None
 
 
 class ScriptedCore(StandInCore):

@@ -223,6 +223,7 @@ class Worker(Protocol):
     facts: WorkerFacts
     decisions: Any  # what a restart need not find out again: plain values
     interrupt: np.ndarray  # int32 [1]: no further step of a plan of several is begun while it is not 0
+    beat: Callable[[], None]  # called between parts of a step that may take long: the worker does not hang
     error: EngineDeadError | None  # why it can compute nothing any more
 
     def warm_up(self) -> None:

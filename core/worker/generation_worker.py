@@ -172,7 +172,7 @@ class GenerationWorker(LocalWorker):
             self.on_plan(plan)
             self._due.append(plan)
             return Pending(self._make_last)
-        encoded = self._media.encode(plan.encodes.tolist()) if plan.encodes.size else []
+        encoded = self._media.encode(plan.encodes.tolist(), self.beat) if plan.encodes.size else []
         try:
             self.runner.copy(plan)
             guesses = None

@@ -68,9 +68,14 @@ class MediaItems:
         self._arrays.pop(number, None)
         self._encoded.pop(number, None)
 
-    def encode(self, numbers: Sequence[int]) -> list[Encoded]:
-        """Encode the items of these numbers, whose arrays are not kept any longer. An item's error is its own."""
-        return [self._encode(number) for number in numbers]
+    def encode(self, numbers: Sequence[int], beat: Callable[[], None]) -> list[Encoded]:
+        """Encode the items of these numbers, whose arrays are not kept any longer. An item's error is its own. After
+        each `beat` is called, because a large image can take a CPU half a minute."""
+        found = []
+        for number in numbers:
+            found.append(self._encode(number))
+            beat()
+        return found
 
     def _encode(self, number: int) -> Encoded:
         try:

@@ -170,7 +170,8 @@ class PoolingWorker(LocalWorker):
         self._media.drop(number)
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        encoded = self._media.encode(plan.encodes.tolist()) if self._media is not None and plan.encodes.size else []
+        media, numbers = self._media, plan.encodes.tolist()
+        encoded = media.encode(numbers, self.beat) if media is not None and numbers else []
         try:
             self.on_plan(plan)
             hidden, kept = self._compute(plan)

@@ -44,6 +44,7 @@ class RankedWorker(Worker):
     def __init__(self, local: LocalWorker, ranks: Ranks) -> None:
         self.local, self._ranks = local, ranks
         self.interrupt = np.zeros(1, np.int32)  # nobody reads it, because a plan is one step
+        self.beat: Callable[[], None] = lambda: None  # nor this, because such models take no media
         self._receivers = 1  # ranks that are in a trainer's group
         local.on_plan = ranks.compute
         self._end = weakref.finalize(self, ranks.close)

@@ -100,6 +100,7 @@ class LocalWorker(Worker):
         self._backend = choose_backend(config.device_config, self._device)
         self._copies = device_for(self._device)  # for copies outside of a runner
         self.interrupt = np.zeros(1, np.int32)
+        self.beat: Callable[[], None] = lambda: None
         self._dropped = False  # whether the weights were dropped by sleep
         self._runner: ModelRunner | None = None
         self._registry = Registry()

@@ -24,6 +24,7 @@ from ..run.attention import attention_set
 from ..run.cross_attention import CrossAttention, CrossStates, cross_attention_of
 from ..run.positions import longest_sequence, positions_given, receivers
 from .features import EncodedItem
+from .float_products import fast_products
 from .merge import MergedPrompt
 
 PROBE = "mainspring_cross_probe"
@@ -87,7 +88,8 @@ class EncoderMerger:
             raise InvalidRequestError(
                 f"the processor gave no {self.encoder.main_input_name!r}, which the encoder needs"
             )
-        with attention_set(self.model, "sdpa" if self.model._supports_sdpa else "eager"):
+        attention = attention_set(self.model, "sdpa" if self.model._supports_sdpa else "eager")
+        with attention, fast_products(self.model.device, self.model.dtype):
             states = self.encoder(**given)[0]
         return EncodedItem(modality, cross_states(self.model, self.cross, states), {})
 
