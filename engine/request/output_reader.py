@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-WOKEN = 32  # streams that a round of the event loop wakes; a loop may send what they write only when it comes round
-
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,6 @@ class OutputReader:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._preparing: dict[str, asyncio.Future[Any]] = {}  # requests whose media are prepared, by id
-        self._wakes = False  # whether streams wait for their turn to be woken
         self._idle = asyncio.Event()  # nothing is in flight
         self._idle.set()
 
@@ -135,9 +132,7 @@ class OutputReader:
 
     async def caught_up(self) -> None:
         """Wait until the streams have yielded all that was received so far."""
-        while (self._client.num_outputs or self._wakes) and not self.done():
-            await asyncio.sleep(0)
-        for _ in range(2):  # then the last streams run
+        for _ in range(self._client.num_outputs + 2):  # one turn of the loop each; then the last stream runs
             await asyncio.sleep(0)
 
     async def drained(self, seconds: float) -> None:
@@ -154,9 +149,7 @@ class OutputReader:
         try:
             while True:
                 outputs = await self._client.get_outputs()
-                processed = self._processor.process(outputs, time.monotonic())
-                await self._wake_most(processed.changed)
-                await self._settle(processed)
+                await self._settle(self._processor.process(outputs, time.monotonic()))
                 await asyncio.sleep(0)  # let other tasks run even if the next outputs are there already
         except Exception as error:
             if not isinstance(error, EngineDeadError):
@@ -166,18 +159,8 @@ class OutputReader:
                 state.output_ready.set()
             self._idle.set()
 
-    async def _wake_most(self, changed: list[RequestState]) -> None:
-        """Wake streams and take them out of the list, until few are left."""
-        self._wakes = True
-        while len(changed) > WOKEN:
-            for state in changed[:WOKEN]:
-                state.output_ready.set()
-            del changed[:WOKEN]
-            await asyncio.sleep(0)
-        self._wakes = False
-
     def _rest(self) -> None:
-        if not (len(self._processor) or self._preparing or self._wakes):
+        if not len(self._processor) and not self._preparing:
             self._idle.set()
 
     async def _settle(self, processed: Processed) -> None:
