@@ -390,7 +390,11 @@ MODELS = [
         "Qwen/Qwen2-Audio-7B-Instruct",
         hears("Qwen2Audio"),
         "<|AUDIO|> <|audio_bos|> <|audio_eos|>",
-        {"audio_token_id": "<|AUDIO|>", "audio_token_index": "<|AUDIO|>"},
+        {
+            "audio_token_id": "<|AUDIO|>",
+            "audio_token_index": "<|AUDIO|>",
+            "audio_config": {"max_source_positions": 100},  # for the two seconds of its processor
+        },
         "<|AUDIO|>",
     ),
     Model(
