@@ -281,6 +281,24 @@ def test_a_moved_request_waits_until_the_suspects_of_its_core_are_known(monkeypa
     assert waits.done(), "not for ever"
 
 
+def test_moved_requests_are_not_compared_with_each_other() -> None:
+    compared = 0
+
+    class Number(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int.__eq__(self, other)
+
+        __hash__ = int.__hash__
+
+    moved = MovedRequests({})
+    waits = [moved.hold([Number(1), 2]) for _ in range(300)]
+    moved.end({1: 2})
+    assert all(wait is not None and wait.done() for wait in waits)
+    assert compared < 3000
+
+
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
     return EngineCore(EngineArgs(device="cpu", num_gpu_blocks_override=300).create_engine_config())
