@@ -238,6 +238,7 @@ class EngineCore:
         if self._in_use(frontend, message.handle):
             return
         key = request_key(connection.session, message.handle)
+        request: Request | None = None
         try:
             self._check_quarantine(key)
             if self._draining:
@@ -253,13 +254,15 @@ class EngineCore:
             request.timed = not message.age_s > MAX_AGE_S
             request_limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
             waits = self._prepare(request, message, connection.caller.owner)
-            if (released := self._moved.hold(message.moved_from)) is not None:
-                waits.append((released, lambda _: self._check_quarantine(key)))
             if self.media is not None:
                 waits += self.media.prepare(request, message.media)
+            if (released := self._moved.hold(message.moved_from)) is not None:
+                waits.append((released, lambda _: self._check_quarantine(key)))
             if processors:
                 request.functions = self.worker.lend_functions(processors)
         except Exception as error:  # an error of this request must not end the core
+            if request is not None:
+                self._drop_what_it_named(request)
             self.scheduler.refuse(frontend, message.handle, error)
             return
         self.meter.requests_recovered += bool(message.output_token_ids)
