@@ -296,7 +296,7 @@ class EngineCore:
         waits = self.adapters.prepare(request, message, owner)
         if request.sampling.grammar:
             kind, text = request.sampling.grammar
-            compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text))
+            compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text, request.frontend))
             request.grammar, self._next_grammar = self._next_grammar, self._next_grammar + 1
             waits.append((compiled, lambda _: None))
         return waits
@@ -314,10 +314,10 @@ class EngineCore:
             raise InvalidRequestError(f"a request is given wrongly: {error}") from None
         self._checks.check(message)
         request, checked = Request(message, caller.frontend, 0.0, self._most_tokens), Future[None]()
+        checked.add_done_callback(lambda _: self._drop_what_it_named(request))
         waits = self._prepare(request, message, caller.owner)
 
         def settle(request: Request, error: Exception | None) -> None:
-            self._drop_what_it_named(request)
             if not checked.done():  # it is done if the other wait failed, or if the frontend has left
                 checked.set_exception(error) if error else checked.set_result(None)
 
