@@ -40,9 +40,7 @@ ADMIN_BODY_BYTES = 16 << 20  # body of a utility call over a connection with `ad
 FIRST_FRAME_BYTES = 1 << 20  # frame of a frontend without `admin`, if it connects before the model's limits are known
 LARGE_BYTES = 16 << 10  # a body above this waits for its frontend's turn
 TURN_BYTES = 256 << 10  # of large bodies, and as many of small ones, decoded between two steps
-REFUSED_FACTOR = (
-    32  # a refused body delays its frontend's next large one like an accepted body of so many times its size
-)
+REFUSED_FACTOR = 32  # a refused body delays its frontend's next large one like one of so many times its size
 TURN_S = 0.1  # seconds after which a further turn begins although the step lasts longer
 WAITING_BYTES = 2 << 20  # messages that wait; above this nothing is received
 MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body
