@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness import StepPlan, expected_output, make_core, message, run_core
-from mainspring.core import calls, methods
+from mainspring.core import calls, loop, methods
 from mainspring.core.__main__ import handle as take
 from mainspring.core.calls import Method
 from mainspring.core.loop import MAX_CALLS, EngineCore
@@ -299,6 +299,39 @@ def test_embeddings_that_are_not_finite_end_their_request_only() -> None:
     for handle in (1, 2):
         assert (ended[handle].reason, ended[handle].error) == ("error", "InvalidRequestError")
         assert "prompt_embeds has a NaN, or a value out of the range of float32" in ended[handle].error_text
+
+
+def test_embeddings_are_read_while_steps_go_on_and_not_for_a_request_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers, go_on = list[threading.Thread](), threading.Event()
+
+    def read(*given: Any) -> None:
+        readers.append(threading.current_thread())
+        go_on.wait()
+
+    monkeypatch.setattr(loop, "check_embeds_values", read)
+    core = make_core()
+    core._checks = core._checks._replace(accepts_embeddings=True)
+    core.connect(0)
+
+    def add(handle: int) -> None:
+        embeds = message(handle, prompt=(0, 0, 0), prompt_embeds=Tensor(0, "float32", [3, 8]))
+        core.add_request(0, embeds, [bytes(96)])
+
+    go_on.set()
+    add(0)
+    assert len(run_core(core)) == 1
+    assert readers != [threading.current_thread()]
+    go_on.clear()
+    for handle in (1, 2):
+        add(handle)
+    core.add_request(0, message(3))
+    core.abort(0, [2])
+    assert set(run_core(core, until=lambda ended: len(ended) == 2)) == {(0, 2), (0, 3)}
+    go_on.set()
+    assert set(run_core(core)) == {(0, 1)}
+    assert len(readers) == 2
 
 
 def test_a_frontend_has_a_limited_number_of_unanswered_calls_and_loses_them_when_it_leaves() -> None:

@@ -105,7 +105,7 @@ class Adapters:
         if (prompt := message.prompt_adapter) is not None:
             if (found := self._prompt_adapters.get((owner, prompt))) is not None:
                 self._prompt_adapters.move_to_end((owner, prompt))
-                request.use_virtual_tokens(_embeddings(found), found.digest)
+                request.use_embeds(_embeddings(found), b"virtual", found.digest)
             else:
                 waits.append((self._read(owner, prompt)[1], partial(self._give_virtual_tokens, request, owner, prompt)))
         return waits
@@ -118,7 +118,7 @@ class Adapters:
         self._prompt_adapters[owner, adapter] = found
         if len(self._prompt_adapters) > self._config.max_prompt_adapters:
             self._prompt_adapters.popitem(last=False)
-        request.use_virtual_tokens(_embeddings(found), found.digest)
+        request.use_embeds(_embeddings(found), b"virtual", found.digest)
 
     def _load(self, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
         """Let the worker read an adapter. Returns its new number, and the future of the read."""
