@@ -291,7 +291,7 @@ def _answer(core: EngineCore, server: CoreServer, event: Event) -> None:
         arrays = [read_tensor(tensor, event.tensors) for tensor in call.tensors]
         answer = core.call(call.method, call.args, frontend, arrays)
     except Exception as error:  # send any error of the method to the caller; it must not end the core
-        logger.debug("%s failed: %s", call.method, traceback.format_exc())
+        logger.debug("%s failed", call.method, exc_info=True)
         return tell(error=error)
     if not isinstance(answer, Future):
         return tell(answer)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ..ipc.codec import decode_value, encode_value
+from ..ipc.codec import MAX_BODY_BYTES, decode_value, encode_value
 from ..ipc.errors import (
     InvalidArgumentError,
     InvalidRequestError,
@@ -77,6 +77,9 @@ def call_method(
     if isinstance(answer, Future) and not answer.done():
         return answer
     try:
-        return encode_value(answer.result() if isinstance(answer, Future) else answer)
+        result = encode_value(answer.result() if isinstance(answer, Future) else answer)
+        if (size := len(result)) > MAX_BODY_BYTES - 64:  # a client would not decode the message
+            raise TypeError(f"it has {size} bytes; a message may have {MAX_BODY_BYTES}")
+        return result
     except TypeError as error:
         raise InvalidRequestError(f"the result of {name} can't travel: {error}") from None

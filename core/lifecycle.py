@@ -249,10 +249,10 @@ class Lifecycle:
             raise InvalidRequestError(f"message {number} of version {version!r} is out of order: begin again at 0")
         try:
             self._set_parameters(parts)
-        except InvalidRequestError as error:
-            if begun:
+        except Exception as error:
+            if begun or not isinstance(error, InvalidRequestError):  # some parameters may be replaced
                 self._lose_update(str(error))
-            else:  # nothing was replaced
+            else:
                 self._update = None
                 self._settle()
             raise

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 MAX_AGE_S = 3600.0  # seconds; a request of a larger age is placed in the queue as if it had this one
 ITSELF = Caller(0, b"", True)  # the core's own process, which needs no permission
 MAX_CALLS = 256  # calls of one frontend that wait for their answers
+_READER = ThreadPoolExecutor(1, "mainspring-embeds")  # reads prompt embeddings, which may have hundreds of MB
 MAX_LOGPROBS = 24 << 20  # entries in one step: at 8 bytes each they fit in a message of at most 256 MiB
 
 
@@ -238,6 +239,7 @@ class EngineCore:
         if self._in_use(frontend, message.handle):
             return
         key = request_key(connection.session, message.handle)
+        request: Request | None = None
         try:
             self._check_quarantine(key)
             if self._draining:
@@ -245,21 +247,25 @@ class EngineCore:
             self.lifecycle.check()
             embeds = None if message.prompt_embeds is None else read_tensor(message.prompt_embeds, tensors)
             self._checks.check(message)
-            if message.prompt_embeds is not None and embeds is not None:
-                check_embeds_values(embeds, message.prompt_embeds.dtype, self.model.dtype)
             now = time.monotonic()
             arrival = now - min(max(0.0, message.age_s), MAX_AGE_S)
-            request = Request(message, frontend, arrival, self._most_tokens, embeds, key, connection.salt)
+            request = Request(message, frontend, arrival, self._most_tokens, key, connection.salt)
             request.timed = not message.age_s > MAX_AGE_S
             request_limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
             waits = self._prepare(request, message, connection.caller.owner)
-            if (released := self._moved.hold(message.moved_from)) is not None:
-                waits.append((released, lambda _: self._check_quarantine(key)))
+            if message.prompt_embeds is not None and embeds is not None:
+                dtypes = message.prompt_embeds.dtype, self.model.dtype
+                read = _READER.submit(_digest_of_embeds, request, embeds, *dtypes)
+                waits.append((read, partial(request.use_embeds, embeds, b"embeds")))
             if self.media is not None:
                 waits += self.media.prepare(request, message.media)
+            if (released := self._moved.hold(message.moved_from)) is not None:
+                waits.append((released, lambda _: self._check_quarantine(key)))
             if processors:
                 request.functions = self.worker.lend_functions(processors)
         except Exception as error:  # an error of this request must not end the core
+            if request is not None:
+                self._drop_what_it_named(request)
             self.scheduler.refuse(frontend, message.handle, error)
             return
         self.meter.requests_recovered += bool(message.output_token_ids)
@@ -293,7 +299,7 @@ class EngineCore:
         waits = self.adapters.prepare(request, message, owner)
         if request.sampling.grammar:
             kind, text = request.sampling.grammar
-            compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text))
+            compiled = self.worker.control(PrepareGrammar(self._next_grammar, kind, text, request.frontend))
             request.grammar, self._next_grammar = self._next_grammar, self._next_grammar + 1
             waits.append((compiled, lambda _: None))
         return waits
@@ -311,10 +317,10 @@ class EngineCore:
             raise InvalidRequestError(f"a request is given wrongly: {error}") from None
         self._checks.check(message)
         request, checked = Request(message, caller.frontend, 0.0, self._most_tokens), Future[None]()
+        checked.add_done_callback(lambda _: self._drop_what_it_named(request))
         waits = self._prepare(request, message, caller.owner)
 
         def settle(request: Request, error: Exception | None) -> None:
-            self._drop_what_it_named(request)
             if not checked.done():  # it is done if the other wait failed, or if the frontend has left
                 checked.set_exception(error) if error else checked.set_result(None)
 
@@ -480,6 +486,14 @@ class EngineCore:
         if self._journal:
             self._journal.retired(step.plan.id)
         return outputs
+
+
+def _digest_of_embeds(request: Request, embeds: np.ndarray, dtype: str, model_dtype: str) -> bytes:
+    """The digest of prompt embeddings. Raises as `check_embeds_values`."""
+    if request.finished:
+        return b""
+    check_embeds_values(embeds, dtype, model_dtype)
+    return blake2b(np.ascontiguousarray(embeds).reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 
 def _local_worker(config: EngineConfig) -> Worker:

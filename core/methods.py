@@ -6,7 +6,7 @@ To add one, add a line to the table; frontends reach it through `engine/engine_m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_CHECKED_BYTES = MAX_SPEC_BYTES + MAX_EXTRA_ARGS_BYTES + MAX_ARGUMENT_BYTES  # of a request for `check_request`
 MAX_NAMES_BYTES = 8 << 20  # of the names and shapes that a trainer sends; a large model has 100,000 parameters
+_READER = ThreadPoolExecutor(1, "mainspring-files")  # reads large files, so that no step waits for them
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ def methods_of(core: EngineCore) -> dict[str, Method]:
         "ping": Method(lambda: None),
         "stats": Method(core.stats),
         "explain_model": Method(lambda: worker.control(Explain())),
-        "tokenizer_files": Method(lambda: read_files(model, folder)),
+        "tokenizer_files": Method(lambda: core.waits.bring(_READER.submit(read_files, model, folder))),
         "check_request": Method(core.check_request, gets_caller=True, max_bytes=MAX_CHECKED_BYTES),
         "is_paused": Method(lambda: lifecycle.state.paused),
         "is_sleeping": Method(lambda: lifecycle.sleeping),

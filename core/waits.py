@@ -29,6 +29,19 @@ class Waits:
         self._count += 1
         future.add_done_callback(lambda done: self._done.put(partial(function, done)))
 
+    def bring(self, future: Future[Any]) -> Future[Any]:
+        """A future that gets the result of another one in the thread of the loop, unless it is cancelled before."""
+        brought = Future[Any]()
+        brought.add_done_callback(lambda done: done.cancelled() and future.cancel())
+
+        def settle(done: Future[Any]) -> None:
+            if brought.set_running_or_notify_cancel():
+                error = done.exception()
+                brought.set_exception(error) if error else brought.set_result(done.result())
+
+        self.then(future, settle)
+        return brought
+
     def give_all(
         self, request: Request, waits: Sequence[Wait], then: Callable[[Request, Exception | None], None]
     ) -> None:

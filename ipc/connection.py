@@ -131,7 +131,7 @@ class Connection:
         keys: tuple[str, str, str] | None = None,
     ) -> None:
         self._core = None if isinstance(core, str) else core  # None for a daemon
-        self._address = core if isinstance(core, str) else core.address
+        self.address = core if isinstance(core, str) else core.address
         self._pid = os.getpid()
         token = self._core.token if self._core else b""
         self._hello = Hello(PROTOCOL_VERSION, token, name or f"pid {self._pid}", weight, os.urandom(16))
@@ -145,16 +145,16 @@ class Connection:
         self.call_ids = itertools.count(1)
         self.number = 0  # of the core, in its group
         self.cores: list[CorePlace] | None = None  # those that the core has told of, until somebody takes the list
-        self._ready_at = 0.0
+        self.ready_at: float | None = None  # since when the core answers, on the monotonic clock; None: it does not
         self._ready: Ready | None = None  # from the connected core; None while the connection is lost
         self._last_ready: Ready | None = None
-        self._lost_at = time.monotonic()
+        self.lost_at = time.monotonic()  # when the core answered last, if it does not
         self._refused: MainspringError | None = None
         self.error: EngineDeadError | None = None  # the error to raise, if there will be no further core
         self.closed = False
-        self._keys = keys or _keys(self._address, key, server_key)
+        self._keys = keys or _keys(self.address, key, server_key)
         self.media: RemoteMedia | None = None  # what lets cores have the items of requests that are sent
-        self._link = Link(self._address, self._keys)
+        self._link = Link(self.address, self._keys)
         try:
             self._introduce()
             self._wait_for_ready(connect_timeout)
@@ -166,11 +166,11 @@ class Connection:
         """A connection to another core of the group, under the same session. Outputs and results of both come together.
         It is returned before the core has answered."""
         other = copy.copy(self)
-        other.number, other._address = number, address
-        other._ledger, other._calls, other._ready, other.cores = Ledger(), {}, None, None
+        other.number, other.address = number, address
+        other._ledger, other._calls, other._ready, other.ready_at, other.cores = Ledger(), {}, None, None, None
         other._refused = other.error = None
         other.closed, other.reconnections = False, -1  # its first connection counts as one
-        other._lost_at = time.monotonic()
+        other.lost_at = time.monotonic()
         other._link = Link(address, self._keys)
         other._introduce()
         return other
@@ -182,17 +182,17 @@ class Connection:
             self.receive()
             if (error := self._refused or self._owners_error()) is not None:
                 raise error
-            waited = time.monotonic() - self._lost_at
-            starting = not link.trouble and (link.reached or lock_holder(self._address) is not None)
+            waited = time.monotonic() - self.lost_at
+            starting = not link.trouble and (link.reached or lock_holder(self.address) is not None)
             if link.trouble == UNLISTED or waited > (LOAD_SECONDS if starting else connect_timeout):
                 raise ConnectError(self._no_answer())
 
     def _no_answer(self) -> str:
         if self._link.trouble:
-            return f"{self._address} did not let us in: {self._link.trouble}"
+            return f"{self.address} did not let us in: {self._link.trouble}"
         if self._link.reached:
-            return f"{self._address} is reached, but did not answer: check that it is a Mainspring daemon, and its log"
-        return f"no daemon answers at {self._address}: start one with mainspring daemon --listen {self._address}"
+            return f"{self.address} is reached, but did not answer: check that it is a Mainspring daemon, and its log"
+        return f"no daemon answers at {self.address}: start one with mainspring daemon --listen {self.address}"
 
     # ------------------------------------------------------------------ facts about the core
 
@@ -207,10 +207,6 @@ class Connection:
         assert self._last_ready is not None
         return msgspec.json.decode(self._last_ready.config, type=EngineConfig)
 
-    @property
-    def address(self) -> str:
-        return self._address
-
     def open_media(self, failed: Failed) -> RemoteMedia:
         """A client of the media workers beside the core, which then gets to know of each request that is sent.
 
@@ -218,9 +214,9 @@ class Connection:
             NotSupportedError: there are none.
         """
         assert self._last_ready is not None
-        addresses = [address_at(self._address, place) for place in self._last_ready.media]
+        addresses = [address_at(self.address, place) for place in self._last_ready.media]
         if not addresses:
-            raise NotSupportedError(f"no media workers run beside the core at {self._address}: see media_workers")
+            raise NotSupportedError(f"no media workers run beside the core at {self.address}: see media_workers")
         largest = most_bytes(self.config.multimodal_config)
         self.media = RemoteMedia(addresses, self._hello.token, self._keys, failed, largest)
         return self.media
@@ -382,9 +378,9 @@ class Connection:
 
     def _reconnect(self) -> None:
         if self._ready is not None or (self._link.reached and not self._link.trouble):  # a core was there until now
-            self._lost_at = time.monotonic()
+            self.lost_at = time.monotonic()
         if self._ready is not None:
-            self._ready = None
+            self._ready = self.ready_at = None
             self._end_aborted()
         self._link.open()
         self._introduce()
@@ -392,13 +388,13 @@ class Connection:
     def _resume(self, ready: Ready) -> None:
         before, again = self._last_ready, self._ready is not None
         self._ready = self._last_ready = ready
-        self.number, self.cores, self._ready_at = ready.number, ready.cores, time.monotonic()
+        self.number, self.cores, self.ready_at = ready.number, ready.cores, time.monotonic()
         self._link.trouble = ""
         if before is None or again:
             return
         if ready.model.fingerprint != before.model.fingerprint and ready.instance_id != before.instance_id:
             self.error = EngineDeadError(
-                f"the core at {self._address} came back with another model: start the engine anew"
+                f"the core at {self.address} came back with another model: start the engine anew"
             )
             return
         self.reconnections += 1
@@ -420,19 +416,9 @@ class Connection:
         return not (self._ledger or self._calls)
 
     @property
-    def ready_at(self) -> float | None:
-        """Since when the core answers, on the monotonic clock; None: it does not."""
-        return None if self._ready is None else self._ready_at
-
-    @property
     def lost_since(self) -> float | None:
         """Since when the core does not answer; None: it does."""
-        return None if self._ready is not None else self._lost_at
-
-    @property
-    def lost_at(self) -> float:
-        """When the core answered last, if it does not."""
-        return self._lost_at
+        return None if self._ready is not None else self.lost_at
 
     def take_over(self, entry: Entry) -> None:
         """Go on with a request that another connection has given up."""
@@ -460,12 +446,12 @@ class Connection:
             return error
         if self._refused is not None:
             return EngineDeadError(f"the core does not take us back: {self._refused}")
-        waited = time.monotonic() - self._lost_at
+        waited = time.monotonic() - self.lost_at
         patience = LOAD_SECONDS if self._link.reached else self._reconnect_timeout
         if self._core is not None or waited <= patience:
             return None
         why = f" ({self._link.trouble})" if self._link.trouble else ""
-        return EngineDeadError(f"{self._address} has not answered for {waited:.0f} s{why}")
+        return EngineDeadError(f"{self.address} has not answered for {waited:.0f} s{why}")
 
     # ------------------------------------------------------------------ closing
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from .codec import Array, decode_value, encode_value
 from .config import EngineConfig
@@ -248,14 +249,8 @@ class Cores:
                 answers = [self.results.pop(part) for part in asked.parts.values()]
                 failed = next((answer for answer in answers if answer.error), None)
                 values = [decode_value(answer.result) for answer in answers if not answer.error]
-                joined = None if failed or not values else encode_value(_joined(asked.method, values))
-                self.results[call_id] = (
-                    UtilityResult(call_id, error=failed.error, error_text=failed.error_text)
-                    if failed
-                    else UtilityResult(call_id)
-                    if joined is None
-                    else UtilityResult(call_id, joined)
-                )
+                joined = _joined(asked.method, values) if values and not failed else None
+                self.results[call_id] = replace(failed or UtilityResult(0, encode_value(joined)), call_id=call_id)
 
     def close(self) -> None:
         if self.closed or not self.is_mine:

@@ -40,12 +40,10 @@ ADMIN_BODY_BYTES = 16 << 20  # body of a utility call over a connection with `ad
 FIRST_FRAME_BYTES = 1 << 20  # frame of a frontend without `admin`, if it connects before the model's limits are known
 LARGE_BYTES = 16 << 10  # a body above this waits for its frontend's turn
 TURN_BYTES = 256 << 10  # of large bodies, and as many of small ones, decoded between two steps
-REFUSED_FACTOR = (
-    32  # a refused body delays its frontend's next large one like an accepted body of so many times its size
-)
+REFUSED_FACTOR = 32  # a refused body delays its frontend's next large one like one of so many times its size
 TURN_S = 0.1  # seconds after which a further turn begins although the step lasts longer
 WAITING_BYTES = 2 << 20  # messages that wait; above this nothing is received
-MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body
+MESSAGE_BYTES = 1 << 10  # memory of a message that waits, beside its body; also what a small one counts at least
 FIRST_BYTES = 16  # from the start of a body, which hold its first integer
 _INTEGER_BYTES, _FLOAT_BYTES = 9, 9  # the longest encodings in msgpack
 _ITEM_BYTES = 64  # of a media item
@@ -189,7 +187,7 @@ class Turns(Generic[_Item]):
         return self._until if self._waiting or self._small <= 0 else None
 
     def spend(self, size: int) -> None:
-        self._small -= size
+        self._small -= max(size, MESSAGE_BYTES)  # the main thread works on each
 
     def must_wait(self, frontend: Any, size: int) -> bool:
         """Whether a body has to wait. A frontend's messages stay in order."""

@@ -24,9 +24,7 @@ import numpy as np
 from .errors import InvalidArgumentError
 
 STEPS = 16  # slots for steps, at least as many as can be in flight
-LAG_SECONDS = (
-    2.5  # a worker whose last heartbeat is so much older than another one's is silent; idle ones beat each second
-)
+LAG_SECONDS = 2.5  # a worker whose last heartbeat is so much older than another one's is silent; all beat each second
 MAX_SUSPECTS = 4096  # slots for suspects; further ones are not recorded
 
 

@@ -77,7 +77,7 @@ class Supervisor:
         self._service = config.service_config
         ranks = config.parallel_config.num_local_ranks
         self._journal = Journal.create(config.scheduler_config.max_num_seqs, ranks)
-        self._siblings = siblings or Siblings()
+        self.siblings = siblings or Siblings()
         self._sibling: Sibling | None = None  # the present core, as the others know it
         self._environment, self._on_state = environment or {}, on_state
         self._waker = Waker()
@@ -85,7 +85,7 @@ class Supervisor:
         self.launch = CoreLaunch(  # kept up to date for the next core
             config,
             endpoints,
-            instance_id=self._siblings.instance_id,
+            instance_id=self.siblings.instance_id,
             parent_pid=os.getpid(),
             journal_fd=self._journal.fd,
             crash_fd=self._crash_file.fileno(),
@@ -93,7 +93,7 @@ class Supervisor:
             drain_timeout=drain_timeout,
             import_path=[os.path.abspath(p) for p in sys.path] if config.model_config.logits_processors else [],
             number=number,
-            epoch=self._siblings.last_epoch(number),
+            epoch=self.siblings.last_epoch(number),
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._reports: int | None = None  # from the core; None when it has closed its end
@@ -111,11 +111,6 @@ class Supervisor:
     @property
     def phase(self) -> Phase:
         return self._journal.phase
-
-    @property
-    def num_quarantined(self) -> int:
-        """See `Siblings`."""
-        return self._siblings.num_quarantined
 
     def start(self) -> None:
         """Start the first core, and wait until it serves.
@@ -176,7 +171,7 @@ class Supervisor:
         launch = self.launch
         launch.epoch += 1
         self._hung = False
-        self._sibling = self._siblings.starts(launch, self._journal)
+        self._sibling = self.siblings.starts(launch, self._journal)
         self._crash_file.seek(0)
         self._crash_file.truncate()
         self._close_reports()
@@ -240,7 +235,7 @@ class Supervisor:
                 self._waker.clear()
                 self._read_states()
                 if self._sibling is not None:
-                    self._siblings.flush(self._sibling)
+                    self.siblings.flush(self._sibling)
                 if self._stops:
                     give_up_at = give_up_at or time.monotonic() + self.launch.drain_timeout + END_SECONDS
                     if time.monotonic() > give_up_at:
@@ -311,7 +306,7 @@ class Supervisor:
         if (rank := re.search(r"^rank \d+ ended .*", self._trace(), re.MULTILINE)) and not self._hung:
             cause += f" ({rank[0]})"
         crashed = bool(code) and not (killed and self._stops)  # 0: it was told to end
-        if self._siblings.ended(self.launch, cause, crashed, killed):
+        if self.siblings.ended(self.launch, cause, crashed, killed):
             self._restarted_at.clear()  # crashes with a quarantined cause do not count towards the limit
         return cause
 

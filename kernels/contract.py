@@ -316,9 +316,7 @@ class Backend(Protocol):
 
     name: str
     deterministic: bool  # a row's bits depend on its request alone
-    graph_max_kv_len: (
-        int | None
-    )  # tokens of the longest request in a step planned with `graph`; None: any; 0: no graphs
+    graph_max_kv_len: int | None  # tokens of the longest request in a step with `graph`; None: any; 0: no graphs
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
     scans: Scans
 

@@ -137,7 +137,7 @@ def _metrics_of_core(supervisor: Supervisor, config: EngineConfig, keys: dict[st
     address = launch.endpoints.address.replace("//*:", "//127.0.0.1:")
     ours: dict[str, Any] = {
         "epoch": launch.epoch,
-        "requests_quarantined": supervisor.num_quarantined,
+        "requests_quarantined": supervisor.siblings.num_quarantined,
         "core": launch.number,
     }
     model, lora = config.model_config.shown_name, config.lora_config

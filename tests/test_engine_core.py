@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness import StepPlan, expected_output, make_core, message, run_core
+from mainspring.core import calls, loop, methods
+from mainspring.core.__main__ import handle as take
 from mainspring.core.calls import Method
 from mainspring.core.loop import MAX_CALLS, EngineCore
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import ServiceConfig
-from mainspring.ipc.errors import InvalidArgumentError, NotPermittedError, NotSupportedError, OverloadedError
+from mainspring.ipc.errors import (
+    InvalidArgumentError,
+    InvalidRequestError,
+    NotPermittedError,
+    NotSupportedError,
+    OverloadedError,
+)
+from mainspring.ipc.inbox import Event
 from mainspring.ipc.journal import Accused, Journal, request_key
-from mainspring.ipc.messages import Latency, Tensor
+from mainspring.ipc.messages import Latency, Tensor, UtilityCall, UtilityResult
 
 SESSION = b"0123456789abcdef"
 
@@ -289,6 +301,39 @@ def test_embeddings_that_are_not_finite_end_their_request_only() -> None:
         assert "prompt_embeds has a NaN, or a value out of the range of float32" in ended[handle].error_text
 
 
+def test_embeddings_are_read_while_steps_go_on_and_not_for_a_request_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers, go_on = list[threading.Thread](), threading.Event()
+
+    def read(*given: Any) -> None:
+        readers.append(threading.current_thread())
+        go_on.wait()
+
+    monkeypatch.setattr(loop, "check_embeds_values", read)
+    core = make_core()
+    core._checks = core._checks._replace(accepts_embeddings=True)
+    core.connect(0)
+
+    def add(handle: int) -> None:
+        embeds = message(handle, prompt=(0, 0, 0), prompt_embeds=Tensor(0, "float32", [3, 8]))
+        core.add_request(0, embeds, [bytes(96)])
+
+    go_on.set()
+    add(0)
+    assert len(run_core(core)) == 1
+    assert readers != [threading.current_thread()]
+    go_on.clear()
+    for handle in (1, 2):
+        add(handle)
+    core.add_request(0, message(3))
+    core.abort(0, [2])
+    assert set(run_core(core, until=lambda ended: len(ended) == 2)) == {(0, 2), (0, 3)}
+    go_on.set()
+    assert set(run_core(core)) == {(0, 1)}
+    assert len(readers) == 2
+
+
 def test_a_frontend_has_a_limited_number_of_unanswered_calls_and_loses_them_when_it_leaves() -> None:
     core, made = make_core(), list[Future[Any]]()
     core.methods["wait"] = Method(lambda: made.append(Future()) or made[-1])
@@ -323,3 +368,48 @@ def test_a_pause_is_answered_after_the_outputs_of_the_last_step() -> None:
     assert core.has_work
     assert core.step() == {}
     assert pausing.done()
+
+
+# ---------------------------------------------------------------------- calls that cost much
+
+
+def test_files_are_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, files = threading.Event(), {"tokenizer.json": b"{}"}
+    monkeypatch.setattr(methods, "read_files", lambda *where: files if go_on.wait() else {})
+    core = make_core()
+    core.connect(0)
+    go_on.set()
+    reading = core.call("tokenizer_files", encode_value([]))
+    assert isinstance(reading, Future)
+    while not reading.done():
+        core.step()
+    assert reading.result() == files
+    go_on.clear()
+    asked = [core.call("tokenizer_files", encode_value([])) for _ in range(MAX_CALLS)]
+    with pytest.raises(OverloadedError):
+        core.call("tokenizer_files", encode_value([]))
+    core.add_request(0, message(0))
+    assert len(run_core(core, until=bool)) == 1
+    core.disconnect(0)
+    go_on.set()
+    assert all(isinstance(one, Future) and one.cancelled() for one in asked)
+    run_core(core)
+
+
+def test_a_call_that_fails_costs_no_trace_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[str] = []
+    monkeypatch.setattr(traceback, "format_exc", lambda: traces.append("made"))
+    core, answers = make_core(), list[UtilityResult]()
+    core.connect(0)
+    server: Any = SimpleNamespace(send=lambda frontend, message: answers.append(message))
+    take(core, server, Event(0, UtilityCall(1, "nap")))
+    assert (answers[0].error, traces) == ("NotSupportedError", [])
+
+
+def test_a_result_that_no_client_would_decode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_BODY_BYTES", 164, raising=False)
+    core = make_core()
+    core.methods["read"] = Method(lambda size: b"x" * size)
+    assert call(core, "read", 90) == b"x" * 90
+    with pytest.raises(InvalidRequestError, match="the result of read can't travel: it has 102 bytes"):
+        call(core, "read", 100)

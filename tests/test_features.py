@@ -171,6 +171,25 @@ def test_requests_that_need_no_place_overtake_one_that_waits_for_a_place() -> No
     engine.check_outputs()
 
 
+class Refusal(Feature):
+    """Lets no request of priority 1 run."""
+
+    def may_run(self, request: Request, step: int, fetch: bool) -> bool:
+        return request.priority == 0
+
+
+def test_requests_that_may_not_run_hold_up_no_other_frontend() -> None:
+    engine = Engine(weights=[1.0, 1.0])
+    engine.scheduler.attach(Refusal())
+    for i in range(40):
+        engine.add([i, 1, 2], priority=1, frontend=0)
+    engine.add([1, 2, 3], priority=1, frontend=1)
+    behind = engine.add([4, 5, 6], 2, frontend=1)
+    for _ in range(4):
+        engine.step()
+    assert behind in engine.finished
+
+
 class Untouchable:
     """Stands for a request that no stage may access."""
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from harness import VOCAB, Engine, count_look_ups, result_of
+from harness import VOCAB, Engine, count_look_ups, message, result_of
+from mainspring.core.features.adapter_slots import LoRAs
+from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import Step
+from mainspring.ipc.messages import Adapter
 from tiers import fast_only
 
 
@@ -171,6 +174,23 @@ def test_a_step_costs_the_same_however_many_wait() -> None:
 
 def test_a_step_in_which_everybody_decodes_touches_no_request() -> None:
     assert abs(step_work(waiting=10, seats=64) - step_work(waiting=10, seats=8)) < 64 - 8
+
+
+def test_names_of_adapters_cost_the_same_however_many_wait() -> None:
+    def with_adapter(number: int) -> Request:
+        return Request(message(number, lora=Adapter(1, f"name {number}", "/folder")), 0, 0.0, 64)
+
+    def waiting(count: int) -> LoRAs:
+        loras = LoRAs(1, 1, lambda digest: False, lambda request: None, lambda number: None)
+        for number in range(count):
+            loras.added(with_adapter(number))
+        return loras
+
+    few, many = waiting(100), waiting(1000)
+    assert len(many.stats()["waiting_loras"]) == 64
+    assert work(many.stats) == work(few.stats)
+    assert work(partial(many.ended, with_adapter(0))) == work(partial(few.ended, with_adapter(0)))
+    assert (len(many.live), len(few.live)) == (999, 99)
 
 
 def test_a_blocked_request_is_looked_up_again_only_when_that_can_help(monkeypatch: pytest.MonkeyPatch) -> None:

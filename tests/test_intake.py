@@ -447,6 +447,14 @@ def test_small_bodies_are_bounded_in_each_turn_and_an_idle_core_takes_all(monkey
     assert made.may_receive
 
 
+def test_the_number_of_small_messages_is_bounded_in_each_turn() -> None:
+    made, taken = turns(), 0
+    while made.may_receive and taken < 1000:
+        made.spend(0)
+        taken += 1
+    assert taken == 256
+
+
 def test_a_long_step_does_not_stop_the_intake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "TURN_S", 0.01)
     made = turns()

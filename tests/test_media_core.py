@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from harness import Key, StepPlan, expected_output, make_core, media_item, message, run_core
 from mainspring.core.features import media_store
 from mainspring.core.loop import EngineCore
-from mainspring.core.plan.control import DropMedia, KeepMedia, MediaFacts
+from mainspring.core.plan.control import DropGrammar, DropMedia, KeepMedia, MediaFacts
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import MultiModalConfig
 from mainspring.ipc.crash_suspects import CrashSuspects
@@ -289,6 +289,14 @@ def test_prompt_logprobs_are_refused_where_spans_are_computed_at_once() -> None:
     sent = request(0, 1)
     core.add_request(0, replace(sent, sampling=replace(sent.sampling, prompt_logprobs=0)))
     assert run_core(core)[0, 0][1].error == "NotSupportedError"
+
+
+def test_the_grammar_of_a_request_that_is_refused_for_its_media_is_dropped() -> None:
+    core = core_with_media(media=MediaFacts(["image"], 4, "item"))
+    sent = request(0, 1)
+    core.add_request(0, replace(sent, sampling=replace(sent.sampling, prompt_logprobs=0, grammar=["regex", "a"])))
+    assert run_core(core)[0, 0][1].error == "NotSupportedError"
+    assert DropGrammar(1) in core.worker.controls  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- the journal

@@ -11,13 +11,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 import tiny
 from harness import make_core, message, run_core
 from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from mainspring.core.plan.control import Sleep, Wake
+from mainspring.core.plan.control import SetParameters, Sleep, Wake
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
@@ -318,6 +319,21 @@ def test_a_sleep_does_not_wait_for_requests_of_a_removed_frontend() -> None:
     waiting = call(core, "sleep", 1, "wait", frontend=0)
     core.disconnect(1)
     assert waiting.done()
+
+
+def test_an_update_of_weights_that_breaks_off_for_any_reason_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def control(record: Any) -> None:
+        if isinstance(record, SetParameters) and record.rows:
+            raise RuntimeError("no memory")
+
+    core = make_core()
+    monkeypatch.setattr(core.worker, "control", control)
+    core.connect(0)
+    with pytest.raises(RuntimeError, match="no memory"):
+        core.call("update_weights", encode_value(["new", 0, ["weight"], [0], False]), 0, [np.zeros(2, np.float32)])
+    core.add_request(0, message(0))
+    [(_, finished)] = run_core(core).values()
+    assert finished.error == "WeightsLostError"
 
 
 def test_state_set_by_users_is_reported_and_restored() -> None:

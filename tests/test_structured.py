@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer
 
 from mainspring.core.worker import grammar as structured
 from mainspring.core.worker.grammar import Grammar, GrammarCompiler, Matcher
+from mainspring.core.worker.registry import Registry
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, UnknownArgumentError
 from mainspring.ipc.structured import (
@@ -766,14 +768,18 @@ def test_as_many_properties_as_are_allowed_can_be_followed(compiler: GrammarComp
 # ---------------------------------------------------------------------- the compiler
 
 
-def test_a_request_for_a_grammar_does_not_block_and_shares_a_pending_compilation() -> None:
+def test_a_request_for_a_grammar_does_not_block_and_shares_a_pending_compilation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, compiled = structured._compile, list[str]()
+    monkeypatch.setattr(structured, "_compile", lambda *args: compiled.append(args[2]) or real(*args))
     compiler = GrammarCompiler(SOURCE, VOCAB_SIZE, [EOS])
     slow = HOSTILE["objects as alternatives"]
     first, second = compiler.submit(*slow), compiler.submit(*slow)
-    assert first is second
-    assert not first.cancel()
     assert isinstance(compiler.submit("regex", "a").result(PATIENCE_S), Grammar)
     assert first.done()
+    assert second.done()
+    assert compiled == [slow[1], "a"]
 
 
 def test_grammars_are_kept_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -804,6 +810,33 @@ def test_however_many_wait_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     futures = [compiler.submit("choice", json.dumps([str(number)])) for number in range(1000)]
     begin.set()
     assert all(isinstance(future.result(PATIENCE_S), Grammar) for future in futures)
+
+
+def test_frontends_take_turns_and_what_nobody_needs_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, compiled = threading.Event(), list[str]()
+    real = structured._compile
+
+    def record(vocabulary: Any, kind: str, text: str) -> Grammar:
+        begin.wait(PATIENCE_S)
+        compiled.append(text)
+        return real(vocabulary, kind, text)
+
+    monkeypatch.setattr(structured, "_compile", record)
+    compiler = GrammarCompiler(SOURCE, VOCAB_SIZE, [EOS])
+    registry = Registry(lambda: compiler)
+    flood = [registry.prepare_grammar(number, "regex", f"a{number}", 1) for number in range(100)]
+    shared = registry.prepare_grammar(100, "regex", "a99", 2)
+    other = registry.prepare_grammar(101, "regex", "b", 2)
+    for number in range(10, 100):
+        registry.drop_grammar(number)
+    begin.set()
+    for future in (*flood[:10], shared, other):
+        assert future.result(PATIENCE_S) is None
+    assert set(compiled) == {"b", "a99", *(f"a{number}" for number in range(10))}
+    assert compiled.index("b") <= 4
+    with pytest.raises(CancelledError):
+        flood[10].result(PATIENCE_S)
+    assert registry.prepare_grammar(102, "regex", "a10", 1).result(PATIENCE_S) is None
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error_and_not_a_dead_thread() -> None:

@@ -156,7 +156,7 @@ def test_a_death_outside_a_step_blames_no_request(start: Callable[..., Supervise
         one.kill()
     one.client.add_request(harmless(0))
     assert collect(one.client, 1, GUARD) == {0: whole(0)}
-    assert not one.supervisor._siblings._suspects.suspects
+    assert not one.supervisor.siblings._suspects.suspects
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from ..plan.feature import Feature
 from ..plan.request import Request
 
 PATIENCE_STEPS = 64  # steps for which requests with a loaded adapter may overtake one that waits for an adapter slot
+MOST_NAMES = 64  # names in each list of the statistics, which go into every message to every frontend
 REMEMBERED = 1024  # unloaded adapter numbers to remember, because a late `put` may still name one of them
 
 
@@ -48,9 +50,9 @@ class LoRAs(Feature):
         return digest in self._loaded
 
     def stats(self) -> dict[str, Any]:
-        running = self._names
-        waiting = sorted(name for name, count in self.live.items() if count > running[name])
-        return {"running_loras": sorted(running), "waiting_loras": waiting}
+        waiting = (name for name, count in self.live.items() if count > self._names[name])
+        named = {"running_loras": self._names, "waiting_loras": waiting}
+        return {field: sorted(islice(names, MOST_NAMES)) for field, names in named.items()}
 
     def put(self, digest: bytes, number: int) -> bool:
         """Register an adapter that the worker has loaded under `number`. If the adapter is in memory already, the new
@@ -93,8 +95,10 @@ class LoRAs(Feature):
             self.live[request.lora_name] += 1
 
     def ended(self, request: Request) -> None:
-        if request.lora_name:
-            self.live -= Counter([request.lora_name])
+        if name := request.lora_name:
+            self.live[name] -= 1
+            if not self.live[name]:
+                del self.live[name]
 
     def may_run(self, request: Request, step: int, fetch: bool) -> bool:
         if request.lora is None:

@@ -105,7 +105,7 @@ class Adapters:
         if (prompt := message.prompt_adapter) is not None:
             if (found := self._prompt_adapters.get((owner, prompt))) is not None:
                 self._prompt_adapters.move_to_end((owner, prompt))
-                request.use_virtual_tokens(_embeddings(found), found.digest)
+                request.use_embeds(_embeddings(found), b"virtual", found.digest)
             else:
                 waits.append((self._read(owner, prompt)[1], partial(self._give_virtual_tokens, request, owner, prompt)))
         return waits
@@ -118,7 +118,7 @@ class Adapters:
         self._prompt_adapters[owner, adapter] = found
         if len(self._prompt_adapters) > self._config.max_prompt_adapters:
             self._prompt_adapters.popitem(last=False)
-        request.use_virtual_tokens(_embeddings(found), found.digest)
+        request.use_embeds(_embeddings(found), b"virtual", found.digest)
 
     def _load(self, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
         """Let the worker read an adapter. Returns its new number, and the future of the read."""
@@ -131,8 +131,10 @@ class Adapters:
         if (shared := self._reading.get((owner, adapter))) is not None:
             return shared
 
-        def end_reading(_: Future[Any]) -> None:
-            del self._reading[owner, adapter]
+        def end_reading(done: Future[Any]) -> None:
+            number, _ = self._reading.pop((owner, adapter))
+            if done.exception() is None and not adapter.num_virtual_tokens:
+                self._loras.put(done.result().digest, number)  # all who waited for it may have gone
 
         reading = self._reading[owner, adapter] = self._load(adapter)
         self._later(reading[1], end_reading)
@@ -223,8 +225,6 @@ class Adapters:
         self, owner: bytes, adapter: Adapter, number: int, added: Future[bool], done: Future[AdapterFacts]
     ) -> None:
         if not added.set_running_or_notify_cancel():  # the frontend that asked for it has left
-            if done.exception() is None:
-                self._loras.put(done.result().digest, number)
             return
         try:
             bound, is_there = self._keep(owner, adapter, done.result().digest, number)
@@ -283,12 +283,12 @@ class Adapters:
         return [HeldAdapter(owner, one.adapter, one.pinned) for (owner, _), one in self._bound.items() if one.held]
 
     def restore(self, held: Iterable[HeldAdapter]) -> None:
-        """Load the adapters that the previous core held for its frontends."""
-        for one in held:
+        """Load the adapters that the previous core held for its frontends, as many as fit in memory."""
+        for one in sorted(held, key=lambda one: one.pinned)[-self._kept :]:
             try:
                 number, reading = self._load(one.adapter)
                 bound, _ = self._keep(one.owner, one.adapter, reading.result().digest, number)
-                bound.held, bound.pinned = True, one.pinned
+                bound.held, bound.pinned, bound.gone = True, one.pinned, True  # until its frontend is back
             except Exception as error:
                 path = one.adapter.path
                 logger.warning("the LoRA adapter %r of the previous core can't be reloaded: %s", path, error)

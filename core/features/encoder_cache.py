@@ -54,9 +54,7 @@ class EncoderCache(Feature):
     ) -> None:
         self.items = MediaStore(facts.modalities, BYTES_OF_PIXEL * config.max_media_pixels)
         self.fail: Callable[[Request, str, str], None] = lambda request, error, text: None
-        self.give_way: Callable[[Request], bool] = lambda request: (
-            False
-        )  # if its frontend has no credit: leave the slot
+        self.give_way: Callable[[Request], bool] = lambda request: False  # without credit: leave the slot
         self.due: list[StoredItem] = []  # to encode in the step that is being made
         self._facts, self._budget, self._suspects, self._control = facts, budget, suspects, control
         self._most_bytes = int(config.mm_encoder_cache_gb * (1 << 30))

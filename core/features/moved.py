@@ -43,9 +43,9 @@ class MovedRequests:
 
     def look(self) -> None:
         """Release the requests that need not wait any more."""
-        now, held = time.monotonic(), self._held
-        due = [one for one in held if self._over.get(one.core, 0) >= one.epoch or now >= one.until]
-        if due:
-            self._held = [one for one in held if one not in due]
-            for one in due:
+        now, held, self._held = time.monotonic(), self._held, []
+        for one in held:
+            if self._over.get(one.core, 0) >= one.epoch or now >= one.until:
                 one.released.set_result(None)
+            else:
+                self._held.append(one)

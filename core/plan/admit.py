@@ -13,6 +13,7 @@ from .transitions import take_slot
 
 COMING = -1  # in place of a number of cached tokens: a running request is computing more of the prefix
 MOST_DEFERRED = 32  # requests of a frontend skipped in one step, because each may need a new cache lookup
+LEAST_REFUSED = 4  # requests of a frontend that features may refuse in one step, however many frontends share the most
 
 
 def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, closed: set[int]) -> None:
@@ -37,7 +38,8 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
         assert request is not None, "next_waiting named a frontend with nobody waiting"
         if not state.may_run(request, fetch=bool(state.running.free_slots)):
             refused.append(frontend.pop())
-            if len(refused) >= MOST_DEFERRED:
+            its_share = max(LEAST_REFUSED, MOST_DEFERRED // sum(one.competes for one in state.fair))
+            if sum(one.frontend == frontend.id for one in refused) >= its_share:
                 closed.add(frontend.id)
             continue
         count = _most(state, request, frontend, budget, quotas)

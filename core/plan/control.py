@@ -36,6 +36,7 @@ class PrepareGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
     kind: str
     text: str
+    frontend: int = 0  # whose request needs it: frontends take turns
 
 
 class DropGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):

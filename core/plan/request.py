@@ -48,7 +48,6 @@ class Request:
         frontend: int,
         arrival: float,
         max_model_len: int,
-        embeds: np.ndarray | None = None,
         key: int = 0,
         salt: bytes = b"",
         functions: tuple[int, ...] = (),
@@ -72,7 +71,8 @@ class Request:
         tokens = [0] * self.num_virtual + message.prompt_token_ids + message.output_token_ids
         self.tokens = np.array(tokens, dtype=np.int32)
         self.stop_tokens = frozenset(self.sampling.stop_token_ids)
-        self.embeds = embeds  # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
+        # of the prompt, or of its first tokens: [tokens, hidden], uint16 for bfloat16
+        self.embeds: np.ndarray | None = None
         self.media: Sequence[MediaItem] = ()  # of the prompt, in order
         self.encoded: tuple[SequenceMedia, ...] = ()  # the same for the worker; set when it gets a slot
         self.spans: Sequence[tuple[int, int]] = ()  # first token and end of what one step has to compute
@@ -103,20 +103,17 @@ class Request:
         # Keys and values depend on more than the tokens. The salt, embeddings and adapter are hashed into the root of
         # the chain, each with a `person` of its own, so that no salt can be made to collide with another's chain.
         self.root = hashlib.blake2b(message.cache_salt.encode(), digest_size=16, key=salt, person=b"root").digest()
-        if embeds is not None:
-            content = np.ascontiguousarray(embeds).tobytes()
-            self.root = hashlib.blake2b(self.root + content, digest_size=16, person=b"embeds").digest()
 
     def use_lora(self, lora: LoRAName) -> None:
         """Set the LoRA adapter. Must be called before the request is queued."""
         self.lora = lora
         self.root = hashlib.blake2b(self.root + lora.digest, digest_size=16, person=b"lora").digest()
 
-    def use_virtual_tokens(self, embeds: np.ndarray, digest: bytes) -> None:
-        """Set the embeddings of the virtual tokens, fp32 ``[num_virtual, hidden]``. Must be called before the request
-        is queued."""
+    def use_embeds(self, embeds: np.ndarray, person: bytes, digest: bytes) -> None:
+        """Set the embeddings of the prompt (person ``embeds``) or of the virtual tokens (``virtual``, fp32
+        ``[num_virtual, hidden]``), with the digest of their content. Must be called before the request is queued."""
         self.embeds = embeds
-        self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=b"virtual").digest()
+        self.root = hashlib.blake2b(self.root + digest, digest_size=16, person=person).digest()
 
     def use_media(self, media: Sequence[MediaItem], spans: str) -> None:
         """Set the media items. Must be called before the request is queued. spans: see `MediaFacts`."""

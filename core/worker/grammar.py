@@ -14,10 +14,9 @@ import base64
 import functools
 import json
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -173,8 +172,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cached: OrderedDict[tuple[str, str], Grammar | InvalidRequestError] = OrderedDict()
         self._cached_bytes = 0
-        self._pending: dict[tuple[str, str], Future[Grammar]] = {}
-        self._queue: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        # by frontend, in the order of their turns
+        self._queues: OrderedDict[int, deque[tuple[tuple[str, str], Future[Grammar]]]] = OrderedDict()
+        self._queued = threading.Semaphore(0)
         self._started = False
 
     def compile(self, kind: str, text: str) -> Grammar:
@@ -185,21 +185,18 @@ class GrammarCompiler:
         """
         return self.submit(kind, text).result()
 
-    def submit(self, kind: str, text: str) -> Future[Grammar]:
+    def submit(self, kind: str, text: str, frontend: int = 0) -> Future[Grammar]:
         """Compile the grammar of a `StructuredOutputsParams.spec`. The future gets the grammar or the error that
-        `compile` raises. Calls for the same grammar share the work. The future can't be cancelled."""
-        key = (kind, text)
+        `compile` raises; it can be cancelled until its turn comes. Frontends take turns. Calls for the same grammar
+        share the work."""
+        key, future = (kind, text), Future[Grammar]()
         with self._lock:
-            if (shared := self._pending.get(key)) is not None:
-                return shared
-            future: Future[Grammar] = Future()
-            future.set_running_or_notify_cancel()
             if (known := self._cached.get(key)) is not None:
                 self._cached.move_to_end(key)
                 _settle(future, known)
             else:
-                self._pending[key] = future
-                self._queue.put(key)
+                self._queues.setdefault(frontend, deque()).append((key, future))
+                self._queued.release()
                 if not self._started:
                     self._started = True
                     _start_thread(self._work)
@@ -207,18 +204,29 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         while True:
-            key = self._queue.get()
-            found: Grammar | InvalidRequestError
-            try:
-                found = _compile(self._vocabulary, *key)
-            except InvalidRequestError as error:
-                found = error.with_traceback(None)
-            except BaseException as error:  # a panic of the library is no Exception
-                found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
+            self._queued.acquire()
             with self._lock:
-                future = self._pending.pop(key)
-                self._keep(key, found)
+                frontend, queue = self._queues.popitem(last=False)
+                key, future = queue.popleft()
+                if queue:
+                    self._queues[frontend] = queue
+                found = self._cached.get(key)
+            if not future.set_running_or_notify_cancel():  # nobody needs it any more
+                continue
+            if found is None:
+                found = self._compiled(key)
             _settle(future, found)
+
+    def _compiled(self, key: tuple[str, str]) -> Grammar | InvalidRequestError:
+        try:
+            found: Grammar | InvalidRequestError = _compile(self._vocabulary, *key)
+        except InvalidRequestError as error:
+            found = error.with_traceback(None)
+        except BaseException as error:  # a panic of the library is no Exception
+            found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
+        with self._lock:
+            self._keep(key, found)
+        return found
 
     def _keep(self, key: tuple[str, str], found: Grammar | InvalidRequestError) -> None:
         self._cached[key] = found

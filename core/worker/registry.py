@@ -49,8 +49,8 @@ class Registry:
         self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
         self._next_function = 1
 
-    def prepare_grammar(self, number: int, kind: str, text: str) -> Future[None]:
-        """Compile a grammar, and register it under `number`.
+    def prepare_grammar(self, number: int, kind: str, text: str, frontend: int = 0) -> Future[None]:
+        """Compile a grammar for a request of `frontend`, and register it under `number`.
 
         Raises:
             NotSupportedError: this checkpoint can't have grammars.
@@ -64,11 +64,13 @@ class Registry:
             if self._make_compiler is None:
                 raise NotSupportedError("structured outputs are for models that generate")
             self._compiler = self._make_compiler()
-        self.matchers[number] = made = _then(self._compiler.submit(kind, text), lambda grammar: grammar.matcher())
+        compiled = self._compiler.submit(kind, text, frontend)
+        self.matchers[number] = made = _then(compiled, lambda grammar: grammar.matcher())
         return _then(made, lambda _: None)
 
     def drop_grammar(self, number: int) -> None:
-        self.matchers.pop(number, None)
+        if (made := self.matchers.pop(number, None)) is not None:
+            made.cancel()
 
     def prepare_adapter(self, number: int, adapter: Adapter) -> Future[AdapterFacts]:
         """Read an adapter's folder, and register a LoRA adapter under `number`. A prompt adapter is not registered: its
@@ -99,10 +101,14 @@ class Registry:
 
 
 def _then(future: Future[Any], make: Callable[[Any], Any]) -> Future[Any]:
-    """A future of `make(result)`. `make` runs in the thread that completes `future`."""
+    """A future of `make(result)`. `make` runs in the thread that completes `future`. If it is cancelled, so is
+    `future`."""
     made: Future[Any] = Future()
+    made.add_done_callback(lambda done: done.cancelled() and future.cancel())
 
     def settle(done: Future[Any]) -> None:
+        if not made.set_running_or_notify_cancel():
+            return
         try:
             made.set_result(make(done.result()))
         except BaseException as error:

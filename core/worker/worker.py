@@ -115,7 +115,7 @@ class LocalWorker(Worker):
         self._controls: dict[type, Callable[[Any], Any]] = {
             records.PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter),
             records.DropAdapter: lambda r: self._registry.drop_adapter(r.number),
-            records.PrepareGrammar: lambda r: self._registry.prepare_grammar(r.number, r.kind, r.text),
+            records.PrepareGrammar: lambda r: self._registry.prepare_grammar(r.number, r.kind, r.text, r.frontend),
             records.DropGrammar: lambda r: self._registry.drop_grammar(r.number),
             records.DropFunctions: lambda r: self._registry.drop_functions(r.numbers),
             records.CheckSampling: lambda r: self._registry.processors.check(r.sampling),

@@ -26,9 +26,7 @@ ContentFormat = Literal["auto", "string", "openai"]  # what a template gets as c
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file)s?(_\w+)?")  # types of parts that are media
-_MEDIA_KEYS = re.compile(
-    r"(input_)?(image|audio|video)s?(_url)?"
-)  # keys of media in a message, or in a part without type
+_MEDIA_KEYS = re.compile(r"(input_)?(image|audio|video)s?(_url)?")  # in a message, or in a part without type
 _SPEAKERS = ("system", "developer", "user", "assistant")  # content of the other roles may be data of any form
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the trailing space shows whether the template trims
