@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 47_550
+LIMIT = 47_850
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -216,8 +216,9 @@ def test_a_class_without_a_door_is_refused_at_load(tmp_path: Path, kind: str) ->
         worker_of(tmp_path)
 
 
-def test_a_model_that_encodes_inside_of_its_own_forward_is_exact() -> None:
-    assert judge("qwen2_audio").outcome == "exact"
+@pytest.mark.parametrize("kind", ["qwen2_audio", "llama4"])
+def test_a_model_that_encodes_inside_of_its_own_forward_or_is_its_own_base_is_exact(kind: str) -> None:
+    assert judge(kind).outcome == "exact"
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])

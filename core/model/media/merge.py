@@ -181,7 +181,7 @@ class Merger:
                         stack.enter_context(method.giving(kept))
                     elif method is not None:
                         vars(owner)[name] = _giving(kept)
-                        stack.callback(vars(owner).pop, name)
+                        stack.callback(vars(owner).pop, name, None)
             yield
 
     @contextmanager
