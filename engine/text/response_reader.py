@@ -474,15 +474,13 @@ _KEY = re.compile(r"[^<>\"\n]{1,256}")
 
 def joined(pieces: list[Piece]) -> list[Piece]:
     """The pieces, with each that continues the one before as a part of it."""
-    if len(pieces) < 2:
-        return pieces
-    found = pieces[:1]
-    for piece in pieces[1:]:
-        if not piece.id and (found[-1].kind, found[-1].call) == (piece.kind, piece.call):
-            found[-1] = found[-1]._replace(text=found[-1].text + piece.text)
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and not piece.id and (runs[-1][0].kind, runs[-1][0].call) == (piece.kind, piece.call):
+            runs[-1].append(piece)
         else:
-            found.append(piece)
-    return found
+            runs.append([piece])
+    return [run[0]._replace(text="".join(piece.text for piece in run)) if len(run) > 1 else run[0] for run in runs]
 
 
 def starts_in_reasoning(reasoning: ReasoningFormat, prompt: str) -> bool:
