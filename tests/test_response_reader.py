@@ -202,6 +202,43 @@ def test_every_format_has_a_case_and_valid_templates() -> None:
         assert all("$KEY" in elements(param) and "$VALUE" in elements(param) for param in form.params)
 
 
+class Counted(str):
+    """Text that counts the characters that are searched or cut out."""
+
+    work = 0
+
+    def __add__(self, other: str) -> Counted:
+        return Counted(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> Counted:
+        return Counted(other + str(self))
+
+    def __getitem__(self, key: Any) -> Counted:
+        found = Counted(str.__getitem__(self, key))
+        Counted.work += len(found)
+        return found
+
+    def find(self, what: str, begin: Any = 0, end: Any = None) -> int:
+        found = str.find(self, what, begin, end)
+        Counted.work += (len(self) if found < 0 else found) - begin
+        return found
+
+
+@pytest.mark.parametrize("name", [name for name, one in TOOL_FORMATS.items() if one.forms[0].params])
+def test_the_work_of_a_long_parameter_grows_as_its_text(name: str) -> None:
+    form = TOOL_FORMATS[name].forms[0]
+    work = []
+    for count in (200, 800):
+        value = "for <b> in\n" * count
+        param = form.params[0].replace("$KEY", "city").replace("$VALUE", value)
+        text = form.start + form.call.replace("$NAME", "weather").replace("$PARAMS", param) + form.end
+        Counted.work = 0
+        (piece,) = read(name, [Counted(text[at : at + 4]) for at in range(0, len(text), 4)])
+        work.append(Counted.work)
+        assert json.loads(piece.text) == {"city": value}
+    assert work[1] < 6 * work[0]
+
+
 _MARKS = sorted(
     {
         part

@@ -152,7 +152,7 @@ class ResponseReader:
         self._final = False
         self._leads = True  # nothing but reasoning so far
         self._strip = False  # leading whitespace is dropped
-        self._passed = 0  # characters of `_text` that begin nothing
+        self._passed = 0  # characters of `_text` that begin nothing, or do not end the open parameter
         self._form: CallForm | None = None  # of the newest call
         self._ending: tuple[str, ...] = ()  # the parts of the newest call after its arguments
         self._nesting = _Nesting()
@@ -169,7 +169,9 @@ class ResponseReader:
         """More of the output: the pieces that are decided by it."""
         reasoning = self._state == self._in_reasoning
         size = -len(self._text) if reasoning else 0  # characters of reasoning in `text`: those held back count no more
-        self._text += text
+        whole, self._text = self._text, ""  # a local variable that alone has its text appends to it without a copy
+        whole += text
+        self._text = whole
         found: list[Piece] = []
         pieces: Iterator[Piece] | None = iter(())
         while pieces is not None:
@@ -354,7 +356,10 @@ class ResponseReader:
         if at < 0:
             return None, "", at
         close = next(part for part in parts[value_at + 1 :] if part != "~")
-        end = self._text.find(close, at)
+        end = self._text.find(close, max(at, self._passed))
+        if end < 0 and not self._final:
+            self._passed = max(0, len(self._text) - len(close) + 1)
+            return captured["$KEY"], "", _MORE
         value = self._text[at : end if end >= 0 else len(self._text)]
         if "\n$VALUE" in template:
             value = value.removeprefix("\n")
@@ -439,7 +444,7 @@ class ResponseReader:
             elif text.startswith(part, at):
                 at += len(part)
             else:
-                return _MORE if part.startswith(text[at:]) else _FAIL
+                return _MORE if part.startswith(text[at : at + len(part)]) else _FAIL
         return at
 
     def _value(self, place: str, at: int, captured: dict[str, Any]) -> int:
