@@ -23,6 +23,7 @@ from mainspring.engine.text.response_formats import (
 from mainspring.engine.text.response_reader import (
     Piece,
     ResponseReader,
+    _Nesting,
     elements,
     joined,
     schema_types,
@@ -236,6 +237,23 @@ def test_the_work_of_a_long_parameter_grows_as_its_text(name: str) -> None:
         (piece,) = read(name, [Counted(text[at : at + 4]) for at in range(0, len(text), 4)])
         work.append(Counted.work)
         assert json.loads(piece.text) == {"city": value}
+    assert work[1] < 6 * work[0]
+
+
+@pytest.mark.parametrize("end", ["", "}"])
+def test_the_work_of_calls_that_are_none_grows_as_the_text(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = []
+    end_of = _Nesting.end
+
+    def counted(self: _Nesting, text: str) -> int:
+        work[-1] += len(text) - self.seen
+        return end_of(self, text)
+
+    monkeypatch.setattr(_Nesting, "end", counted)
+    for count in (500, 2000):
+        work.append(0)
+        text = "<tool_call>{" * count + end * count
+        assert shown(read("hermes", [text])) == [text]
     assert work[1] < 6 * work[0]
 
 

@@ -36,6 +36,7 @@ _CLASSES = {
     "$ID": re.compile(r"[\w\-]{1,128}"),
     "$NUMBER": re.compile(r"\d{1,9}"),
 }
+_MOST_VAIN = 1 << 20  # characters of values that are no calls, because marks inside of each may begin further ones
 _COMMITS = ("$JSON", "$PARAMS")  # with one of these a call begins
 _SPACE = re.compile(r"\s*")
 _JSON_MARKS = re.compile(r'["\\{}\[\]]')
@@ -157,6 +158,7 @@ class ResponseReader:
         self._ending: tuple[str, ...] = ()  # the parts of the newest call after its arguments
         self._nesting = _Nesting()
         self._values: dict[tuple[str, int], _Nesting] = {}  # place and position in `_text` → value that is not complete
+        self._num_vain = 0  # characters of values that are no calls
         self._num_arguments = 0
         self._name = ""  # the newest call's function
         self.num_calls = 0
@@ -452,20 +454,20 @@ class ResponseReader:
         text = self._text
         if at >= len(text):
             return _MORE
-        if place == "$PYTHON":
-            if not _PYTHON_BEGIN.fullmatch(text, at):
-                return _FAIL
-        elif text[at] != "{":
+        begins = _PYTHON_BEGIN.fullmatch(text, at) if place == "$PYTHON" else text[at] == "{"
+        if not begins or self._num_vain > _MOST_VAIN:
             return _FAIL
         if (nesting := self._values.get((place, at))) is None:
             nesting = self._values[place, at] = _Nesting(_QUOTES if place == "$PYTHON" else _JSON_MARKS)
             nesting.seen = at
         end = nesting.end(text)
         if end < 0:
+            self._num_vain += len(text) - at if self._final else 0
             return _MORE
         del self._values[place, at]
         found = _python_calls(text[at:end]) if place == "$PYTHON" else _json_call(text[at:end])
         if found is None:
+            self._num_vain += end - at
             return _FAIL
         if place == "$PYTHON":
             captured[place] = found
