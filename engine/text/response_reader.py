@@ -352,7 +352,7 @@ class ResponseReader:
     def _param(self, template: str, at: int) -> tuple[str | None, str, int]:
         """The key and the value there, and the end; the key is None if there is none."""
         parts = elements(template)
-        key_at, value_at = parts.index("$KEY"), parts.index("$VALUE")
+        value_at = parts.index("$VALUE")
         captured: dict[str, Any] = {}
         at = self._match(parts[:value_at], at, captured, trailing=False)
         if at < 0:
@@ -370,7 +370,6 @@ class ResponseReader:
             return captured["$KEY"], value[: part.start()] if part else value, _MORE
         if "$VALUE\n" in template:
             value = value.removesuffix("\n")
-        assert key_at < value_at
         return captured["$KEY"], value, end + len(close)
 
     def _schema(self, key: str) -> Any:
@@ -414,10 +413,7 @@ class ResponseReader:
         if end == _MORE and not self._final:
             return None
         self._state = self._content
-        if end == _MORE or not self._text.strip():
-            self._take(len(self._text))
-        elif end > 0:
-            self._take(end)
+        self._take(len(self._text) if end == _MORE or not self._text.strip() else max(end, 0))
         return iter(())
 
     # ------------------------------------------------------------------ matching
