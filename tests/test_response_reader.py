@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mainspring.engine.text import response_reader
 from mainspring.engine.text.response_formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -255,6 +256,20 @@ def test_the_work_of_calls_that_are_none_grows_as_the_text(end: str, monkeypatch
         text = "<tool_call>{" * count + end * count
         assert shown(read("hermes", [text])) == [text]
     assert work[1] < 6 * work[0]
+
+
+def test_a_call_is_parsed_once_though_its_end_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    parse = response_reader._json_call
+
+    def counted(text: str) -> Any:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(response_reader, "_json_call", counted)
+    text = '<tool_call>{"arguments": {}, "name": "now"}' + "\n" * 50 + "</tool_call>"
+    assert shown(read("hermes", list(text))) == [NOW]
+    assert len(parsed) == 1
 
 
 _MARKS = sorted(

@@ -59,6 +59,7 @@ class _Nesting:
 
     def __init__(self, marks: re.Pattern[str] = _JSON_MARKS) -> None:
         self._marks, self._depth, self._quote, self._escaped, self.seen = marks, 0, "", -1, 0
+        self.read: tuple[int, Any] | None = None  # its end, and the calls in it
 
     def end(self, text: str) -> int:
         """The end of the value in the text, of which `seen` characters were seen before, or `_MORE`."""
@@ -157,7 +158,7 @@ class ResponseReader:
         self._form: CallForm | None = None  # of the newest call
         self._ending: tuple[str, ...] = ()  # the parts of the newest call after its arguments
         self._nesting = _Nesting()
-        self._values: dict[tuple[str, int], _Nesting] = {}  # place and position in `_text` → value that is not complete
+        self._values: dict[tuple[str, int], _Nesting] = {}  # place and position in `_text` → value that is not taken
         self._num_vain = 0  # characters of values that are no calls
         self._num_arguments = 0
         self._name = ""  # the newest call's function
@@ -456,14 +457,15 @@ class ResponseReader:
         if (nesting := self._values.get((place, at))) is None:
             nesting = self._values[place, at] = _Nesting(_QUOTES if place == "$PYTHON" else _JSON_MARKS)
             nesting.seen = at
-        end = nesting.end(text)
-        if end < 0:
-            self._num_vain += len(text) - at if self._final else 0
-            return _MORE
-        del self._values[place, at]
-        found = _python_calls(text[at:end]) if place == "$PYTHON" else _json_call(text[at:end])
+        if nesting.read is None:
+            end = nesting.end(text)
+            if end < 0:
+                self._num_vain += len(text) - at if self._final else 0
+                return _MORE
+            nesting.read = end, _python_calls(text[at:end]) if place == "$PYTHON" else _json_call(text[at:end])
+            self._num_vain += end - at if nesting.read[1] is None else 0
+        end, found = nesting.read
         if found is None:
-            self._num_vain += end - at
             return _FAIL
         if place == "$PYTHON":
             captured[place] = found
