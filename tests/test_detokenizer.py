@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -231,3 +232,24 @@ def test_a_stop_string_does_not_count_before_min_tokens_but_may_begin_there() ->
     assert stop.matched is None
     assert stop.push("b") == ""
     assert stop.matched == "ab"
+
+
+def test_many_long_stop_strings_are_compared_once_for_each_character() -> None:
+    compared = 0
+
+    class Stop(str):
+        def __getitem__(self, key: Any) -> str:
+            nonlocal compared
+            compared += 1
+            return str.__getitem__(self, key)
+
+        def startswith(self, *args: Any) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.startswith(self, *args)
+
+    stops = [*(Stop(f"a{number}{'b' * 100}") for number in range(20)), Stop("a" * 100)]
+    stop = StopStrings(stops, include=False)
+    compared = 0
+    assert "".join(stop.push(char) for char in "a" * 80 + "c") == "a" * 80 + "c"
+    assert compared <= 2 * 81 * len(stops)

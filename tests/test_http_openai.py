@@ -122,6 +122,11 @@ def test_log_probabilities_of_a_chat(server: HttpServer) -> None:
     assert "".join(one.token for one in content).startswith("Paris")
     assert all(len(one.top_logprobs) == 3 and one.top_logprobs[0].logprob >= one.logprob for one in content)
     assert bytes(content[0].bytes).decode() == content[0].token
+    part = json.loads((MODEL_PATH / "tokenizer.json").read_text())["model"]["vocab"]["â"]  # the byte E2, spelled so
+    for stream in (False, True):
+        asked = chat(server, logprobs=True, max_tokens=1, stream=stream, extra_body={"allowed_token_ids": [part]})
+        choices = [choice for one in (asked if stream else [asked]) for choice in one.choices if choice.logprobs]
+        assert [one.bytes for choice in choices for one in choice.logprobs.content] == [[0xE2]]
     tokens = [
         one
         for chunk in chat(server, logprobs=True, top_logprobs=3, stream=True)

@@ -35,6 +35,7 @@ from mainspring.web.reader import Piece, delta_of, read_whole
 from mainspring.web.router import Router
 from mainspring.web.service import Service, together
 from mainspring.web.tenants import Tenant, Tenants, digest, load_api_keys
+from test_detokenizer import LLAMA, PLAIN_BYTES, WORDPIECE
 
 
 async def nothing(request: Request, body: Any) -> Answer:
@@ -614,6 +615,19 @@ def test_log_probabilities() -> None:
         "text_offset": [4, 6],
     }
     assert chat_logprobs([1], [{1: Logprob(float("-inf"), 1, "a")}], 0)["content"][0]["logprob"] == -9999.0
+    found = completion_logprobs([1], [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-0.7, 2, "b")}], -1, 0)
+    assert found["top_logprobs"] == [{"a": -0.5, "b": -0.7}]  # of all tokens
+
+
+def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes() -> None:
+    own = [[byte] for byte in "a€".encode()]
+    for tokenizer, ids in ((PLAIN_BYTES, PLAIN_BYTES.encode("a€")), (LLAMA, list("a€".encode()))):
+        entries = [{token: Logprob(-1.0, 1, tokenizer.decode(token))} for token in ids]
+        content = chat_logprobs(ids, entries, 1, tokenizer)["content"]
+        assert [one["bytes"] for one in content] == own
+        assert [one["top_logprobs"][0]["bytes"] for one in content] == own
+    entries = [{0: Logprob(-1.0, 1, "\ufffd")}]
+    assert chat_logprobs([0], entries, 0, WORDPIECE)["content"][0]["bytes"] == [*"\ufffd".encode()]
 
 
 def test_streams_together_bring_all_outputs_and_are_closed() -> None:

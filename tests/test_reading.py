@@ -142,3 +142,10 @@ def test_a_response_template_of_the_checkpoint_is_used() -> None:
 
 def test_a_wrong_response_template_is_left_out() -> None:
     assert reading(engine("{{ messages }}", shipped={"fields": 3})) == Reading()
+
+
+def test_a_response_template_is_left_out_where_its_parser_has_other_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils.chat_parsing import ResponseParser
+
+    monkeypatch.delattr(ResponseParser, "_process")
+    assert reading(engine("{{ messages }}", shipped=TEMPLATE)) == Reading()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mainspring.engine.text import response_reader
 from mainspring.engine.text.response_formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -23,6 +24,7 @@ from mainspring.engine.text.response_formats import (
 from mainspring.engine.text.response_reader import (
     Piece,
     ResponseReader,
+    _Nesting,
     elements,
     joined,
     schema_types,
@@ -200,6 +202,74 @@ def test_every_format_has_a_case_and_valid_templates() -> None:
         parts = elements(form.call)
         assert bool(form.params) == ("$PARAMS" in parts)
         assert all("$KEY" in elements(param) and "$VALUE" in elements(param) for param in form.params)
+
+
+class Counted(str):
+    """Text that counts the characters that are searched or cut out."""
+
+    work = 0
+
+    def __add__(self, other: str) -> Counted:
+        return Counted(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> Counted:
+        return Counted(other + str(self))
+
+    def __getitem__(self, key: Any) -> Counted:
+        found = Counted(str.__getitem__(self, key))
+        Counted.work += len(found)
+        return found
+
+    def find(self, what: str, begin: Any = 0, end: Any = None) -> int:
+        found = str.find(self, what, begin, end)
+        Counted.work += (len(self) if found < 0 else found) - begin
+        return found
+
+
+@pytest.mark.parametrize("name", [name for name, one in TOOL_FORMATS.items() if one.forms[0].params])
+def test_the_work_of_a_long_parameter_grows_as_its_text(name: str) -> None:
+    form = TOOL_FORMATS[name].forms[0]
+    work = []
+    for count in (200, 800):
+        value = "for <b> in\n" * count
+        param = form.params[0].replace("$KEY", "city").replace("$VALUE", value)
+        text = form.start + form.call.replace("$NAME", "weather").replace("$PARAMS", param) + form.end
+        Counted.work = 0
+        (piece,) = read(name, [Counted(text[at : at + 4]) for at in range(0, len(text), 4)])
+        work.append(Counted.work)
+        assert json.loads(piece.text) == {"city": value}
+    assert work[1] < 6 * work[0]
+
+
+@pytest.mark.parametrize("end", ["", "}"])
+def test_the_work_of_calls_that_are_none_grows_as_the_text(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = []
+    end_of = _Nesting.end
+
+    def counted(self: _Nesting, text: str) -> int:
+        work[-1] += len(text) - self.seen
+        return end_of(self, text)
+
+    monkeypatch.setattr(_Nesting, "end", counted)
+    for count in (500, 2000):
+        work.append(0)
+        text = "<tool_call>{" * count + end * count
+        assert shown(read("hermes", [text])) == [text]
+    assert work[1] < 6 * work[0]
+
+
+def test_a_call_is_parsed_once_though_its_end_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    parse = response_reader._json_call
+
+    def counted(text: str) -> Any:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(response_reader, "_json_call", counted)
+    text = '<tool_call>{"arguments": {}, "name": "now"}' + "\n" * 50 + "</tool_call>"
+    assert shown(read("hermes", list(text))) == [NOW]
+    assert len(parsed) == 1
 
 
 _MARKS = sorted(

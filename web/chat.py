@@ -42,6 +42,7 @@ class Conversation(msgspec.Struct):
     body: ChatBody
     stream: Any  # RequestStream
     readers: Callable[[], MessageReader] | None
+    tokenizer: Any  # Tokenizer, or None
 
 
 class ChatApi:
@@ -115,7 +116,7 @@ class ChatApi:
             trace_headers=self._service.traced(engine, request),
         )
         await stream.begin()
-        return Conversation(talk_id, model, int(time.time()), body, stream, reading.reader)
+        return Conversation(talk_id, model, int(time.time()), body, stream, reading.reader, engine.tokenizer)
 
     def _check_lengths(self, engine: AsyncLLMEngine, body: ChatBody) -> None:
         """Refuse a user's message that can't fit before the template is rendered: no template leaves it out, and each
@@ -170,7 +171,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
         choice = {"index": one.index, "message": message, "logprobs": None, "finish_reason": reason}
         choice |= _details(talk.body, one)
         if one.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, talk.body.top_logprobs or 0)
+            choice["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, talk.body.top_logprobs or 0, talk.tokenizer)
         choices.append(choice)
         generated += len(one.token_ids)
     request.num_tokens = generated
@@ -234,7 +235,7 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
                     if one.text:
                         yield starts[index] + json_of(one.text) + tail
                 else:
-                    for delta, more in _deltas(body, one, own):
+                    for delta, more in _deltas(talk, one, own):
                         yield chunk(index, delta, **more)
                 if one.finish_reason is not None:
                     reason = finish_reason(one.finish_reason)
@@ -250,13 +251,13 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
 
 
 def _deltas(
-    body: ChatBody, one: CompletionOutput, own: list[MessageReader]
+    talk: Conversation, one: CompletionOutput, own: list[MessageReader]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The deltas of an output, and more fields of each one's choice: log probabilities and ids with the first."""
     more: dict[str, Any] = {}
     if one.logprobs:
-        more["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, body.top_logprobs or 0)
-    if body.return_token_ids:
+        more["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, talk.body.top_logprobs or 0, talk.tokenizer)
+    if talk.body.return_token_ids:
         more["token_ids"] = one.token_ids
     if not own:
         deltas = [{"content": one.text}] if one.text or more else []

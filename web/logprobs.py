@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..engine.request.outputs import Logprob
+from ..engine.text.detokenizer import PieceTable, piece_table
+from ..engine.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 
 Entry = dict[int, Logprob]
 
 
-def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], num_top: int) -> dict[str, Any]:
-    """Of the tokens of a message."""
-    content = []
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
+    """Of the tokens of a message. `tokenizer`: knows the bytes of tokens that are parts of a character."""
+    content, table = [], None if tokenizer is None else piece_table(tokenizer)
     for token, entry in zip(token_ids, entries, strict=False):
-        likeliest = sorted(entry.values(), key=lambda one: one.rank or 1 << 30)[:num_top]
-        content.append({**_one(entry[token]), "top_logprobs": [_one(one) for one in likeliest]})
+        shown, *top = (_one(one, entry[one], table) for one in (token, *_likeliest(entry, num_top)))
+        content.append({**shown, "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -26,27 +30,28 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Of the tokens of a completion whose text begins after `offset` characters. `first`: the text of a prompt's first
     token, which has no log probability."""
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in zip(token_ids, entries, strict=False):
-        text = first if entry is None else _text(entry[token])
-        tokens.append(text)
-        values.append(None if entry is None else max(entry[token].logprob, _LEAST))
-        top = None
+        row: tuple[str, Any, Any] = (first, None, None)
         if entry is not None:
-            likeliest = sorted(entry.values(), key=lambda one: one.rank or 1 << 30)[:num_top]
-            top = {_text(one): max(one.logprob, _LEAST) for one in [*likeliest, entry[token]]}
-        tops.append(top)
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+            shown = (entry[one] for one in (*_likeliest(entry, num_top), token))
+            top = {_text(one): max(one.logprob, _LEAST) for one in shown}
+            row = (_text(entry[token]), max(entry[token].logprob, _LEAST), top)
+        for column, value in zip(found.values(), (*row, offset), strict=True):
+            column.append(value)
+        offset += len(row[0])
+    return found
 
 
-def _one(one: Logprob) -> dict[str, Any]:
+def _likeliest(entry: Entry, num_top: int) -> list[int]:
+    order = sorted(entry, key=lambda token: entry[token].rank or 1 << 30)
+    return order if num_top < 0 else order[:num_top]
+
+
+def _one(token: int, one: Logprob, table: PieceTable | None) -> dict[str, Any]:
     text = _text(one)
-    return {"token": text, "logprob": max(one.logprob, _LEAST), "bytes": [*text.encode()]}
+    own = text.encode() if table is None or "\ufffd" not in text else table[token]
+    return {"token": text, "logprob": max(one.logprob, _LEAST), "bytes": [*own]}
 
 
 def _text(one: Logprob) -> str:

@@ -28,21 +28,19 @@ class MessageReader(Protocol):
 
 def read_whole(reader: MessageReader, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
     """The fields of a message that is complete."""
-    content, reasoning = [], []
+    texts = {"content": "", "reasoning": ""}
     calls: dict[int, dict[str, Any]] = {}
     for piece in [*reader.read(text, token_ids), *reader.end()]:
-        if piece.kind == "content":
-            content.append(piece.text)
-        elif piece.kind == "reasoning":
-            reasoning.append(piece.text)
+        if piece.kind != "tool":
+            texts[piece.kind] += piece.text
         else:
             call = calls.setdefault(
                 piece.call, {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
             )
             call["function"]["arguments"] += piece.text
-    found: dict[str, Any] = {"content": "".join(content) or (None if calls else "")}
-    if reasoning:
-        found["reasoning"] = found["reasoning_content"] = "".join(reasoning)
+    found: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
+    if texts["reasoning"]:
+        found["reasoning"] = found["reasoning_content"] = texts["reasoning"]
     if calls:
         found["tool_calls"] = [calls[index] for index in sorted(calls)]
     return found

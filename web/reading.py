@@ -78,9 +78,9 @@ class Readings:
         given = tokenizer.response_template
         if given and self._tools == self._reasoning == "auto":
             try:
-                TemplateReader(given)  # imports its parser, before there are streams that would wait
+                TemplateReader(given).read("-")  # imports its parser, before there are streams that would wait
                 self._shipped = given
-            except (ValueError, TypeError, ImportError) as error:
+            except (ValueError, TypeError, ImportError, AttributeError) as error:
                 logger.warning("the response_template of the checkpoint can't be used: %s", error)
 
     def of(

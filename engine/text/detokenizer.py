@@ -35,7 +35,7 @@ def text_stream(
     another are joined directly, also where the decoder would put a space.
     """
     skip = tokenizer.skipped_ids if skip_special_tokens else frozenset()
-    table = _piece_table(tokenizer)
+    table = piece_table(tokenizer)
     if table is not None:
         return PieceStream(table, prompt_token_ids, skip)
     joined = frozenset() if spaces_between_special_tokens else tokenizer.added_ids
@@ -155,7 +155,7 @@ TextStream = PieceStream | WindowStream  # text of a growing sequence of token i
 _tables: WeakKeyDictionary[Tokenizer, PieceTable | None] = WeakKeyDictionary()
 
 
-def _piece_table(tokenizer: Tokenizer) -> PieceTable | None:
+def piece_table(tokenizer: Tokenizer) -> PieceTable | None:
     """The tokenizer's table; None if its decoder is not of the concatenating kind."""
     if tokenizer not in _tables:
         _tables[tokenizer] = None if isinstance(tokenizer, SlowTokenizer) else _read_decoder(tokenizer)

@@ -107,28 +107,23 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
                 "<｜DSML｜function_calls>\n",
                 "\n",
                 "\n</｜DSML｜function_calls>",
-                (
-                    '<｜DSML｜parameter name="$KEY" string="true">$VALUE</｜DSML｜parameter>',
-                    '<｜DSML｜parameter name="$KEY" string="false">$VALUE</｜DSML｜parameter>',
+                tuple(
+                    f'<｜DSML｜parameter name="$KEY" string="{is_text}">$VALUE</｜DSML｜parameter>'
+                    for is_text in ("true", "false")
                 ),
             ),
         ),
         (("｜DSML｜",),),
     ),
     "kimi_k2": ToolFormat(
-        (
+        tuple(
             CallForm(
-                "<|tool_call_begin|>functions.$NAME:$NUMBER<|tool_call_argument_begin|>$JSON<|tool_call_end|>",
+                f"<|tool_call_begin|>{name}:$NUMBER<|tool_call_argument_begin|>$JSON<|tool_call_end|>",
                 "<|tool_calls_section_begin|>",
                 "",
                 "<|tool_calls_section_end|>",
-            ),
-            CallForm(
-                "<|tool_call_begin|>$NAME:$NUMBER<|tool_call_argument_begin|>$JSON<|tool_call_end|>",
-                "<|tool_calls_section_begin|>",
-                "",
-                "<|tool_calls_section_end|>",
-            ),
+            )
+            for name in ("functions.$NAME", "$NAME")
         ),
         (("<|tool_call_begin|>",),),
         call_id="functions.{name}:{index}",

@@ -36,6 +36,7 @@ _CLASSES = {
     "$ID": re.compile(r"[\w\-]{1,128}"),
     "$NUMBER": re.compile(r"\d{1,9}"),
 }
+_MOST_VAIN = 1 << 20  # characters of values that are no calls, because marks inside of each may begin further ones
 _COMMITS = ("$JSON", "$PARAMS")  # with one of these a call begins
 _SPACE = re.compile(r"\s*")
 _JSON_MARKS = re.compile(r'["\\{}\[\]]')
@@ -58,6 +59,7 @@ class _Nesting:
 
     def __init__(self, marks: re.Pattern[str] = _JSON_MARKS) -> None:
         self._marks, self._depth, self._quote, self._escaped, self.seen = marks, 0, "", -1, 0
+        self.read: tuple[int, Any] | None = None  # its end, and the calls in it
 
     def end(self, text: str) -> int:
         """The end of the value in the text, of which `seen` characters were seen before, or `_MORE`."""
@@ -152,11 +154,12 @@ class ResponseReader:
         self._final = False
         self._leads = True  # nothing but reasoning so far
         self._strip = False  # leading whitespace is dropped
-        self._passed = 0  # characters of `_text` that begin nothing
+        self._passed = 0  # characters of `_text` that begin nothing, or do not end the open parameter
         self._form: CallForm | None = None  # of the newest call
         self._ending: tuple[str, ...] = ()  # the parts of the newest call after its arguments
         self._nesting = _Nesting()
-        self._values: dict[tuple[str, int], _Nesting] = {}  # place and position in `_text` → value that is not complete
+        self._values: dict[tuple[str, int], _Nesting] = {}  # place and position in `_text` → value that is not taken
+        self._num_vain = 0  # characters of values that are no calls
         self._num_arguments = 0
         self._name = ""  # the newest call's function
         self.num_calls = 0
@@ -169,7 +172,9 @@ class ResponseReader:
         """More of the output: the pieces that are decided by it."""
         reasoning = self._state == self._in_reasoning
         size = -len(self._text) if reasoning else 0  # characters of reasoning in `text`: those held back count no more
-        self._text += text
+        whole, self._text = self._text, ""  # a local variable that alone has its text appends to it without a copy
+        whole += text
+        self._text = whole
         found: list[Piece] = []
         pieces: Iterator[Piece] | None = iter(())
         while pieces is not None:
@@ -348,13 +353,16 @@ class ResponseReader:
     def _param(self, template: str, at: int) -> tuple[str | None, str, int]:
         """The key and the value there, and the end; the key is None if there is none."""
         parts = elements(template)
-        key_at, value_at = parts.index("$KEY"), parts.index("$VALUE")
+        value_at = parts.index("$VALUE")
         captured: dict[str, Any] = {}
         at = self._match(parts[:value_at], at, captured, trailing=False)
         if at < 0:
             return None, "", at
         close = next(part for part in parts[value_at + 1 :] if part != "~")
-        end = self._text.find(close, at)
+        end = self._text.find(close, max(at, self._passed))
+        if end < 0 and not self._final:
+            self._passed = max(0, len(self._text) - len(close) + 1)
+            return captured["$KEY"], "", _MORE
         value = self._text[at : end if end >= 0 else len(self._text)]
         if "\n$VALUE" in template:
             value = value.removeprefix("\n")
@@ -363,7 +371,6 @@ class ResponseReader:
             return captured["$KEY"], value[: part.start()] if part else value, _MORE
         if "$VALUE\n" in template:
             value = value.removesuffix("\n")
-        assert key_at < value_at
         return captured["$KEY"], value, end + len(close)
 
     def _schema(self, key: str) -> Any:
@@ -407,10 +414,7 @@ class ResponseReader:
         if end == _MORE and not self._final:
             return None
         self._state = self._content
-        if end == _MORE or not self._text.strip():
-            self._take(len(self._text))
-        elif end > 0:
-            self._take(end)
+        self._take(len(self._text) if end == _MORE or not self._text.strip() else max(end, 0))
         return iter(())
 
     # ------------------------------------------------------------------ matching
@@ -439,7 +443,7 @@ class ResponseReader:
             elif text.startswith(part, at):
                 at += len(part)
             else:
-                return _MORE if part.startswith(text[at:]) else _FAIL
+                return _MORE if part.startswith(text[at : at + len(part)]) else _FAIL
         return at
 
     def _value(self, place: str, at: int, captured: dict[str, Any]) -> int:
@@ -447,19 +451,20 @@ class ResponseReader:
         text = self._text
         if at >= len(text):
             return _MORE
-        if place == "$PYTHON":
-            if not _PYTHON_BEGIN.fullmatch(text, at):
-                return _FAIL
-        elif text[at] != "{":
+        begins = _PYTHON_BEGIN.fullmatch(text, at) if place == "$PYTHON" else text[at] == "{"
+        if not begins or self._num_vain > _MOST_VAIN:
             return _FAIL
         if (nesting := self._values.get((place, at))) is None:
             nesting = self._values[place, at] = _Nesting(_QUOTES if place == "$PYTHON" else _JSON_MARKS)
             nesting.seen = at
-        end = nesting.end(text)
-        if end < 0:
-            return _MORE
-        del self._values[place, at]
-        found = _python_calls(text[at:end]) if place == "$PYTHON" else _json_call(text[at:end])
+        if nesting.read is None:
+            end = nesting.end(text)
+            if end < 0:
+                self._num_vain += len(text) - at if self._final else 0
+                return _MORE
+            nesting.read = end, _python_calls(text[at:end]) if place == "$PYTHON" else _json_call(text[at:end])
+            self._num_vain += end - at if nesting.read[1] is None else 0
+        end, found = nesting.read
         if found is None:
             return _FAIL
         if place == "$PYTHON":
@@ -474,15 +479,13 @@ _KEY = re.compile(r"[^<>\"\n]{1,256}")
 
 def joined(pieces: list[Piece]) -> list[Piece]:
     """The pieces, with each that continues the one before as a part of it."""
-    if len(pieces) < 2:
-        return pieces
-    found = pieces[:1]
-    for piece in pieces[1:]:
-        if not piece.id and (found[-1].kind, found[-1].call) == (piece.kind, piece.call):
-            found[-1] = found[-1]._replace(text=found[-1].text + piece.text)
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and not piece.id and (runs[-1][0].kind, runs[-1][0].call) == (piece.kind, piece.call):
+            runs[-1].append(piece)
         else:
-            found.append(piece)
-    return found
+            runs.append([piece])
+    return [run[0]._replace(text="".join(piece.text for piece in run)) if len(run) > 1 else run[0] for run in runs]
 
 
 def starts_in_reasoning(reasoning: ReasoningFormat, prompt: str) -> bool:

@@ -15,7 +15,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = stops
         self._include = include
-        self._firsts = {stop[0] for stop in stops}
+        self._firsts, self._longest = {stop[0] for stop in stops}, max(map(len, stops), default=0)
         self._held = ""  # the longest end of the text that begins a stop string
         self.matched: str | None = None
 
@@ -42,10 +42,9 @@ class StopStrings:
         return "" if self._include else held
 
     def _longest_beginning(self, text: str) -> str:
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return text[len(text) - longest :]
+        for at in range(max(0, len(text) - self._longest), len(text)):  # a place that fails is never tried again
+            if text[at] in self._firsts:
+                end = text[at:]
+                if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
+                    return end
+        return ""
