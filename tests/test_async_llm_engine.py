@@ -183,7 +183,7 @@ def test_a_stream_gives_outputs_until_the_request_has_ended(engine: AsyncLLMEngi
         core(engine).say((sent.handle, 50))
         output = await first
         assert (output.request_id, output.finished, output.outputs[0].token_ids) == ("a", False, [50])
-        core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop")])
+        core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop", EOS)])
         output = await anext(stream)
         assert (output.finished, output.outputs[0].token_ids) == (True, [50, EOS])
         for _ in range(2):
