@@ -19,7 +19,8 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -850,6 +851,23 @@ def test_shutdown_is_done_once_however_it_comes_and_ends_every_stream(
         assert client.closed == 1
 
     run(main())
+
+
+def test_a_shutdown_ends_streams_that_are_traced(engine: AsyncLLMEngine, run: Run) -> None:
+    traced: list[str] = []
+
+    def ended(state: Any, now: float, error: Exception | None = None) -> None:
+        traced.append(state.source.request_id)
+
+    async def main() -> None:
+        engine.output_processor.tracer = cast(Any, SimpleNamespace(ended=ended))
+        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+
+    run(main())
+    assert traced == ["a"]
 
 
 def test_signatures_begin_as_vllms_do() -> None:
