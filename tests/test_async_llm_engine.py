@@ -977,6 +977,15 @@ def test_connecting_needs_no_loop_and_sends_the_client_name(daemon: StandInOwner
     run(main())
 
 
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_may_be_shut_down_after_its_loop(daemon: StandInOwner, make_loop: Any) -> None:
+    engine, loop = connected(daemon), make_loop()
+    assert loop.run_until_complete(collected(engine.generate([5], GREEDY, "a")))[-1].finished
+    loop.close()  # the task that reads outputs still waits
+    engine.shutdown()
+    assert engine.errored
+
+
 # ------------------------------------------------------------------ with the embedded model
 
 PROMPTS = [f"What is {at} plus {at + 1}?" for at in range(12)]
