@@ -218,11 +218,17 @@ def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> N
     """A flag for each field, grouped by section. A flag that is not given sets no attribute."""
     import argparse
 
+    from ..compat.engine_fields import SHORT, VALUES
+
     for section, members in itertools.groupby(fields, lambda info: info.section):
         group = parser.add_argument_group(section.replace("_", " ") or "others")
         for name, kind, default, doc in ((f.name, f.type, f.default, f.doc) for f in members):
             text = f"{doc} (default: {'none' if default is None else default})".replace("%", "%%")
-            group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag_of(kind))
+            flags, how = [f"--{name.replace('_', '-')}", *filter(None, [SHORT.get(name)])], _flag_of(kind)
+            if own := how.get("choices"):  # vLLM's values are accepted too; the help shows ours
+                how["metavar"] = f"{{{','.join(map(str, own))}}}"
+                how["choices"] = (*own, *filter(None, VALUES.get(name, ())))
+            group.add_argument(*flags, help=text, default=argparse.SUPPRESS, **how)
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, arguments: Iterable[str]) -> None:
@@ -338,10 +344,9 @@ _AT_LEAST = {
     0: "sum_parts kv_offloading_size swap_space cpu_offload_gb max_prompt_adapter_token long_prefill_token_threshold "
     "max_num_queued_requests max_restarts restart_window frontend_timeout "
     "slow_frontend_timeout mm_processor_cache_gb mm_encoder_cache_gb",
-    1: "media_workers max_media_bytes max_media_pixels "
-    "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "
-    "num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight max_requests_per_frontend "
-    "max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
+    1: "media_workers max_media_bytes max_media_pixels max_model_len max_num_batched_tokens max_num_seqs "
+    "stream_interval kv_cache_memory_bytes num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight "
+    "max_requests_per_frontend max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
     "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes",
 }
 MOST_GUESSES = 16  # num_speculative_tokens
