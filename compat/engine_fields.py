@@ -158,6 +158,7 @@ VALUES: dict[str, dict[Any, Any]] = {
     },
     "distributed_executor_backend": {None: "uni"},
     "seed": {None: 0},
+    "generation_config": {"vllm": "none"},
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "task": {None: "auto"},
 }
