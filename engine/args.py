@@ -158,8 +158,9 @@ class EngineArgs:
     max_media_bytes: int = _default("max_media_bytes")
     max_media_pixels: int = _default("max_media_pixels")
 
-    def create_engine_config(self) -> EngineConfig:
-        """Check every value and group them into the configuration that travels to the core.
+    def create_engine_config(self, usage_context: Any = None) -> EngineConfig:
+        """Check every value and group them into the configuration that travels to the core. `usage_context` is without
+        effect.
 
         Raises:
             InvalidArgumentError: a value is of the wrong type or out of range, or two contradict each other.

@@ -239,6 +239,11 @@ def test_a_none_of_vllm_is_our_default() -> None:
     assert EngineArgs(**dict.fromkeys(names)) == EngineArgs()  # type: ignore[arg-type]
 
 
+def test_a_configuration_is_made_with_a_usage_context_as_without() -> None:
+    made = EngineArgs().create_engine_config(mainspring.UsageContext.OPENAI_API_SERVER)
+    assert made == EngineArgs().create_engine_config()
+
+
 def test_fields_that_work_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineArgs(compilation_config={"cudagraph_capture_sizes": [4], "mode": 3}).cudagraph_capture_sizes == [4]
     assert EngineArgs(compilation_config=3) == EngineArgs(convert="none") == EngineArgs()
