@@ -36,6 +36,7 @@ class ChatMethods:
         use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -44,7 +45,6 @@ class ChatMethods:
         on_error: OnError = "raise",
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        chat_template_content_format: ContentFormat = "auto",
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation or to many, through the model's chat template.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import math
 import os
 from enum import IntEnum
@@ -407,6 +408,13 @@ def test_the_older_form_of_token_ids(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         llm.generate(["a"], prompt_token_ids=[[5], [6]])
     with pytest.raises(InvalidRequestError, match="a prompt is None"):
         llm.generate()
+
+
+def test_arguments_of_a_conversation_have_vllms_order() -> None:
+    assert [*inspect.signature(LLM.chat).parameters][1:11] == [
+        "messages", "sampling_params", "use_tqdm", "lora_request", "chat_template", "chat_template_content_format",
+        "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("messages", [5, [{"role": "user", "content": HALF}], "hello"])
