@@ -417,6 +417,13 @@ def test_arguments_of_a_conversation_have_vllms_order() -> None:
     ]  # fmt: skip
 
 
+def test_variables_of_a_template_win_over_arguments(llm: LLM) -> None:
+    conversation: Any = [{"role": "user", "content": "Hi"}]
+    given = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}{{ add_generation_prompt }}"}
+    (made,) = llm.preprocess_chat(conversation, chat_template_kwargs=given)
+    assert made["prompt"] == "HiFalse"
+
+
 @pytest.mark.parametrize("messages", [5, [{"role": "user", "content": HALF}], "hello"])
 def test_a_conversation_is_text(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError):
