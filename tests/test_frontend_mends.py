@@ -410,6 +410,13 @@ def test_the_older_form_of_token_ids(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         llm.generate()
 
 
+def test_an_empty_list_of_parameters_is_not_the_default(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._queue, "run", lambda requests, use_tqdm: [])
+    with pytest.raises(InvalidArgumentError, match="sampling_params has 0 entries for 1 prompts"):
+        llm.generate("a", [])
+    assert llm.generate([], []) == []
+
+
 def test_arguments_of_a_conversation_have_vllms_order() -> None:
     assert [*inspect.signature(LLM.chat).parameters][1:11] == [
         "messages", "sampling_params", "use_tqdm", "lora_request", "chat_template", "chat_template_content_format",
