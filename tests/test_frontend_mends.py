@@ -110,6 +110,12 @@ def test_a_priority_is_an_int_of_64_bits(priority: Any) -> None:
         PROCESSOR.process_inputs("r", [3], P, priority=priority)
 
 
+@pytest.mark.parametrize("request_id", [7, None, b"a", HALF])
+def test_an_id_that_no_message_holds_is_refused(request_id: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="request_id is"):
+        PROCESSOR.process_inputs(request_id, [5], SamplingParams())
+
+
 def test_values_of_subclasses_travel_as_what_they_are() -> None:
     params = SamplingParams(
         max_tokens=Whole(4), min_tokens=Whole(1), seed=Whole(5), top_k=Whole(2), top_p=np.float64(0.5),

@@ -139,6 +139,8 @@ class InputProcessor:
             params = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
+        if not is_text(request_id):
+            raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {shown(priority)}; it must be an int of 64 bits")
         if tokenization_kwargs is not None and not isinstance(tokenization_kwargs, Mapping):
