@@ -103,7 +103,8 @@ class InputProcessor:
         """Use this tokenizer from now on."""
         self.tokenizer, models = tokenizer, self._models_tokenizer
         eos = None if tokenizer is None else tokenizer.eos_token_id
-        self.eos_token_ids = self._models_eos if eos is None else self._models_eos | {eos}
+        found = self._models_eos if eos is None else self._models_eos | {eos}
+        self.eos_token_ids = frozenset(int(token) for token in found if 0 <= int(token) < self.model.vocab_size)
         # the core compiles structured outputs for the model's vocabulary
         self._fits_grammars = tokenizer is models or bool(
             tokenizer and models and tokenizer.get_vocab() == models.get_vocab()
