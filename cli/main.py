@@ -348,7 +348,8 @@ def _rank(args: argparse.Namespace) -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # that nobody listens is no reason to end; print() would fail again at exit
+    # that nobody listens is no reason to end; print() would fail again at exit
+    with contextlib.suppress(OSError, AttributeError):  # sys.stdout is None if it was closed before the start
         os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 

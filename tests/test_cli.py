@@ -23,7 +23,7 @@ import yaml
 from daemons import COMMAND, PATIENCE_S, Daemon, short_folder
 from mainspring import LLM, __version__
 from mainspring.cli import console
-from mainspring.cli.main import _parser, main
+from mainspring.cli.main import _parser, _say, main
 from mainspring.engine import llm_engine
 from mainspring.ipc.keys import AllowedKey, default_allowed, load_allowed, load_keypair
 from mainspring.ipc.logs import JsonLines
@@ -107,6 +107,11 @@ def test_an_error_of_argparse_is_a_usage_error(arguments: list[str], capsys: Cap
     said = capsys.readouterr().err
     assert said.startswith("usage:")
     assert said.count("\n") == 2, "not some thirty lines of options"
+
+
+def test_what_a_daemon_says_may_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as after `mainspring daemon >&-`
+    _say("ready")
 
 
 def test_debug_shows_where_an_error_came_from() -> None:
