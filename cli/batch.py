@@ -58,7 +58,7 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
     except ImportError as error:
         raise NotSupportedError(f'{error.name} is not installed: pip install "mainspring[serve]"') from error
     with ExitStack() as stack:
-        ids = [line.custom_id for line in _lines(source)]
+        ids = [line.custom_id for line in requests_of(source)]
         if len(set(ids)) < len(ids):
             twice = Counter(ids).most_common(1)[0][0]
             raise InvalidArgumentError(f"{source} has the custom_id {twice!r} twice")
@@ -70,11 +70,11 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
         site = Site(Order(options, "", {}, None, 0, 1, counters.fileno(), -1), engine)
         progress = stack.enter_context(tqdm(total=len(ids), initial=len(done), unit="request", disable=None))
         batch = _Batch(site, engine, out.fileno(), progress, sum(done.values()))
-        asyncio.run(batch.run((line for line in _lines(source) if line.custom_id not in done), max_concurrent))
+        asyncio.run(batch.run((line for line in requests_of(source) if line.custom_id not in done), max_concurrent))
     return batch.num_failed
 
 
-def _lines(source: Path) -> Iterator[Line]:
+def requests_of(source: Path) -> Iterator[Line]:
     """The requests of a file.
 
     Raises:

@@ -50,9 +50,9 @@ def answers(path: Path) -> list[dict[str, Any]]:
 )
 def test_a_wrong_line_is_refused_before_anything_is_asked(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        list(batch._lines(write(tmp_path / "in", lines)))
+        list(batch.requests_of(write(tmp_path / "in", lines)))
     with pytest.raises(InvalidArgumentError, match="can't be read: No such file"):
-        list(batch._lines(tmp_path / "none"))
+        list(batch.requests_of(tmp_path / "none"))
 
 
 def test_a_torn_last_line_is_cut_off_and_the_others_are_kept(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_core_that_is_gone_ends_the_batch_with_its_own_error(tmp_path: Path) -
     engine: Any = SimpleNamespace(dead_error=EngineDeadError("it is gone"))
     with (tmp_path / "out").open("wb") as out:
         found = batch._Batch(cast(Any, SimpleNamespace(app=app)), engine, out.fileno(), cast(Any, None), 0)
-        lines = batch._lines(write(tmp_path / "in", [request("a"), request("b")]))
+        lines = batch.requests_of(write(tmp_path / "in", [request("a"), request("b")]))
         with pytest.raises(EngineDeadError, match="it is gone"):
             asyncio.run(found.run(lines, 2))
 

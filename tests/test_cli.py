@@ -66,6 +66,8 @@ def test_version(capsys: Capture) -> None:
         (["chat", "--min-tokens=9", "--max-tokens=3"], 2, "min_tokens is 9"),
         (["generate", "--model=/no/such/model", "hi"], 1, "'/no/such/model'"),
         (["generate", "--node-rank=1", "hi"], 1, "node_rank is 1"),
+        (["generate", "--model=/no/such/model", "--image=/no/such.png", "hi"], 1, "/no/such.png"),
+        (["batch", "--model=/no/such/model", "/no/such.jsonl", "/no/such/out"], 2, "/no/such.jsonl can't be read"),
         (["generate", "--key=x", "hi"], 2, "--key and --server-key are for --connect"),
         (["chat", "--server-key=x"], 2, "--key and --server-key are for --connect"),
         (["generate", "--connect=nonsense", "hi"], 2, "'nonsense' is no address"),
