@@ -91,6 +91,24 @@ def test_a_core_that_is_gone_ends_the_batch_with_its_own_error(tmp_path: Path) -
             asyncio.run(found.run(lines, 2))
 
 
+def test_a_request_that_is_refused_for_ever_ends_with_that_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "PATIENCE_S", -1.0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 429, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error": "too many completions"}'})
+
+    progress: Any = SimpleNamespace(set_postfix_str=lambda *text: None, update=lambda: None)
+    with (tmp_path / "out").open("wb") as out:
+        site, engine = cast(Any, SimpleNamespace(app=app)), cast(Any, SimpleNamespace(dead_error=None))
+        found = batch._Batch(site, engine, out.fileno(), progress, 0)
+        asyncio.run(found.run(batch.requests_of(write(tmp_path / "in", [request("a")])), 2))
+    assert [one["response"]["status_code"] for one in answers(tmp_path / "out")] == [429]
+    assert found.num_failed == 1
+
+
 def test_a_file_is_written_by_one_batch_at_a_time(tmp_path: Path) -> None:
     with (
         batch._opened(tmp_path / "out"),
