@@ -89,7 +89,7 @@ class AsyncClient(ConnectedClient):
             if (found := take()) is not None:
                 return found
             if (error := self._connection.error) is not None:
-                raise error
+                raise error.with_traceback(None)
             waiter = loop.create_future()
             self._waiters.add(waiter)
             try:

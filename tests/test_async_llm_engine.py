@@ -15,6 +15,7 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -973,6 +974,24 @@ def test_connecting_needs_no_loop_and_sends_the_client_name(daemon: StandInOwner
     async def main() -> None:
         async with engine:
             assert (await collected(engine.generate([5], GREEDY, "a")))[-1].finished
+
+    run(main())
+
+
+def test_an_error_that_is_raised_again_keeps_no_frames(daemon: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        engine = connected(daemon)
+        engine.shutdown()
+        for _ in range(20):
+            with pytest.raises(EngineDeadError):
+                await collected(engine.generate([5], GREEDY, "a"))
+            with pytest.raises(EngineDeadError):
+                await engine.check_health()
+            with pytest.raises(EngineDeadError):
+                await engine.is_sleeping()
+        error = engine.dead_error
+        assert error is not None
+        assert len(traceback.extract_tb(error.__traceback__)) < 20
 
     run(main())
 
