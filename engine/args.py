@@ -268,7 +268,7 @@ def dashed(arguments: Iterable[str]) -> list[str]:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -303,8 +303,8 @@ def _reads(convert: Callable[[str], Any], form: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {form}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {form}: {error}") from None
 
     return read
 

@@ -100,6 +100,7 @@ def test_an_error_is_one_line_and_a_status(arguments: list[str], status: int, wo
         ["generate", "--no-such-flag", "x"],
         ["generate", "--block-size=7"],
         ["generate", "--hf-overrides={a"],
+        ["generate", "--hf-overrides=" + "[" * 100_000],
     ],
 )
 def test_an_error_of_argparse_is_a_usage_error(arguments: list[str], capsys: Capture) -> None:
