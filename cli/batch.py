@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from ..engine.request_queue import PATIENCE_S
 from ..ipc.errors import InvalidArgumentError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
     except ImportError as error:
         raise NotSupportedError(f'{error.name} is not installed: pip install "mainspring[serve]"') from error
     with ExitStack() as stack:
-        ids = [line.custom_id for line in _lines(source)]
+        ids = [line.custom_id for line in requests_of(source)]
         if len(set(ids)) < len(ids):
             twice = Counter(ids).most_common(1)[0][0]
             raise InvalidArgumentError(f"{source} has the custom_id {twice!r} twice")
@@ -70,11 +71,11 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
         site = Site(Order(options, "", {}, None, 0, 1, counters.fileno(), -1), engine)
         progress = stack.enter_context(tqdm(total=len(ids), initial=len(done), unit="request", disable=None))
         batch = _Batch(site, engine, out.fileno(), progress, sum(done.values()))
-        asyncio.run(batch.run((line for line in _lines(source) if line.custom_id not in done), max_concurrent))
+        asyncio.run(batch.run((line for line in requests_of(source) if line.custom_id not in done), max_concurrent))
     return batch.num_failed
 
 
-def _lines(source: Path) -> Iterator[Line]:
+def requests_of(source: Path) -> Iterator[Line]:
     """The requests of a file.
 
     Raises:
@@ -153,6 +154,7 @@ class _Batch:
         self._site, self._engine, self._out, self._progress = site, engine, out, progress
         self.num_failed = num_failed
         self._began, self._num_tokens = time.monotonic(), 0
+        self._counted = self._began  # when the last answer came
 
     async def run(self, lines: Iterator[Line], max_concurrent: int) -> None:
         """Answer these requests, so many at once."""
@@ -176,8 +178,8 @@ class _Batch:
                 raise asyncio.CancelledError  # which the application has answered with status 503
             if (error := self._engine.dead_error) is not None:
                 raise error
-            if status not in _AGAIN:
-                break
+            if status not in _AGAIN or (status == 429 and time.monotonic() - self._counted > PATIENCE_S):
+                break  # with 429: its completions together are above a limit, which no waiting changes
             await asyncio.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
             attempt += 1
         number = headers.get(b"x-request-id", b"").decode()
@@ -190,6 +192,7 @@ class _Batch:
 
     def _count(self, status: int, text: bytes) -> None:
         self.num_failed += status != 200
+        self._counted = time.monotonic()
         usage = json.loads(text).get("usage") or {}
         self._num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         seconds = max(time.monotonic() - self._began, 1e-3)

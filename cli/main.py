@@ -234,6 +234,7 @@ def _generate(args: argparse.Namespace) -> ExitCode:
         raise InvalidArgumentError("there is no prompt; give one or more, in quotes")
     _sampling_params(args, SamplingParams())  # what is wrong there is known before a core is started
     failed, arguments = False, _llm_arguments(args)
+    media = [media_part(kind, name) for kind in MODALITIES for name in getattr(args, kind) or ()]
     if args.image and args.connect is None:
         arguments.setdefault("model", str(VISION_MODEL_PATH))
     with LLM(**arguments) as llm:
@@ -241,7 +242,7 @@ def _generate(args: argparse.Namespace) -> ExitCode:
             print("\n".join(llm.llm_engine.engine_core.call("explain_model")))
         params = _sampling_params(args, llm.get_default_sampling_params())
         prompts: list[Any] = list(args.prompts)
-        if media := [media_part(kind, name) for kind in MODALITIES for name in getattr(args, kind) or ()]:
+        if media:
             asked = [[*media, {"type": "text", "text": text}] for text in args.prompts]
             prompts = [chat_prompt(llm.llm_engine, [{"role": "user", "content": parts}]) for parts in asked]
         if len(prompts) == 1:
@@ -293,6 +294,7 @@ def _batch(args: argparse.Namespace) -> ExitCode:
     )
     serve_options.check_parsers(options)
     given.pop("reasoning_parser", None)  # which is an argument of vLLM's engine, too
+    next(batch.requests_of(args.source), None)  # that it can't be read is said before a core is started
     address = given.pop("connect", None)
     if address is None:
         engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**given))
@@ -348,7 +350,8 @@ def _rank(args: argparse.Namespace) -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # that nobody listens is no reason to end; print() would fail again at exit
+    # that nobody listens is no reason to end; print() would fail again at exit
+    with contextlib.suppress(OSError, AttributeError):  # sys.stdout is None if it was closed before the start
         os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 

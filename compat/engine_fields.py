@@ -158,9 +158,12 @@ VALUES: dict[str, dict[Any, Any]] = {
     },
     "distributed_executor_backend": {None: "uni"},
     "seed": {None: 0},
+    "generation_config": {"vllm": "none"},
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "task": {None: "auto"},
 }
+# field that ours has too → vLLM's short flag
+SHORT = {"quantization": "-q", **{f"{kind}_parallel_size": f"-{kind[0]}p" for kind in ("tensor", "pipeline", "data")}}
 _NONE_IS_DEFAULT = (
     "block_size enable_chunked_prefill enable_prefix_caching max_num_batched_tokens max_num_seqs limit_mm_per_prompt "
     "mm_processor_kwargs allowed_media_domains allowed_local_media_path mm_processor_cache_gb"

@@ -13,7 +13,8 @@ oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
 =======  ==================  ============  ===================  ==========================  ========  ===========
 
 A call has the oldest form if 4 is a list, 5 a float, 6 a `LoRARequest` or 7 an int. It has the middle form if 6 is a
-mapping of trace headers only, or 7 a `PromptAdapterRequest`.
+mapping of trace headers only, or 7 a `PromptAdapterRequest`. If 9 is an int, it is `data_parallel_rank`, as in vLLM's
+`AsyncLLM`.
 
 `generate` of the async engine is `prompt, sampling_params, request_id`, then keywords only, or by position:
 
@@ -112,6 +113,9 @@ def resolve_add_request(
     prefix_pos, adapter = older.get("prefix_pos"), older.get("prompt_adapter_request")
 
     fourth, fifth, sixth, seventh, priority, prompt_text = slots
+    rank = older.get(_RANK)
+    if type(prompt_text) is int:
+        rank, prompt_text = _given_once(_RANK, prompt_text, rank), None
     oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
     headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS
     if oldest or type(seventh) is int:
@@ -141,7 +145,7 @@ def resolve_add_request(
         "trace_headers": trace,
         "lora_request": lora,
         "prompt_adapter_request": adapter,
-        _RANK: older.get(_RANK),
+        _RANK: rank,
     }
 
 

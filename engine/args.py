@@ -158,8 +158,9 @@ class EngineArgs:
     max_media_bytes: int = _default("max_media_bytes")
     max_media_pixels: int = _default("max_media_pixels")
 
-    def create_engine_config(self) -> EngineConfig:
-        """Check every value and group them into the configuration that travels to the core.
+    def create_engine_config(self, usage_context: Any = None) -> EngineConfig:
+        """Check every value and group them into the configuration that travels to the core. `usage_context` is without
+        effect.
 
         Raises:
             InvalidArgumentError: a value is of the wrong type or out of range, or two contradict each other.
@@ -218,11 +219,17 @@ def add_flags(parser: argparse.ArgumentParser, fields: Iterable[FieldInfo]) -> N
     """A flag for each field, grouped by section. A flag that is not given sets no attribute."""
     import argparse
 
+    from ..compat.engine_fields import SHORT, VALUES
+
     for section, members in itertools.groupby(fields, lambda info: info.section):
         group = parser.add_argument_group(section.replace("_", " ") or "others")
         for name, kind, default, doc in ((f.name, f.type, f.default, f.doc) for f in members):
             text = f"{doc} (default: {'none' if default is None else default})".replace("%", "%%")
-            group.add_argument(f"--{name.replace('_', '-')}", help=text, default=argparse.SUPPRESS, **_flag_of(kind))
+            flags, how = [f"--{name.replace('_', '-')}", *filter(None, [SHORT.get(name)])], _flag_of(kind)
+            if own := how.get("choices"):  # vLLM's values are accepted too; the help shows ours
+                how["metavar"] = f"{{{','.join(map(str, own))}}}"
+                how["choices"] = (*own, *filter(None, VALUES.get(name, ())))
+            group.add_argument(*flags, help=text, default=argparse.SUPPRESS, **how)
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, arguments: Iterable[str]) -> None:
@@ -261,7 +268,7 @@ def dashed(arguments: Iterable[str]) -> list[str]:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -296,8 +303,8 @@ def _reads(convert: Callable[[str], Any], form: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {form}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {form}: {error}") from None
 
     return read
 
@@ -338,10 +345,9 @@ _AT_LEAST = {
     0: "sum_parts kv_offloading_size swap_space cpu_offload_gb max_prompt_adapter_token long_prefill_token_threshold "
     "max_num_queued_requests max_restarts restart_window frontend_timeout "
     "slow_frontend_timeout mm_processor_cache_gb mm_encoder_cache_gb",
-    1: "media_workers max_media_bytes max_media_pixels "
-    "max_model_len max_num_batched_tokens max_num_seqs stream_interval kv_cache_memory_bytes "
-    "num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight max_requests_per_frontend "
-    "max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
+    1: "media_workers max_media_bytes max_media_pixels max_model_len max_num_batched_tokens max_num_seqs "
+    "stream_interval kv_cache_memory_bytes num_gpu_blocks_override max_requests_in_flight max_tokens_in_flight "
+    "max_requests_per_frontend max_tokens_per_frontend max_loras max_lora_rank max_cpu_loras max_prompt_adapters "
     "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes",
 }
 MOST_GUESSES = 16  # num_speculative_tokens

@@ -294,7 +294,7 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
         """
         self._enter()
         if (error := self.dead_error) is not None:
-            raise error
+            raise error.with_traceback(None)
 
     get_tokenizer = coroutine(LLMEngine.get_tokenizer)
     get_supported_tasks = coroutine(LLMEngine.get_supported_tasks)

@@ -36,6 +36,7 @@ class ChatMethods:
         use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -44,7 +45,6 @@ class ChatMethods:
         on_error: OnError = "raise",
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        chat_template_content_format: ContentFormat = "auto",
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation or to many, through the model's chat template.
@@ -65,16 +65,8 @@ class ChatMethods:
 
         Returns, raises: as `generate`.
         """
-        prompts = self._chat_prompts(
-            messages,
-            chat_template,
-            chat_template_content_format,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            mm_processor_kwargs,
-        )
+        how = (add_generation_prompt, continue_final_message, tools, chat_template_kwargs, mm_processor_kwargs)
+        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, *how)
         more: dict[str, Any] = {"priority": priority, "on_error": on_error}
         more["tokenization_kwargs"] = _without_special_tokens(tokenization_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, **more)
@@ -98,16 +90,8 @@ class ChatMethods:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """`enqueue` with the prompts of conversations. Arguments as `chat`; returns and raises as `enqueue`."""
-        prompts = self._chat_prompts(
-            messages,
-            chat_template,
-            chat_template_content_format,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            mm_processor_kwargs,
-        )
+        how = (add_generation_prompt, continue_final_message, tools, chat_template_kwargs, mm_processor_kwargs)
+        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, *how)
         kwargs = _without_special_tokens(tokenization_kwargs)
         return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, kwargs, on_error=on_error)
 
@@ -125,16 +109,8 @@ class ChatMethods:
     ) -> list[TokensPrompt]:
         """The prompt of each conversation, with its text and token ids, as `chat` makes it. Arguments and errors as
         `chat`."""
-        prompts = self._chat_prompts(
-            messages,
-            chat_template,
-            chat_template_content_format,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            mm_processor_kwargs,
-        )
+        how = (add_generation_prompt, continue_final_message, tools, chat_template_kwargs, mm_processor_kwargs)
+        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, *how)
         made = []
         for at, prompt in enumerate(prompts):
             given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
@@ -161,19 +137,18 @@ class ChatMethods:
             raise InvalidRequestError(f"messages is {shown(messages)}; it must be a list of dicts, or of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
+        options = {
+            "tools": tools,
+            "chat_template": self.chat_template if chat_template is None else chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_content_format": content_format,
+            **(chat_template_kwargs or {}),  # which wins, as in vLLM
+        }
         prompts: list[str | TextPrompt | TokensPrompt] = []
         for at, conversation in enumerate(conversations):
             with names_prompt(at, len(conversations)):
-                prompt = chat_prompt(
-                    self.get_tokenizer(),
-                    conversation,
-                    tools=tools,
-                    chat_template=self.chat_template if chat_template is None else chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    chat_template_content_format=content_format,
-                    **(chat_template_kwargs or {}),
-                )
+                prompt = chat_prompt(self.get_tokenizer(), conversation, **options)
                 prompts += with_processor_kwargs([prompt], mm_processor_kwargs)
         return prompts
 

@@ -383,8 +383,9 @@ class Frontend(FrontendMembers, Generic[C]):
 
     def shutdown(self) -> None:
         """Disconnect from the core. A core that belongs to this engine ends. A second call does nothing."""
-        if self.output_processor.tracer is not None and os.getpid() == self._pid:
-            self.output_processor.forget(EngineDeadError("the engine was shut down"), time.monotonic())
+        if os.getpid() == self._pid:
+            with self._lock:
+                self.output_processor.end_traces(EngineDeadError("the engine was shut down"), time.monotonic())
         self._finalizer()
 
     def _enter(self) -> None:

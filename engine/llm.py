@@ -286,7 +286,8 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         progress: ProgressBar | None = None,
     ) -> list[EngineCoreRequest]:
         """A checked request for each prompt; under ``on_error="raise"`` the core has checked it, too."""
-        params = _one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         loras = _one_each("lora_request", lora_request, len(prompts))
         requests = []

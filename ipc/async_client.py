@@ -89,7 +89,7 @@ class AsyncClient(ConnectedClient):
             if (found := take()) is not None:
                 return found
             if (error := self._connection.error) is not None:
-                raise error
+                raise error.with_traceback(None)
             waiter = loop.create_future()
             self._waiters.add(waiter)
             try:
@@ -126,7 +126,7 @@ class AsyncClient(ConnectedClient):
             self._timer = self._loop.call_later(connection.poll_seconds, self._look_again)
         if changed or connection.outputs or connection.error is not None:  # `abort` may make outputs itself
             for waiter in self._waiters:
-                if not waiter.done():
+                if not (waiter.done() or waiter.get_loop().is_closed()):  # the engine may be closed after its loop
                     waiter.set_result(None)
 
     def _look_again(self) -> None:

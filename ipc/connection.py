@@ -485,7 +485,7 @@ class Connection:
     def _check(self) -> None:
         self.check_process()
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # otherwise it would keep the frames of all earlier raises
 
     def _check_sizes(self, what: str, body: msgspec.Raw, arrays: Sequence[np.ndarray]) -> None:
         """Raise `InvalidRequestError` for a message with a frame that would end the connection."""

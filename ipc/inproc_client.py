@@ -119,5 +119,5 @@ class InprocClient(SavesWeights):
 
     def _check(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         check_process(self._pid)

@@ -96,7 +96,7 @@ class SyncClient(SavesWeights, ConnectedClient):
                 if (found := take()) is not None:
                     return found
                 if (error := self._connection.error) is not None:
-                    raise error
+                    raise error.with_traceback(None)
                 if deadline is not None and time.monotonic() >= deadline:
                     return None
                 if self._has_reader:

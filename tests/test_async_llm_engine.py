@@ -15,11 +15,13 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -183,7 +185,7 @@ def test_a_stream_gives_outputs_until_the_request_has_ended(engine: AsyncLLMEngi
         core(engine).say((sent.handle, 50))
         output = await first
         assert (output.request_id, output.finished, output.outputs[0].token_ids) == ("a", False, [50])
-        core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop")])
+        core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop", EOS)])
         output = await anext(stream)
         assert (output.finished, output.outputs[0].token_ids) == (True, [50, EOS])
         for _ in range(2):
@@ -852,6 +854,23 @@ def test_shutdown_is_done_once_however_it_comes_and_ends_every_stream(
     run(main())
 
 
+def test_a_shutdown_ends_streams_that_are_traced(engine: AsyncLLMEngine, run: Run) -> None:
+    traced: list[str] = []
+
+    def ended(state: Any, now: float, error: Exception | None = None) -> None:
+        traced.append(state.source.request_id)
+
+    async def main() -> None:
+        engine.output_processor.tracer = cast(Any, SimpleNamespace(ended=ended))
+        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
+        engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+
+    run(main())
+    assert traced == ["a"]
+
+
 def test_signatures_begin_as_vllms_do() -> None:
     assert [*inspect.signature(AsyncLLMEngine.generate).parameters][1:4] == ["prompt", "sampling_params", "request_id"]
     assert [*inspect.signature(AsyncLLMEngine.add_request).parameters][1:10] == [
@@ -957,6 +976,33 @@ def test_connecting_needs_no_loop_and_sends_the_client_name(daemon: StandInOwner
             assert (await collected(engine.generate([5], GREEDY, "a")))[-1].finished
 
     run(main())
+
+
+def test_an_error_that_is_raised_again_keeps_no_frames(daemon: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        engine = connected(daemon)
+        engine.shutdown()
+        for _ in range(20):
+            with pytest.raises(EngineDeadError):
+                await collected(engine.generate([5], GREEDY, "a"))
+            with pytest.raises(EngineDeadError):
+                await engine.check_health()
+            with pytest.raises(EngineDeadError):
+                await engine.is_sleeping()
+        error = engine.dead_error
+        assert error is not None
+        assert len(traceback.extract_tb(error.__traceback__)) < 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_may_be_shut_down_after_its_loop(daemon: StandInOwner, make_loop: Any) -> None:
+    engine, loop = connected(daemon), make_loop()
+    assert loop.run_until_complete(collected(engine.generate([5], GREEDY, "a")))[-1].finished
+    loop.close()  # the task that reads outputs still waits
+    engine.shutdown()
+    assert engine.errored
 
 
 # ------------------------------------------------------------------ with the embedded model

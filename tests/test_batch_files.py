@@ -50,9 +50,9 @@ def answers(path: Path) -> list[dict[str, Any]]:
 )
 def test_a_wrong_line_is_refused_before_anything_is_asked(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        list(batch._lines(write(tmp_path / "in", lines)))
+        list(batch.requests_of(write(tmp_path / "in", lines)))
     with pytest.raises(InvalidArgumentError, match="can't be read: No such file"):
-        list(batch._lines(tmp_path / "none"))
+        list(batch.requests_of(tmp_path / "none"))
 
 
 def test_a_torn_last_line_is_cut_off_and_the_others_are_kept(tmp_path: Path) -> None:
@@ -86,9 +86,27 @@ def test_a_core_that_is_gone_ends_the_batch_with_its_own_error(tmp_path: Path) -
     engine: Any = SimpleNamespace(dead_error=EngineDeadError("it is gone"))
     with (tmp_path / "out").open("wb") as out:
         found = batch._Batch(cast(Any, SimpleNamespace(app=app)), engine, out.fileno(), cast(Any, None), 0)
-        lines = batch._lines(write(tmp_path / "in", [request("a"), request("b")]))
+        lines = batch.requests_of(write(tmp_path / "in", [request("a"), request("b")]))
         with pytest.raises(EngineDeadError, match="it is gone"):
             asyncio.run(found.run(lines, 2))
+
+
+def test_a_request_that_is_refused_for_ever_ends_with_that_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "PATIENCE_S", -1.0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 429, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error": "too many completions"}'})
+
+    progress: Any = SimpleNamespace(set_postfix_str=lambda *text: None, update=lambda: None)
+    with (tmp_path / "out").open("wb") as out:
+        site, engine = cast(Any, SimpleNamespace(app=app)), cast(Any, SimpleNamespace(dead_error=None))
+        found = batch._Batch(site, engine, out.fileno(), progress, 0)
+        asyncio.run(found.run(batch.requests_of(write(tmp_path / "in", [request("a")])), 2))
+    assert [one["response"]["status_code"] for one in answers(tmp_path / "out")] == [429]
+    assert found.num_failed == 1
 
 
 def test_a_file_is_written_by_one_batch_at_a_time(tmp_path: Path) -> None:

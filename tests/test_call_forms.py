@@ -278,7 +278,8 @@ def test_the_rank_of_a_request_goes_to_the_client_also_of_a_prepared_one(engine:
     engine.add_request("b", prepared)
     engine.add_request("c", replace(prepared, request_id="c"), data_parallel_rank=3)
     engine.add_request("d", IDS, P)
-    assert engine.engine_core.ranks == [1, 2, 3, None]  # type: ignore[attr-defined]
+    engine.add_request("e", IDS, P, None, None, None, None, 0, 4)  # type: ignore[arg-type]  # as vLLM's AsyncLLM
+    assert engine.engine_core.ranks == [1, 2, 3, None, 4]  # type: ignore[attr-defined]
 
 
 def test_a_prepared_request_takes_the_trace_of_its_call(engine: LLMEngine) -> None:

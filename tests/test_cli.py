@@ -23,7 +23,7 @@ import yaml
 from daemons import COMMAND, PATIENCE_S, Daemon, short_folder
 from mainspring import LLM, __version__
 from mainspring.cli import console
-from mainspring.cli.main import _parser, main
+from mainspring.cli.main import _parser, _say, main
 from mainspring.engine import llm_engine
 from mainspring.ipc.keys import AllowedKey, default_allowed, load_allowed, load_keypair
 from mainspring.ipc.logs import JsonLines
@@ -66,6 +66,8 @@ def test_version(capsys: Capture) -> None:
         (["chat", "--min-tokens=9", "--max-tokens=3"], 2, "min_tokens is 9"),
         (["generate", "--model=/no/such/model", "hi"], 1, "'/no/such/model'"),
         (["generate", "--node-rank=1", "hi"], 1, "node_rank is 1"),
+        (["generate", "--model=/no/such/model", "--image=/no/such.png", "hi"], 1, "/no/such.png"),
+        (["batch", "--model=/no/such/model", "/no/such.jsonl", "/no/such/out"], 2, "/no/such.jsonl can't be read"),
         (["generate", "--key=x", "hi"], 2, "--key and --server-key are for --connect"),
         (["chat", "--server-key=x"], 2, "--key and --server-key are for --connect"),
         (["generate", "--connect=nonsense", "hi"], 2, "'nonsense' is no address"),
@@ -98,6 +100,7 @@ def test_an_error_is_one_line_and_a_status(arguments: list[str], status: int, wo
         ["generate", "--no-such-flag", "x"],
         ["generate", "--block-size=7"],
         ["generate", "--hf-overrides={a"],
+        ["generate", "--hf-overrides=" + "[" * 100_000],
     ],
 )
 def test_an_error_of_argparse_is_a_usage_error(arguments: list[str], capsys: Capture) -> None:
@@ -107,6 +110,11 @@ def test_an_error_of_argparse_is_a_usage_error(arguments: list[str], capsys: Cap
     said = capsys.readouterr().err
     assert said.startswith("usage:")
     assert said.count("\n") == 2, "not some thirty lines of options"
+
+
+def test_what_a_daemon_says_may_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as after `mainspring daemon >&-`
+    _say("ready")
 
 
 def test_debug_shows_where_an_error_came_from() -> None:

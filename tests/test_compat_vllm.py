@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 import json
@@ -238,6 +239,11 @@ def test_a_none_of_vllm_is_our_default() -> None:
     assert EngineArgs(**dict.fromkeys(names)) == EngineArgs()  # type: ignore[arg-type]
 
 
+def test_a_configuration_is_made_with_a_usage_context_as_without() -> None:
+    made = EngineArgs().create_engine_config(mainspring.UsageContext.OPENAI_API_SERVER)
+    assert made == EngineArgs().create_engine_config()
+
+
 def test_fields_that_work_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineArgs(compilation_config={"cudagraph_capture_sizes": [4], "mode": 3}).cudagraph_capture_sizes == [4]
     assert EngineArgs(compilation_config=3) == EngineArgs(convert="none") == EngineArgs()
@@ -269,6 +275,22 @@ def test_flags_of_vllm_are_known() -> None:
     assert EngineArgs.from_cli_args(args).task == "embed"
     with pytest.raises(NotSupportedError, match="decode_context_parallel_size is 2"):
         EngineArgs.from_cli_args(parser.parse_args(["--decode-context-parallel-size", "2"]))
+
+
+def test_flags_take_vllms_values_and_have_its_short_names() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    given = "--dtype half --load-format bitsandbytes --attention-backend FLASH_ATTN -tp 2 -dp 3"
+    args = EngineArgs.from_cli_args(parser.parse_args([*given.split(), "-pp", "4", "--generation-config=vllm"]))
+    assert args == EngineArgs(
+        dtype="float16", quantization="bitsandbytes", generation_config="none", tensor_parallel_size=2,
+        data_parallel_size=3, pipeline_parallel_size=4,
+    )  # fmt: skip
+    assert EngineArgs.from_cli_args(parser.parse_args(["-q", "awq_marlin"])).quantization == "awq"
+    shown = parser.format_help()
+    assert "{auto,float32,bfloat16,float16}" in shown
+    assert "half" not in shown
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "none"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import math
 import os
 from enum import IntEnum
@@ -107,6 +108,12 @@ def test_pooling_params_that_no_message_holds_are_refused(fields: dict[str, Any]
 def test_a_priority_is_an_int_of_64_bits(priority: Any) -> None:
     with pytest.raises(InvalidRequestError, match="priority is"):
         PROCESSOR.process_inputs("r", [3], P, priority=priority)
+
+
+@pytest.mark.parametrize("request_id", [7, None, b"a", HALF])
+def test_an_id_that_no_message_holds_is_refused(request_id: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="request_id is"):
+        PROCESSOR.process_inputs(request_id, [5], SamplingParams())
 
 
 def test_values_of_subclasses_travel_as_what_they_are() -> None:
@@ -407,6 +414,27 @@ def test_the_older_form_of_token_ids(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         llm.generate(["a"], prompt_token_ids=[[5], [6]])
     with pytest.raises(InvalidRequestError, match="a prompt is None"):
         llm.generate()
+
+
+def test_an_empty_list_of_parameters_is_not_the_default(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._queue, "run", lambda requests, use_tqdm: [])
+    with pytest.raises(InvalidArgumentError, match="sampling_params has 0 entries for 1 prompts"):
+        llm.generate("a", [])
+    assert llm.generate([], []) == []
+
+
+def test_arguments_of_a_conversation_have_vllms_order() -> None:
+    assert [*inspect.signature(LLM.chat).parameters][1:11] == [
+        "messages", "sampling_params", "use_tqdm", "lora_request", "chat_template", "chat_template_content_format",
+        "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs",
+    ]  # fmt: skip
+
+
+def test_variables_of_a_template_win_over_arguments(llm: LLM) -> None:
+    conversation: Any = [{"role": "user", "content": "Hi"}]
+    given = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}{{ add_generation_prompt }}"}
+    (made,) = llm.preprocess_chat(conversation, chat_template_kwargs=given)
+    assert made["prompt"] == "HiFalse"
 
 
 @pytest.mark.parametrize("messages", [5, [{"role": "user", "content": HALF}], "hello"])

@@ -223,6 +223,11 @@ def test_only_fields_that_the_core_needs_are_sent() -> None:
     assert sampling.stop_token_ids == [2, 7, 9], "the model's ends of sequence, and the user's"
 
 
+def test_an_end_of_sequence_that_the_model_can_not_choose_is_left_out() -> None:
+    model = RequestCheck(FACTS)  # some checkpoints name -1, or a token that only their tokenizer has
+    assert InputProcessor(None, model, [2, -1, FACTS.vocab_size]).process_inputs("r", [5], P).eos_token_ids == {2}
+
+
 def test_ignore_eos_leaves_only_the_users_stop_tokens() -> None:
     (message,) = core_messages(process([4], SamplingParams(ignore_eos=True, stop_token_ids=[9])), [1])
     assert message.sampling.stop_token_ids == [9]

@@ -107,7 +107,7 @@ def test_add_step_collect(engine: LLMEngine) -> None:
     (sent,) = core(engine).added
     assert sent.prompt_token_ids == engine.get_tokenizer().encode("hello")
     core(engine).say((sent.handle, 50))
-    core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop")])
+    core(engine).say((sent.handle, EOS), finished=[Finished(sent.handle, "stop", EOS)])
     (first,) = engine.step()
     assert (first.request_id, first.finished, engine.get_num_unfinished_requests()) == ("a", False, 1)
     (last,) = engine.step()

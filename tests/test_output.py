@@ -16,7 +16,7 @@ from mainspring.engine.request.input_processor import InputProcessor, core_messa
 from mainspring.engine.request.output_processor import OutputProcessor, Processed
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import OutOfMemoryError, OverloadedError, RequestFailedError
-from mainspring.ipc.messages import Finished, ModelFacts, Outputs, Started
+from mainspring.ipc.messages import Finished, FinishReason, ModelFacts, Outputs, Started
 from mainspring.ipc.request_check import RequestCheck
 
 TOKENIZER = load_tokenizer(MODEL_PATH)
@@ -77,7 +77,8 @@ def play(frontend: Frontend, handle: int, tokens: list[int], reason: str = "leng
     """All outputs of a request that gets one token in each step and ends with the last."""
     outputs: list[RequestOutput] = []
     for at, token in enumerate(tokens):
-        ended = [Finished(handle, reason)] if at == len(tokens) - 1 else []  # type: ignore[arg-type]
+        stop_token = token if reason == "stop" else None
+        ended = [Finished(handle, reason, stop_token)] if at == len(tokens) - 1 else []  # type: ignore[arg-type]
         outputs += frontend.step([(handle, token)], ended).outputs
     return outputs
 
@@ -181,15 +182,16 @@ def test_a_stop_token_is_the_stop_reason_and_shown_only_if_asked_for() -> None:
         assert output.outputs[0].token_ids[-1] == stop
 
 
+@pytest.mark.parametrize("reason", ["abort", "stop"])  # "stop": the grammar allows no further token
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
-def test_an_end_without_a_token_keeps_what_came_before(kind: RequestOutputKind) -> None:
+def test_an_end_without_a_token_keeps_what_came_before(kind: RequestOutputKind, reason: FinishReason) -> None:
     frontend = Frontend()
     (handle,) = frontend.add(output_kind=kind)
     outputs = frontend.step([(handle, token) for token in ids("yes")]).outputs
-    outputs += frontend.step([], [Finished(handle, "abort")]).outputs
+    outputs += frontend.step([], [Finished(handle, reason)]).outputs
     assert "".join(output.outputs[0].text for output in outputs) == "yes"
     assert outputs[-1].finished
-    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert outputs[-1].outputs[0].finish_reason == reason
 
 
 def test_an_unfinished_character_is_shown_as_such_at_the_end_only() -> None:
@@ -294,7 +296,7 @@ def test_tokens_after_the_stop_string_in_the_same_step_are_dropped() -> None:
     assert output.outputs[0].finish_reason == "stop"
     frontend = Frontend()
     (handle,) = frontend.add(stop="b")
-    (output,) = frontend.step([(handle, b), (handle, EOS)], [Finished(handle, "stop")]).outputs
+    (output,) = frontend.step([(handle, b), (handle, EOS)], [Finished(handle, "stop", EOS)]).outputs
     assert (output.outputs[0].token_ids, output.outputs[0].stop_reason) == ([b], "b")
 
 
@@ -328,7 +330,7 @@ def test_completions_of_one_request_come_together_in_order_of_their_index() -> N
     (output,) = frontend.step([(handles[1], 60)], [Finished(handles[1], "length")]).outputs
     assert not output.finished
     assert [completion.finish_reason for completion in output.outputs] == [None, "length", None]
-    ends = [Finished(handles[0], "stop"), Finished(handles[2], "length")]
+    ends = [Finished(handles[0], "stop", EOS), Finished(handles[2], "length")]
     (output,) = frontend.step([(handles[0], EOS), (handles[2], 61)], ends).outputs
     assert output.finished
     assert [completion.finish_reason for completion in output.outputs] == ["stop", "length", "length"]

@@ -15,7 +15,14 @@ import pytest
 
 from harness import make_core, message, run_core
 from kills import kill_core
-from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from mainspring import (
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from mainspring.core.loop import EngineCore
 from mainspring.core.worker.generation_worker import _grammar_compiler
 from mainspring.core.worker.registry import Registry
@@ -180,8 +187,10 @@ def test_a_checkpoint_without_what_grammars_need_refuses_them_and_lives() -> Non
     assert "tokenizer.json" in ended[0, 1][1].error_text
 
 
-def test_an_answer_that_may_not_end_by_a_token_ends_without_one(engine: LLMEngine) -> None:
-    engine.add_request("a", "x", params({"choice": ["yes", "no"]}, ignore_eos=True, temperature=0.0))
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+def test_an_answer_that_may_not_end_by_a_token_ends_without_one(engine: LLMEngine, kind: RequestOutputKind) -> None:
+    asked = params({"choice": ["yes", "no"]}, ignore_eos=True, temperature=0.0, output_kind=kind)
+    engine.add_request("a", "x", asked)
     (completion,) = finish(engine)["a"].outputs
     assert completion.text in ("yes", "no")
     assert completion.finish_reason == "stop"

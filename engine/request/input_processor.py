@@ -103,7 +103,8 @@ class InputProcessor:
         """Use this tokenizer from now on."""
         self.tokenizer, models = tokenizer, self._models_tokenizer
         eos = None if tokenizer is None else tokenizer.eos_token_id
-        self.eos_token_ids = self._models_eos if eos is None else self._models_eos | {eos}
+        found = self._models_eos if eos is None else self._models_eos | {eos}
+        self.eos_token_ids = frozenset(int(token) for token in found if 0 <= int(token) < self.model.vocab_size)
         # the core compiles structured outputs for the model's vocabulary
         self._fits_grammars = tokenizer is models or bool(
             tokenizer and models and tokenizer.get_vocab() == models.get_vocab()
@@ -139,6 +140,8 @@ class InputProcessor:
             params = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params is {shown(params)}; it must be a SamplingParams")
+        if not is_text(request_id):
+            raise InvalidRequestError(f"request_id is {shown(request_id)}; it must be a str of whole characters")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {shown(priority)}; it must be an int of 64 bits")
         if tokenization_kwargs is not None and not isinstance(tokenization_kwargs, Mapping):

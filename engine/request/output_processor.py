@@ -74,6 +74,13 @@ class OutputProcessor:
         self._requests, self._completions = {}, {}
         return dropped
 
+    def end_traces(self, error: Exception, now: float) -> None:
+        """Trace the requests in flight as ended by `error`. What ends later is not traced."""
+        tracer, self.tracer = self.tracer, None
+        if tracer is not None:
+            for state in list(self._requests.values()):
+                tracer.ended(state, now, error)
+
     def process(self, outputs: Outputs, now: float) -> Processed:
         """Apply a message of the core. Outputs of requests that have ended here are dropped.
 

@@ -94,7 +94,7 @@ class Completion:
 
     def _finish(self, ended: Finished) -> None:
         """End as the core says. A stop token is part of `token_ids` but not of the text."""
-        by_stop_token = ended.reason == "stop" and not self.request.source.params.include_stop_str_in_output
+        by_stop_token = ended.stop_token is not None and not self.request.source.params.include_stop_str_in_output
         last = self.token_ids.pop() if by_stop_token and len(self.token_ids) > self._decoded else None
         if not self._read():  # else a stop string came before the end
             self._end(ended.reason)

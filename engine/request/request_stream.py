@@ -51,7 +51,7 @@ class RequestStream:
         state.output_ready.clear()
         if state.connection_error is not None:
             self._ended = StopAsyncIteration()
-            raise state.connection_error
+            raise state.connection_error.with_traceback(None)
         output = state.output()
         error = next(iter(errors_of(output)), None)
         if error is not None:
