@@ -289,7 +289,16 @@ def _flag_of(kind: Any) -> dict[str, Any]:
         return {"type": read, "metavar": "INT,INT,..."}
     if kind == list[str]:
         return {"nargs": "+", "metavar": "NAME"}
-    return {"type": kind, "metavar": kind.__name__.upper()}
+    read = _reads(_whole_number, "a number like 1024, 16k or 16K") if kind is int else kind
+    return {"type": read, "metavar": kind.__name__.upper()}
+
+
+def _whole_number(text: str) -> int:
+    """``16k`` is 16,000 and ``16K`` is 16,384, as in vLLM."""
+    head, power = text[:-1], "kmgt".find(text[-1:].lower() or " ") + 1
+    if not power:
+        return int(text)
+    return int(float(head) * 1000**power) if text[-1].islower() else int(head) << 10 * power
 
 
 def _is_table(kind: Any) -> bool:
@@ -303,7 +312,7 @@ def _reads(convert: Callable[[str], Any], form: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return convert(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise argparse.ArgumentTypeError(f"{shown(text)} is not {form}: {error}") from None
 
     return read

@@ -277,6 +277,24 @@ def test_flags_of_vllm_are_known() -> None:
         EngineArgs.from_cli_args(parser.parse_args(["--decode-context-parallel-size", "2"]))
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("2048", 2048), ("16k", 16_000), ("16K", 16_384), ("25.6k", 25_600), ("1M", 1 << 20), ("-1", -1)],
+)
+def test_flags_take_numbers_with_a_unit(text: str, number: int) -> None:
+    assert (
+        EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args([f"--max-model-len={text}"]).max_model_len
+        == number
+    )
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5K", "16q", "infk"])
+def test_other_numbers_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args([f"--max-model-len={text}"])
+    assert "is not a number like 1024, 16k or 16K" in capsys.readouterr().err
+
+
 def test_flags_take_vllms_values_and_have_its_short_names() -> None:
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     given = "--dtype half --load-format bitsandbytes --attention-backend FLASH_ATTN -tp 2 -dp 3"
