@@ -455,12 +455,12 @@ def _check_media(values: dict[str, Any]) -> None:
     for modality, most in values["limit_mm_per_prompt"].items():
         if modality not in MODALITIES:
             known = ", ".join(MODALITIES)
-            raise InvalidArgumentError(f"limit_mm_per_prompt names {modality!r:.80}; there are {known}")
+            raise InvalidArgumentError(f"limit_mm_per_prompt names {shown(modality)}; there are {known}")
         check_least(f"limit_mm_per_prompt of {modality}", most, 0)
     for host in values["allowed_media_domains"]:
         if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host):
             raise InvalidArgumentError(
-                f"allowed_media_domains holds {host!r:.80}; give names of hosts, without https://"
+                f"allowed_media_domains holds {shown(host)}; give names of hosts, without https://"
             )
     folder = values["allowed_local_media_path"]
     if folder and not (Path(folder).is_absolute() and Path(folder).is_dir()):

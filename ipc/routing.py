@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, shown
 from .messages import AddRequest
 
 PREFIX_TOKENS = 512  # most tokens at the beginning of a prompt that name its conversation
@@ -48,5 +48,5 @@ def check_rank(rank: int | None, numbers: Collection[int]) -> None:
     """Raise `InvalidRequestError` if a request is to go to a core that does not exist."""
     if rank is not None and (type(rank) is not int or rank not in numbers):
         raise InvalidRequestError(
-            f"data_parallel_rank is {rank!r:.80}; the cores have the numbers {', '.join(map(str, sorted(numbers)))}"
+            f"data_parallel_rank is {shown(rank)}; the cores have the numbers {', '.join(map(str, sorted(numbers)))}"
         )

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ...ipc.config import ENCODER_TEXT, MOST_ITEMS, MultiModalConfig
-from ...ipc.errors import EngineDeadError, InvalidRequestError, NotSupportedError
+from ...ipc.errors import EngineDeadError, InvalidRequestError, NotSupportedError, shown
 
 if TYPE_CHECKING:
     from ...ipc.media_client import MediaClient, MediaInput, PreparedPrompt
@@ -119,7 +119,7 @@ class PromptMedia:
                 return item.input
             if key not in self._known:
                 raise InvalidRequestError(
-                    f"the {item.modality} with uuid {item.uuid!r:.80} is not known (any more): give it again"
+                    f"the {item.modality} with uuid {shown(item.uuid)} is not known (any more): give it again"
                 )
             self._known.move_to_end(key)
             return self._known[key]

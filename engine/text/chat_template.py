@@ -128,7 +128,7 @@ def _unify_content(
             if not _is_media(part, media) and (name := _no_text(part, template, speaks)) is not None:
                 takes = ", ".join(("text", *media))
                 raise NotSupportedError(
-                    f"message {at} has a part of type {name!r:.80}; the modalities of this model are: {takes}"
+                    f"message {at} has a part of type {shown(name)}; the modalities of this model are: {takes}"
                 )
         texts = list(map(_text, parts or ()))
         if parts is not None and (speaks or None not in texts):
