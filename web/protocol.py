@@ -89,10 +89,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
-        self.flow = _Flow(transport)
         self._timer = self.loop.call_later(HEADER_SECONDS, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:

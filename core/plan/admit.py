@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from .fair_share import Frontend
 from .need import cut, cuts_are_ruled
@@ -33,13 +34,15 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
     ceiling = min((state.fair.share(state.fair.of(f)) for f in lacking), default=math.inf)
     deferring: list[Frontend] = []
     refused: list[Request] = []  # by a feature
+    num_refused, its_share = Counter[int](), 0  # by frontend; of the most, counted at the first one
     while budget > 0 and (frontend := state.fair.next_waiting(closed)) is not None:
         request = frontend.peek()
         assert request is not None, "next_waiting named a frontend with nobody waiting"
         if not state.may_run(request, fetch=bool(state.running.free_slots)):
             refused.append(frontend.pop())
-            its_share = max(LEAST_REFUSED, MOST_DEFERRED // sum(one.competes for one in state.fair))
-            if sum(one.frontend == frontend.id for one in refused) >= its_share:
+            its_share = its_share or max(LEAST_REFUSED, MOST_DEFERRED // sum(one.competes for one in state.fair))
+            num_refused[frontend.id] += 1
+            if num_refused[frontend.id] >= its_share:
                 closed.add(frontend.id)
             continue
         count = _most(state, request, frontend, budget, quotas)
