@@ -7,7 +7,7 @@ Checkpoints have the shapes and the image processors of the real ones, random we
 are JPEG files of 640 × 480 pixels, and no two are equal. In a round, each measurement alternates with what it is
 compared with. A batch is measured from the files to the last token on both sides: transformers decodes each file once,
 calls the checkpoint's processor once for all prompts and generates with one batch, padded on the left, with sdpa
-attention, in bf16 or fp32, whichever took less time for a few questions before.
+attention, in bf16 or fp32, whichever took less time for one question before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from media_folders import make_processor, save_folder
 
 WIDTH, HEIGHT = 640, 480  # of an image
 REQUESTS, IMAGES, TOKENS = 16, 4, 64  # of a batch: questions, images that they share, and tokens of each answer
-FEW, FEW_TOKENS = 4, 16  # questions and tokens by which the type of transformers' weights is chosen
+FEW_TOKENS = 16  # of the answer to one question, by which the type of transformers' weights is chosen
 STREAM_SECONDS = 20.0  # for which a stream is measured, alone or beside the media workers
 STREAM_TOKENS = 200  # of each request of the stream
 PREPARED = 256  # images that are ready to be sent before the stream is measured
@@ -373,7 +373,7 @@ def theirs_beside(name: str, warm_up: list[Question]) -> Iterator[Any]:
 def answers(name: str, rounds: int) -> list[Bar]:
     """The second question about an image, and batches beside transformers."""
     before, engine = SHAPES[name].before, Ours(name)
-    engine.answer(questions(before, IMAGES, 0), 2)  # the workers start, and the first prompt is verified
+    engine.answer(questions(before, 1, 0), 2)  # the workers start, and the first prompt is verified
     seconds = []
     for number in range(rounds):
         first, second = questions(before, 1, 1_000 + number)[:2]
@@ -394,7 +394,7 @@ def answers(name: str, rounds: int) -> list[Bar]:
         f"{REQUESTS} questions about {REQUESTS} images": (REQUESTS, MIN_DISTINCT),
     }
     found: dict[str, list[tuple[float, Took]]] = {kind: [] for kind in kinds}
-    with theirs_beside(name, questions(before, FEW, 0)[:FEW]) as theirs:
+    with theirs_beside(name, questions(before, 1, 0)[:1]) as theirs:
         dtype = theirs.recv()
         for number in range(rounds):
             for kind, (images, _) in kinds.items():
