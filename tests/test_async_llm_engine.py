@@ -410,6 +410,22 @@ def test_a_stream_that_has_ended_does_not_abort_a_new_request_with_its_id(
     run(main())
 
 
+def test_a_dropped_stream_does_not_abort_a_request_that_got_its_id_before_the_loop_ran(
+    engine: AsyncLLMEngine, run: Run
+) -> None:
+    async def main() -> None:
+        stream = await engine.add_request("a", [5], GREEDY)
+        del stream
+        gc.collect()
+        await engine.abort("a")
+        again = await engine.add_request("a", [5], GREEDY)
+        await turns()
+        assert core(engine).aborted == [core(engine).added[0].handle]
+        await again.aclose()
+
+    run(main())
+
+
 def test_a_prepared_request_is_taken_under_its_own_id(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         prepared = engine.input_processor.process_inputs("own", "hello", GREEDY)

@@ -124,11 +124,16 @@ class OutputReader:
                 waiter.cancel()
         await self._settle(self._processor.abort(request_ids, time.monotonic()))
 
-    def end_from_anywhere(self, request_id: str) -> None:
+    def end_from_anywhere(self, state: RequestState) -> None:
         """Abort a request whose stream was collected as garbage, in whatever thread that happened."""
         assert self._loop is not None
+
+        async def end() -> None:
+            if not state.finished:  # else another request may have its id by now
+                await self.end([state.source.request_id])
+
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self.end([request_id])))
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(end()))
 
     async def caught_up(self) -> None:
         """Wait until the streams have yielded all that was received so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 from .outputs import RequestOutput, errors_of, num_tokens_of
 from .request_state import RequestState
@@ -81,4 +81,4 @@ class RequestStream:
 
     def __del__(self) -> None:
         if self._is_open:
-            self._reader.end_from_anywhere(self.request_id)
+            self._reader.end_from_anywhere(cast(RequestState, self._state))
