@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +18,7 @@ from .errors import MainspringError, WrongEventLoopError
 from .messages import AddRequest, MediaItem, Outputs
 
 T = TypeVar("T")
+_LOOP_SECONDS = 5.0  # until a loop that runs in another thread counts as blocked
 
 
 class AsyncClient(ConnectedClient):
@@ -68,6 +71,16 @@ class AsyncClient(ConnectedClient):
         return result_of(answer)
 
     def close(self) -> None:
+        """Called from another thread while the loop runs, it is done there: the socket is not to be used by two."""
+        loop = self._loop
+        if loop is not None and loop.is_running() and asyncio._get_running_loop() is not loop:
+            closed: Future[None] = Future()
+            loop.call_soon_threadsafe(lambda: (self._close(), closed.set_result(None)))
+            with contextlib.suppress(TimeoutError):  # the loop is blocked, so it does not use the socket
+                return closed.result(_LOOP_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
         self._watch_only(())
         self._connection.close()
         self._take_in()

@@ -4,12 +4,14 @@ test_sessions.py and test_recovery.py."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeAlias
 
 import pytest
 
+from mainspring.ipc import async_client
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import EngineDeadError, InvalidRequestError, WrongEventLoopError
@@ -135,3 +137,39 @@ def test_a_client_that_was_made_and_closed_with_no_loop_running_is_as_good(owner
     run(main())
     client.close()
     assert client.error is not None
+
+
+def test_a_client_that_another_thread_closes_is_closed_by_its_loop(
+    owner: StandInOwner, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, closed_by = AsyncClient(Connection(owner)), []
+    close = client._connection.close
+    monkeypatch.setattr(client._connection, "close", lambda: (closed_by.append(threading.get_ident()), close()))
+
+    async def main() -> None:
+        wait = asyncio.create_task(client.get_outputs())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(client.close)
+        assert client.error is not None
+        assert closed_by == [threading.get_ident()]
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await asyncio.wait_for(wait, PROMPTLY)
+
+    run(main())
+
+
+def test_a_client_is_closed_though_its_loop_is_blocked(
+    owner: StandInOwner, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_client, "_LOOP_SECONDS", 0.05)
+
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        await client.call("echo", 1)
+        thread = threading.Thread(target=client.close)
+        thread.start()
+        thread.join()
+        assert client.error is not None
+        await asyncio.sleep(0)  # what was to be done by the loop changes nothing
+
+    run(main())
