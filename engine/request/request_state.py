@@ -207,7 +207,10 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        for completion in self.completions:  # noqa: SIM110  # asked for each token, and `all` takes three times as long
+            if completion.finish_reason is None:
+                return False
+        return True
 
     @property
     def is_due(self) -> bool:

@@ -53,12 +53,11 @@ class RequestStream:
             self._ended = StopAsyncIteration()
             raise state.connection_error.with_traceback(None)
         output = state.output()
-        error = next(iter(errors_of(output)), None)
-        if error is not None:
+        if errors := errors_of(output):
             await self.aclose()
             if not num_tokens_of(output):
-                raise error
-            self._ended = error
+                raise errors[0]
+            self._ended = errors[0]
         elif output.finished:
             self._ended = StopAsyncIteration()
         return output
