@@ -1,7 +1,7 @@
 """The speed of prompts with images: preparing them beside a stream, a second question about an image, and batches
 beside transformers.
 
-    python benchmarks/media_speed.py [--models smolvlm-500m qwen2-vl-2b] [--rounds 3] [--write]
+    python benchmarks/media_speed.py [--models smolvlm-500m qwen2-vl-2b] [--parts stream answers] [--rounds 3] [--write]
 
 Checkpoints have the shapes and the image processors of the real ones, random weights, and a tokenizer of bytes. Images
 are JPEG files of 640 × 480 pixels, and no two are equal. In a round, each measurement alternates with what it is
@@ -421,6 +421,7 @@ def answers(name: str, rounds: int) -> list[Bar]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["smolvlm-500m", "qwen2-vl-2b"])
+    parser.add_argument("--parts", nargs="+", choices=("stream", "answers"), default=["stream", "answers"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=STREAM_SECONDS, help="of a stream (default: %(default)g)")
     add_arguments(parser)
@@ -429,10 +430,13 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     code = 0
     for name in args.models:
-        bars = [bar for workers in (1, 2) for bar in beside_a_stream(name, workers, args.rounds, args.seconds)]
-        bars += answers(name, args.rounds)
-        args.json = CACHE / f"media_speed-{name}.json"
-        code |= conclude(bars, {"section": f"media speed {name}"}, args, "performance.md")
+        for part in args.parts:
+            if part == "stream":
+                bars = [bar for workers in (1, 2) for bar in beside_a_stream(name, workers, args.rounds, args.seconds)]
+            else:
+                bars = answers(name, args.rounds)
+            args.json = CACHE / f"media_speed-{name}-{part}.json"
+            code |= conclude(bars, {"section": f"media {part} {name}"}, args, "performance.md")
     return code
 
 
