@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ..ipc.messages import ModelFacts
@@ -176,8 +176,8 @@ class _Reply:
         await self._start(200, [EVENTS, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
         await self.more(one)
 
-    async def more(self, one: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": one, "more_body": True})
+    def more(self, one: bytes) -> Awaitable[None]:
+        return self._send({"type": "http.response.body", "body": one, "more_body": True})
 
     async def end(self, last: bytes) -> None:
         if not self.started:

@@ -17,11 +17,10 @@ from .input_processor import EngineCoreRequest
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    import asyncio
-
     import numpy as np
 
     from .expert_rows import ExpertRows
+    from .output_reader import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class Completion:
         stream, stops = self._stream, self._stops
         if stream is None:
             return False
-        end, min_tokens = len(self.token_ids), self.request.source.params.min_tokens
+        end, min_tokens = len(self.token_ids), 0 if stops is None else self.request.source.params.min_tokens
         while self._decoded < end:
             text = stream.push(self.token_ids[self._decoded])
             self._decoded += 1
@@ -159,7 +158,7 @@ class Completion:
 class RequestState:
     """A request and its completions."""
 
-    output_ready: asyncio.Event  # set by the async engine: an output can be made, or there is a `connection_error`
+    output_ready: Signal  # set by the async engine: an output can be made, or there is a `connection_error`
 
     def __init__(
         self, source: EngineCoreRequest, handles: Sequence[int], tokenizer: Tokenizer | None, now: float
@@ -233,7 +232,10 @@ class RequestState:
     def output(self) -> RequestOutput:
         """The output to show now."""
         delta = self.output_kind == RequestOutputKind.DELTA
-        shown = [one for one in self.completions if one.is_due()] if delta else self._best()
+        if delta:
+            outputs = [one.output(True) for one in self.completions if one.is_due()]
+        else:
+            outputs = [one.output(False) for one in self._best()]
         source, told = self.source, self._prompt_logprobs
         if source.params.prompt_logprobs is None or len(told) < len(source.prompt_token_ids):
             prompt_logprobs = None
@@ -245,7 +247,7 @@ class RequestState:
             source.prompt,
             None if source.embeds is not None else source.prompt_token_ids,
             prompt_logprobs,
-            [completion.output(delta) for completion in shown],
+            outputs,
             self.finished,
             self.metrics,
             source.lora_request,
