@@ -23,7 +23,6 @@ import json
 import os
 import random
 import secrets
-import struct
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
+from http_floor import LOGGED, TEXT
 from mainspring.core.__main__ import handle
 from mainspring.demo import MODEL_PATH
 from mainspring.ipc.codec import encode_value
@@ -49,10 +49,10 @@ from report import CACHE, DOCS, publish, table
 WARM_SECONDS = 2.0
 VLLM = CACHE / "peers" / "vllm" / "bin" / "python"
 TIMES_VLLM = 3.0  # one-token completions, at least
+TIMES_FLOOR = 2.0  # processor time for a token, at most: 32 µs on the machine where a bare server takes 16
 BARS = {"cpu": 32.0, "memory": 80.0, "ready": 0.6, "spread_ms": 1.0}
-TOKEN, TEXT = 300, b"ine"  # that the stand-in emits, and its text
+TOKEN = 300  # that the stand-in emits; its text is `TEXT`
 FIRST_LIMIT = 4000  # max_tokens of the first stream. The number names the stream to the core, so each has its own.
-LOGGED = struct.Struct("id")  # max_tokens of a stream, and the time of its token
 
 
 class RatedCore:
@@ -302,6 +302,9 @@ def main() -> None:
                 found[kind] = asyncio.run(streams(port, worker, args.streams, args.seconds, folder / "log"))
         with processes(folder, 0) as (port, worker, ready):
             rate, each = asyncio.run(completions(port, worker, 64, args.seconds / 2))
+        command = [sys.executable, str(Path(__file__).with_name("http_floor.py")), str(args.rate), str(folder / "log")]
+        with server(command, dict(os.environ)) as (port, worker, _):
+            floor = asyncio.run(streams(port, worker, args.streams, args.seconds, folder / "log"))
         if args.vllm:
             command = [str(VLLM), str(Path(__file__).with_name("vllm_server.py")), str(MODEL_PATH)]
             with server(command, {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}) as (port, worker, _):
@@ -316,6 +319,11 @@ def main() -> None:
             ["… from the core's step to the client's bytes, p50", f"{one.p50_ms:.2f} ms"],
             ["… p99", f"{one.p99_ms:.2f} ms"],
         ]
+    times = found["burst"].cpu_us / floor.cpu_us
+    rows += [
+        ["the same by a bare server without an engine", f"{floor.cpu_us:.1f} µs, so ours takes {times:.2f}× as much"],
+        ["… from its step to the client's bytes, p50", f"{floor.p50_ms:.2f} ms"],
+    ]
     memory = max(one.memory_mib for one in found.values())
     rows += [
         ["memory of the worker after it", f"{memory:.0f} MiB"],
@@ -339,6 +347,8 @@ def main() -> None:
         "spread_ms": found["spread"].p50_ms,
     }
     missed = [f"{name}: {measured[name]:.2f}, bar {bar}" for name, bar in BARS.items() if measured[name] > bar]
+    if times > TIMES_FLOOR:
+        missed.append(f"processor time for a token, of a bare server's: {times:.2f}, bar {TIMES_FLOOR}")
     if args.vllm and rate < TIMES_VLLM * other:
         missed.append(f"of vLLM's completions: {rate / other:.2f}, bar {TIMES_VLLM}")
     if missed and args.check:
