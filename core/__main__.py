@@ -264,6 +264,7 @@ def handle(core: EngineCore, server: CoreServer, event: Event) -> None:
             core.set_credit(frontend, message.given)
         case News():
             core.hear(message)
+            server.failed_start = message.failed_start
             if [*server.cores] != message.cores:
                 server.cores = message.cores
                 core.on_model(core.model)

@@ -75,7 +75,7 @@ class Lifecycle:
         if state.weights_version is not None:
             self._lost = state.weights_version
             self.model = msgspec.structs.replace(self.model, fingerprint=state.fingerprint)
-        self.state = state
+        self.state = msgspec.structs.replace(state, num_cores=None)  # has been done
         self._scheduler.sleep_level = state.sleep_level
         if state.sleep_level:
             self._worker.control(Sleep(state.sleep_level))
@@ -301,6 +301,7 @@ class Lifecycle:
         if self.state.weights_version is not None:
             raise InvalidRequestError("the weights were sent by users, and a further core would not have them")
         self._set(num_cores=count)
+        self.state = msgspec.structs.replace(self.state, num_cores=None)
 
     def _set_parameters(self, parts: list[ParameterRows]) -> None:
         """Raises `InvalidRequestError` if one of them can't be set; then none is."""

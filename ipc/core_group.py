@@ -14,10 +14,11 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from .config import EngineConfig
-from .errors import EngineDeadError, MainspringError
+from .errors import EngineDeadError
 from .media_workers import MediaWorkers
 from .messages import DesiredState, Listening
 from .siblings import Siblings
@@ -52,8 +53,9 @@ class CoreGroup:
         self._siblings = Siblings()
         self._threads: dict[int, threading.Thread] = {}
         self._stopping = False
-        self._claimed = config.parallel_config.num_cores  # addresses of cores below this number
         self._wanted = config.parallel_config.num_cores
+        first = [endpoints.of(number) for number in range(self._wanted)]
+        self._claimed = {address for one in first for address in (one.address, one.admin_address)}
         self.dead_error: EngineDeadError | None = None
         self.supervisors: dict[int, Supervisor] = {}
         self.media = MediaWorkers(config, endpoints)
@@ -140,18 +142,22 @@ class CoreGroup:
     # ------------------------------------------------------------------ more cores, or fewer
 
     def scale(self, count: int) -> None:
-        """Have `count` cores. Further ones take requests when they have loaded. Those above the count take no more,
-        finish theirs within `drain_timeout`, and leave the rest to the others."""
+        """Have `count` cores. Further ones, and those that did not start or stay down, take requests when they have
+        loaded. Those above the count take no more, finish theirs within `drain_timeout`, and leave the rest to the
+        others."""
         with self._lock:
-            if self._stopping or count == self._wanted:
+            if self._stopping:
                 return
             before, self._wanted = self._wanted, count
             logger.info("%d cores are wanted, so far %d", count, before)
-            for number in range(before, count):
-                self._in_thread(number, self._join, number, self._threads.get(number))
+            for number in range(1, count):
+                earlier = self._threads.get(number)
+                if number >= before or earlier is None or not earlier.is_alive():
+                    self._in_thread(number, self._join, number, earlier)
+            leaving = [self.supervisors[number] for number in range(count, before) if number in self.supervisors]
         self._siblings.listen(dict.fromkeys(range(count, before)))
-        for number in range(count, before):
-            threading.Timer(LEAVE_SECONDS, self._retire, args=(number,)).start()
+        for one in leaving:
+            threading.Timer(LEAVE_SECONDS, one.stop).start()
 
     def _join(self, number: int, earlier: threading.Thread | None) -> None:
         """Start a further core, and keep it running."""
@@ -163,23 +169,20 @@ class CoreGroup:
                     return
                 one = self._make(number, self.first.launch.config)
             for address in (one.launch.endpoints.address, one.launch.endpoints.admin_address):
-                if address and number >= self._claimed:
+                if address and address not in self._claimed:
                     self._claim(address)
-            self._claimed = max(self._claimed, number + 1)
+                    self._claimed.add(address)
             self._follow_first(one)
             one.launch.state = self.first.launch.state
             one.start()
-        except MainspringError as error:
+        except Exception as error:
             logger.error("core %d did not start: %s", number, error)
+            if number < self._wanted and not self._stopping:
+                self._siblings.failed(f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} core {number} did not start: {error}")
             return
         if number < self._wanted:
             self._siblings.listen({number: self._listening(number)})
         self._keep(one)
-
-    def _retire(self, number: int) -> None:
-        with self._lock:
-            if number >= self._wanted and number in self.supervisors:
-                self.supervisors[number].stop()
 
     # ------------------------------------------------------------------ one core
 
@@ -205,8 +208,8 @@ class CoreGroup:
         else:
             self.media.close()
 
-    def _on_state(self, before: DesiredState, now: DesiredState) -> None:
-        if now.num_cores is not None and now.num_cores != before.num_cores:
+    def _on_state(self, now: DesiredState) -> None:
+        if now.num_cores is not None:
             self.scale(now.num_cores)
 
     def _follow_first(self, one: Supervisor) -> None:

@@ -142,10 +142,10 @@ class MediaWorkers:
             [digest for digest, strikes in self._strikes.items() if strikes >= REFUSED_AT],
             self._item_seconds,
         )
-        with tempfile.TemporaryFile(prefix="mainspring-media-") as message:
-            message.write(msgspec.msgpack.encode(launch))
-            message.seek(0)
-            try:
+        try:
+            with tempfile.TemporaryFile(prefix="mainspring-media-") as message:
+                message.write(msgspec.msgpack.encode(launch))
+                message.seek(0)
                 one.process = subprocess.Popen(
                     COMMAND,
                     stdin=message,
@@ -154,10 +154,10 @@ class MediaWorkers:
                     process_group=0,
                     env={**os.environ, **ENVIRONMENT},
                 )
-            except OSError as error:
-                logger.error("no media worker can be started: %s", error)
-                one.starts_at, one.quick = time.monotonic() + MAX_WAIT_SECONDS, one.quick + 1
-                return
+        except OSError as error:  # also of a full disk
+            logger.error("no media worker can be started: %s", error)
+            one.starts_at, one.quick = time.monotonic() + MAX_WAIT_SECONDS, one.quick + 1
+            return
         one.started_at, one.process_fd = time.monotonic(), process_fd(one.process.pid)
         logger.info("a media worker (pid %d) starts at %s", one.process.pid, one.address)
 

@@ -359,6 +359,7 @@ class CoreStatus(msgspec.Struct, frozen=True):
     malformed_frames: int = 0
     core: int = 0  # its number
     cores: list[CorePlace] = []  # as in `Ready`
+    failed_start: str = ""  # when and why the last core that was added did not start
 
 
 class Distribution(msgspec.Struct, array_like=True, frozen=True):
@@ -414,7 +415,7 @@ class DesiredState(msgspec.Struct, array_like=True, frozen=True):
     fingerprint: str = ""  # of the model with these weights
     adapters: list[HeldAdapter] = []
     weights_label: str = "default"  # what users call the weights that are served, or served last
-    num_cores: int | None = None  # cores that the daemon is to have; None: as configured
+    num_cores: int | None = None  # an order, in one message: cores that the daemon is to have; None: no order
 
 
 class Listening(msgspec.Struct, array_like=True, frozen=True):
@@ -434,6 +435,7 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     suspects: dict[int, int] = {}  # further suspects: key → position, see `CoreLaunch`
     harmless: list[int] = []  # keys of earlier suspects
     quarantined: dict[int, str] = {}  # further ones: key → reason
+    failed_start: str = ""  # as in `CoreStatus`
 
 
 # The kind byte in a header. Numbers are never reused.

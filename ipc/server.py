@@ -121,6 +121,7 @@ class CoreServer:
         self._endpoints, self._service = endpoints, service
         self._news, self._news_fd = NewsReader(news_fd) if news_fd >= 0 else None, news_fd
         self.cores = cores  # set before `announce`
+        self.failed_start = ""  # as in `News`
         self._instance_id, self._epoch, self._status = instance_id, epoch, Status(status)
         self._inbox = Inbox()
         self._turns: Turns[list[zmq.Frame]] = Turns()
@@ -371,8 +372,12 @@ class CoreServer:
             return
         if isinstance(message, StatusCall):
             self._access.admit(frames[0], message.token)
-            cores = places(self.cores, bool(origin[0]), self._status.core.core)
-            core = msgspec.structs.replace(self._status.core, malformed_frames=self.malformed_frames, cores=cores)
+            core = msgspec.structs.replace(
+                self._status.core,
+                malformed_frames=self.malformed_frames,
+                cores=places(self.cores, bool(origin[0]), self._status.core.core),
+                failed_start=self.failed_start,
+            )
             self._reply(origin, Status(core, self._status.measured))
             return
         if peer is None or not is_ours:

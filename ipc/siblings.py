@@ -88,6 +88,7 @@ class Siblings:
         self._suspects = CrashSuspects()
         self._over: dict[int, int] = {}
         self._listening: dict[int, Listening] = {}
+        self._failed_start = ""
         self._running: dict[int, Sibling] = {}
 
     @property
@@ -155,6 +156,12 @@ class Siblings:
             }
             self._tell()
 
+    def failed(self, text: str) -> None:
+        """A further core did not start: when, and why."""
+        with self._lock:
+            self._failed_start = text
+            self._tell()
+
     def _tell(
         self,
         over: dict[int, int] | None = None,
@@ -168,4 +175,5 @@ class Siblings:
             one.told.update(dict.fromkeys(suspects or (), one.number))
             for key in harmless or ():
                 one.told.pop(key, None)
-            one.pipe.put(News(one.number, cores, over or {}, suspects or {}, harmless or [], quarantined or {}))
+            more = over or {}, suspects or {}, harmless or [], quarantined or {}
+            one.pipe.put(News(one.number, cores, *more, self._failed_start))

@@ -60,7 +60,7 @@ class Supervisor:
         number: of the core in its group.
         siblings: what it shares with the supervisors of the other cores; None: there are none.
         environment: variables of the core's process, beside this one's.
-        on_state: called with the state that users have set, before and after a change.
+        on_state: called with the state that users have set, after a change.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Supervisor:
         number: int = 0,
         siblings: Siblings | None = None,
         environment: Mapping[str, str] | None = None,
-        on_state: Callable[[DesiredState, DesiredState], None] | None = None,
+        on_state: Callable[[DesiredState], None] | None = None,
     ) -> None:
         self._service = config.service_config
         ranks = config.parallel_config.num_local_ranks
@@ -258,9 +258,9 @@ class Supervisor:
         """Read the reports that have arrived."""
         while self._reports is not None and readable([self._reports], 0):
             if (data := _read(self._reports)) is not None:
-                before, self.launch.state = self.launch.state, msgspec.msgpack.decode(data, type=DesiredState)
+                self.launch.state = msgspec.msgpack.decode(data, type=DesiredState)
                 if self._on_state is not None:
-                    self._on_state(before, self.launch.state)
+                    self._on_state(self.launch.state)
             else:  # the core has closed its end
                 self._close_reports()
 

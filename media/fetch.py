@@ -180,6 +180,7 @@ class Fetcher:
     def _answer(self, what: str, raw: socket.socket, tls: bool, host: str, port: int, target: str) -> bytes:
         with raw, ssl.create_default_context().wrap_socket(raw, server_hostname=host) if tls else raw as line:
             connection = http.client.HTTPConnection(host, port)
+            connection.default_port = 443 if tls else 80  # the Host header names no other port than the URL does
             connection.sock = line
             connection.request("GET", target, headers={"Accept-Encoding": "identity", "User-Agent": "mainspring"})
             answer = connection.getresponse()

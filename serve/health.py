@@ -80,6 +80,8 @@ def probes(host: str, port: int, ready: Callable[[], bool]) -> Iterator[int]:
     class Server(ThreadingHTTPServer):
         """Closes connections for which there are no descriptors: libzmq aborts a process that has none left."""
 
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
         def verify_request(self, *_: object) -> bool:
             return slots.acquire(blocking=False)
 

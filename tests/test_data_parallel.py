@@ -7,6 +7,7 @@ import asyncio
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -25,18 +27,27 @@ from mainspring.core.features.moved import MovedRequests
 from mainspring.core.loop import EngineCore
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.client import connect
-from mainspring.ipc.config import EngineConfig, ParallelConfig, ServiceConfig
+from mainspring.ipc.config import EngineConfig, ModelConfig, ParallelConfig, ServiceConfig
 from mainspring.ipc.connection import Connection
-from mainspring.ipc.core_group import EmbeddedCores
+from mainspring.ipc.core_group import CoreGroup, EmbeddedCores
 from mainspring.ipc.cores import Cores
-from mainspring.ipc.errors import EngineDeadError, InvalidRequestError, NotSupportedError, RequestFailedError
+from mainspring.ipc.errors import (
+    AddressInUseError,
+    ConnectError,
+    EngineDeadError,
+    EngineStartError,
+    InvalidRequestError,
+    NotSupportedError,
+    RequestFailedError,
+)
 from mainspring.ipc.journal import Journal, request_key
 from mainspring.ipc.messages import AddRequest, CoreStatus, Finished, FrontendStatus, News, Outputs, Sampling, Stats
 from mainspring.ipc.routing import choose, prefix_of
 from mainspring.ipc.siblings import NewsPipe, NewsReader, Siblings
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import CoreLaunch, Endpoints
-from mainspring.serve.status import document, frame
+from mainspring.serve.scale import scale
+from mainspring.serve.status import document, frame, look
 from stand_in_process import HARMLESS, KILL, SEGV
 from wire import eventually
 
@@ -495,6 +506,80 @@ def test_cores_join_and_leave_under_load_and_no_stream_is_lost(start: Callable[.
     assert one.tokens == {handle: whole(handle, 20000) for handle in range(40)}
     assert {finished.reason for finished in one.ended.values()} == {"length"}
     assert not one.owner.group._siblings._suspects.suspects, "no core that leaves is taken for crashed"
+
+
+def test_a_core_that_is_wanted_again_before_it_has_left_is_started_anew(start: Callable[..., Group]) -> None:
+    one = start(2)
+    leaving = one.owner.group.supervisors[1]
+    one.client.call("scale", 1)
+    one.client.call("scale", 2)
+    one.read(lambda: one.owner.group.supervisors[1] is not leaving and 1 in one.cores._all and one.answers(1))
+
+
+def test_a_core_that_stays_down_is_started_again_by_the_next_scale(start: Callable[..., Group]) -> None:
+    one = start(2, max_restarts=0)
+    one.kill(1)
+    assert eventually(lambda: not one.owner.group._threads[1].is_alive(), GUARD)
+    down = one.owner.group.supervisors[1]
+    one.client.call("scale", 2)
+    one.read(lambda: one.owner.group.supervisors[1] is not down and 1 in one.cores._all and one.answers(1))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CoreGroup, str, Path]]:
+    """A core without a model as a daemon has it, its address, and the file that says how further ones load."""
+    stand_in_process.replace_cores(tmp_path, monkeypatch)
+    script = tmp_path / "script"
+    script.write_text("")
+    config = msgspec.structs.replace(configured(1), model_config=ModelConfig(model=str(script)))
+    with short_folder() as folder:
+        address = f"ipc://{folder}/core.sock"
+        group = CoreGroup(config, Endpoints(address, f"ipc://{folder}/admin.sock"))
+        group.start()
+        thread = threading.Thread(target=group.run)
+        thread.start()
+        yield group, address, script
+        group.stop()
+        thread.join()
+
+
+def test_scale_says_why_a_core_did_not_start_and_tries_again(daemon: tuple[CoreGroup, str, Path]) -> None:
+    group, address, script = daemon
+    script.write_text("there is no memory for it")
+    for _ in range(2):
+        with pytest.raises(EngineStartError, match="core 1 did not start: there is no memory for it"):
+            scale(2, address)
+    script.write_text("")
+    scale(2, address)
+    assert [one.ready for one in group.running] == [True, True]
+    assert look(address).failed_start.endswith("there is no memory for it")  # type: ignore[union-attr]
+
+
+def test_an_address_that_is_claimed_is_not_claimed_again(daemon: tuple[CoreGroup, str, Path]) -> None:
+    group, address, _ = daemon
+    claims: list[str] = []
+
+    def claim(one: str) -> None:
+        claims.append(one)
+        if len(claims) == 2:
+            raise AddressInUseError(f"{one} is in use")
+
+    group._claim = claim
+    with pytest.raises(EngineStartError, match=r"admin\.sock\.1 is in use"):
+        scale(2, address)
+    scale(2, address)
+    assert [one.rpartition("/")[2] for one in claims] == ["core.sock.1", "admin.sock.1", "admin.sock.1"]
+
+
+def test_scale_does_not_wait_for_a_daemon_that_has_ended(daemon: tuple[CoreGroup, str, Path]) -> None:
+    group, address, script = daemon
+    script.write_text("wait")
+    with ThreadPoolExecutor() as pool:
+        scaling = pool.submit(scale, 2, address)
+        assert eventually(lambda: len(group.supervisors) == 2, GUARD)
+        group.stop()
+        with pytest.raises(ConnectError, match="no daemon answers"):
+            scaling.result()
 
 
 # ---------------------------------------------------------------------- calls and ranks

@@ -91,6 +91,15 @@ def test_healthz_is_always_well_and_readyz_when_the_core_serves() -> None:
         get(port, "/healthz")
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="there is no IPv6")
+def test_a_host_may_be_of_ipv6() -> None:
+    with (
+        probes("::1", 0, lambda: True) as port,
+        urllib.request.urlopen(f"http://[::1]:{port}/healthz", timeout=60) as answer,
+    ):
+        assert answer.status == 200
+
+
 def test_a_silent_connection_does_not_delay_others() -> None:
     with probes("127.0.0.1", 0, lambda: True) as port, socket.create_connection(("127.0.0.1", port)) as silent:
         assert get(port, "/healthz") == 200

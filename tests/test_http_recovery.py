@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -322,3 +323,13 @@ def test_systemd_is_told_when_requests_are_taken(folder: Path, own: bool) -> Non
             server.end()
             if daemon is not None:
                 daemon.end()
+
+
+def test_a_core_that_ends_while_workers_start_ends_the_server(folder: Path) -> None:
+    server = HttpServer(folder)
+    until(lambda: " serves, epoch 1" in server.log, lambda: server.log)
+    (pid,) = re.findall(r"core 0 \(pid (\d+)\) serves", server.log)
+    os.kill(int(pid), signal.SIGKILL)
+    assert server.process.wait(PATIENCE_S) == 1, server.log
+    assert "the core has ended while the server's workers started" in server.log
+    assert not server.out

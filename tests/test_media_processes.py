@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import itertools
 import os
 import platform
@@ -24,6 +25,7 @@ import pytest
 import zmq
 
 import dying_media_worker as dying
+from daemons import short_folder
 from mainspring.ipc import media_workers
 from mainspring.ipc.client import connect
 from mainspring.ipc.codec import decode_value, encode_value
@@ -52,6 +54,7 @@ from mainspring.ipc.transport import Endpoints, address_at, make_dealer
 from mainspring.media.server import MediaServer, _inputs
 from media_folders import file_of, picture, save_folder
 from stand_in_core import StandInCore, StandInOwner
+from wire import eventually
 
 PATIENCE_S = 300  # a worker of the real program is nice, and waits for others on a busy machine
 CODE = "import sys; sys.path.insert(0, {folder!r}); {more}import dying_media_worker; dying_media_worker.run()"
@@ -421,6 +424,29 @@ def test_strangers_get_no_answer_from_a_worker(owner: Callable[..., MediaOwner])
     assert media.prepare("<image>", [image()], {}).result(PATIENCE_S).media
     assert core.workers.pids == [pid]
     media.close()
+
+
+def test_a_disk_that_was_full_when_a_worker_was_wanted_only_delays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, tries = tempfile.TemporaryFile, list[int]()
+
+    def full_once(*args: Any, **options: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make(*args, **options)
+
+    monkeypatch.setattr(media_workers, "COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(media_workers, "MAX_WAIT_SECONDS", 0.0)
+    with short_folder() as folder, socket.socket(socket.AF_UNIX) as frontend:
+        workers = MediaWorkers(EngineConfig(), Endpoints(f"ipc://{folder}/core.sock"))
+        try:
+            monkeypatch.setattr(tempfile, "TemporaryFile", full_once)
+            workers.start()
+            frontend.connect(f"{folder}/core.sock.media")
+            assert eventually(lambda: bool(workers.pids))
+        finally:
+            workers.close()
+    assert len(tries) == 2
 
 
 @pytest.mark.slow

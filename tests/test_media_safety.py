@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -320,6 +321,23 @@ def fetcher(port: int, **more: object) -> Fetcher:
 
 def test_an_allowed_host_is_asked_by_its_name(port: int) -> None:
     assert fetcher(port).get("image 0", f"http://{HERE}:{port}/good?a=1#b") == f"for {HERE}:{port}".encode()
+
+
+@pytest.mark.parametrize("kind", ["http", "https"])
+def test_a_host_is_asked_without_the_port_that_its_url_leaves_out(
+    kind: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some servers sign the header, or send those elsewhere that name another one."""
+
+    class NoTls:
+        def wrap_socket(self, raw: socket.socket, server_hostname: str) -> socket.socket:
+            return raw
+
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: connect(("127.0.0.1", port), timeout))
+    monkeypatch.setattr(ssl, "create_default_context", NoTls)
+    asks = Fetcher(MultiModalConfig(allowed_media_domains=[HERE]), lambda *_: ["127.0.0.1"], lambda address: True)
+    assert asks.get("image 0", f"{kind}://{HERE}/good?a=1") == f"for {HERE}".encode()
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,11 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
                 7,
                 1,
                 [CorePlace(1, "a.1")],
+                "why",
             ),
             Measured(5, 6, [1, 2, 3, 4], [Distribution("x", [0.5], [7, 8], 2.5)]),
         ),
-        "92de0011a565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
+        "92de0012a565706f636803a8636f72655f7069640bae73757065727669736f725f7069640aa57068617365a773657276696e67"
         "a56d6f64656ca16da8726573746172747302aa6c6173745f6372617368a3776879a8757074696d655f73cb3ff8000000000000"
         "aa6e756d5f626c6f636b7364ac746f6b656e735f7065725f73cb4004000000000000"
         "b374696d655f746f5f66697273745f746f6b656e"
@@ -171,6 +172,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         "a966726f6e74656e64739188a2696401a46e616d65a161a6776569676874cb4004000000000000ab6e756d5f72756e6e696e6703"
         "ab6e756d5f77616974696e6704b0746f6b656e735f696e5f666c6967687405b167656e65726174696f6e5f746f6b656e7306"
         "a4736c6f77c3b06d616c666f726d65645f6672616d657307a4636f726501a5636f726573919201a3612e31"
+        "ac6661696c65645f7374617274a3776879"
         "94050694010203049194a17891cb3fe0000000000000920708cb4004000000000000",
     ),
 }
@@ -317,7 +319,7 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "a4736c6f77c3b06d616c666f726d65645f6672616d657307",
         {
             "measured": Measured(),
-            "core": msgspec.structs.replace(GOLDEN[13][0].core, core=0, cores=[]),  # type: ignore[attr-defined]
+            "core": msgspec.structs.replace(GOLDEN[13][0].core, core=0, cores=[], failed_start=""),  # type: ignore[attr-defined]
         },
     ),
 ]

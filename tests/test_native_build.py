@@ -151,6 +151,37 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_sources: Path, monkeypatch
         native_build.build(native_build.choose_level())
 
 
+@needs_compiler
+def test_a_cache_that_cannot_be_looked_into_is_named(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a home that belongs to another user; the superuser gets this error for too long a name."""
+    monkeypatch.setenv("MAINSPRING_CACHE", f"/tmp/{'x' * 300}")
+    with pytest.raises(BackendUnavailableError, match=r"can't be kept in /tmp/x+/native: .*name too long"):
+        native_build.build(native_build.choose_level())
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    damaged = tmp_path / "avx2-0.so"
+    damaged.write_bytes(b"")
+    with pytest.raises(BackendUnavailableError, match=r"can't be loaded: .*avx2-0\.so: file too short; remove it"):
+        native_build._load(damaged)
+
+
+def test_the_cache_is_where_other_caches_of_the_user_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("MAINSPRING_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/mainspring")
+    assert native_build.cache_folder() == Path("/var/cache/mainspring/mainspring/native")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert native_build.cache_folder() == Path("/home/me/.cache/mainspring/native")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(BackendUnavailableError, match="set MAINSPRING_CACHE"):
+        native_build.cache_folder()
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_build_at_once(tiny_sources: Path) -> None:

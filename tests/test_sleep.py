@@ -360,6 +360,26 @@ def test_state_set_by_users_is_reported_and_restored() -> None:
     assert len(run_core(other)) == 1
 
 
+def test_the_number_of_cores_is_told_once_for_each_call() -> None:
+    """The supervisor obeys each report that has a number: an earlier number would undo a later one."""
+    told: list[int | None] = []
+
+    def making() -> Any:
+        core = make_core()
+        core.on_state = lambda state: told.append(state.num_cores)
+        core.connect(0)
+        return core
+
+    core = making()
+    call(core, "scale", 3)
+    call(core, "scale", 3)
+    call(core, "pause_generation", "keep")
+    other = making()
+    other.restore(DesiredState(num_cores=3))
+    call(other, "pause_generation", "keep")
+    assert told == [3, 3, None, None]
+
+
 @pytest.mark.slow
 def test_kernels_hear_of_it_that_their_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from ..ipc.config import EngineConfig
-from ..ipc.errors import AddressInUseError, EngineStartError, NotSupportedError
-from ..ipc.transport import ipc_address, make_runtime_dir, remove_runtime_dir
+from ..ipc.connection import ask_status
+from ..ipc.errors import AddressInUseError, ConnectError, EngineStartError, NotSupportedError
+from ..ipc.transport import ipc_address, make_runtime_dir, readable, remove_runtime_dir
 from .counters import shared_file
 from .serve_options import ServeOptions
 
@@ -28,6 +29,7 @@ _BACKLOG = 2048  # connections that wait to be accepted
 _SETTLED_SECONDS = 5.0  # a worker that dies sooner is started again after a pause
 _PAUSE_SECONDS = 1.0
 _END_SECONDS = 5.0  # beyond drain_timeout, until a worker that does not end is killed
+_LOOK_SECONDS = 5.0  # between two looks at the core while workers start, and the longest that it may take to answer
 
 
 def serve(options: ServeOptions, engine: EngineConfig | dict[str, Any], on_ready: Callable[[str], None]) -> None:
@@ -106,7 +108,14 @@ def _with_core(order: Any, config: EngineConfig, on_ready: Callable[[], None]) -
             if pool.stopping:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        pool = _Pool(order, ended)
+        def look() -> None:
+            """Nobody starts the core again before this function returns, and workers would wait for it."""
+            try:
+                ask_status(order.address, _LOOK_SECONDS)
+            except ConnectError:
+                raise EngineStartError("the core has ended while the server's workers started") from None
+
+        pool = _Pool(order, ended, look)
         for number in stop_core:
             signal.signal(number, stop)
         pools.append(pool)
@@ -125,10 +134,13 @@ class _Pool:
 
     Args:
         on_end: called in a thread when all have ended after `stop`.
+        look: called from time to time while workers start. May raise.
     """
 
-    def __init__(self, order: Any, on_end: Callable[[], None] = lambda: None) -> None:
-        self._order, self._on_end = order, on_end
+    def __init__(
+        self, order: Any, on_end: Callable[[], None] = lambda: None, look: Callable[[], None] = lambda: None
+    ) -> None:
+        self._order, self._on_end, self._look = order, on_end, look
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: dict[int, float] = {}
         self.stopping = False
@@ -139,7 +151,7 @@ class _Pool:
         """Start all workers, and wait until they take requests.
 
         Raises:
-            EngineStartError: one has ended before.
+            EngineStartError: one has ended before, or the core.
         """
         reader, writer = os.pipe()
         try:
@@ -149,6 +161,8 @@ class _Pool:
             writer = -1
             ready = 0
             while ready < self._order.rows:
+                while not readable([reader], _LOOK_SECONDS):
+                    self._look()
                 told = os.read(reader, 64)
                 ready += len(told)
                 if not told:

@@ -113,9 +113,14 @@ def function(library: ctypes.CDLL, name: str, layout: str, result: Any = None) -
 
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
-    if path.parent == SHIPPED:
-        ctypes.CDLL(find_runtime(), ctypes.RTLD_GLOBAL)  # where its calls of OpenMP lead
-    return ctypes.CDLL(str(path))
+    try:
+        if path.parent == SHIPPED:
+            ctypes.CDLL(find_runtime(), ctypes.RTLD_GLOBAL)  # where its calls of OpenMP lead
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # the file is damaged, or its file system is mounted with noexec
+        raise BackendUnavailableError(
+            f"the native kernels can't be loaded: {error}; remove it, or set MAINSPRING_CACHE to another folder"
+        ) from error
 
 
 def choose_level(name: str | None = None) -> Level:
@@ -190,9 +195,17 @@ def find_runtime() -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: ``native`` in MAINSPRING_CACHE, or in ~/.cache/mainspring."""
-    root = os.environ.get("MAINSPRING_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "mainspring") / "native"
+    """Where libraries are kept: native/ in MAINSPRING_CACHE, else in mainspring/ of XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        BackendUnavailableError: this user has no home.
+    """
+    if root := os.environ.get("MAINSPRING_CACHE"):
+        return Path(root, "native")
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mainspring", "native")
+    except RuntimeError as error:
+        raise BackendUnavailableError("the native kernels need a folder: set MAINSPRING_CACHE to one") from error
 
 
 def build(level: Level) -> Path:
@@ -213,10 +226,10 @@ def build(level: Level) -> Path:
         raise
     whole = _digest(flags, *compiler.command, compiler.version, runtime, shutil.which(compiler.command[0]) or "")
     path = cache_folder() / f"{level.name}-{whole}.so"
-    if path.exists():
-        return path
     start = time.perf_counter()
     try:
+        if path.exists():
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # so that two processes don't do the same work
