@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.masking_utils import (
     and_masks,
@@ -399,12 +400,32 @@ def cut_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def lose_parameter(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def lose_parameter(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+
+
+def quantize_untold(folder: Path) -> None:
+    def round_weights(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[f"{name}_scale"] = tensors[name].abs().amax() / 448
+            tensors[name] = (tensors[name] / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+
+    change_weights(folder, round_weights)
+
+
+def pickle_instead(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+
+
+def point_to_lfs(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
 
 
 @pytest.mark.parametrize(
@@ -414,10 +435,23 @@ def lose_parameter(folder: Path) -> None:
         (drop_config, ModelNotFoundError, r"no config\.json"),
         (garble_config, ModelNotFoundError, r"config\.json of .* can't be read"),
         (drop_weights, ModelNotFoundError, "no weights"),
-        (cut_weights, UnsupportedModelError, "damaged"),
+        (cut_weights, UnsupportedModelError, r"damaged: model\.safetensors: "),
+        (point_to_lfs, UnsupportedModelError, r"model\.safetensors is a pointer of Git LFS"),
+        (lambda folder: pickle_instead(folder, b""), UnsupportedModelError, r"damaged: pytorch_model\.bin: "),
+        (
+            lambda folder: pickle_instead(folder, b"version https://git-lfs"),
+            UnsupportedModelError,
+            "pointer of Git LFS",
+        ),
+        (lambda folder: pickle_instead(folder, b"\x80\x02"), UnsupportedModelError, r"damaged: pytorch_model\.bin: "),
+        (quantize_untold, UnsupportedModelError, r"mlp\.down_proj\.weight_scale', so it is quantized"),
         (lose_parameter, UnsupportedModelError, r"lacks the parameter 'model\.layers\.1\.mlp\.up_proj\.weight'"),
         (lambda folder: edit_config(folder, model_type="no_such"), UnsupportedModelError, "does not know .*'no_such'"),
-        (lambda folder: edit_config(folder, hidden_size=128), UnsupportedModelError, "could not be loaded"),
+        (
+            lambda folder: edit_config(folder, vocab_size=400),
+            UnsupportedModelError,
+            r"could not be loaded: 'lm_head\.weight' has shape \[384, 64\], and by its config it has \[400, 64\]",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_right_is_one_clear_sentence(
@@ -430,6 +464,11 @@ def test_a_checkpoint_that_is_not_right_is_one_clear_sentence(
     assert str(copy_of_llama) in str(raised.value)
 
 
+def test_a_file_in_place_of_a_folder_is_named_as_one(llama: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"model\.safetensors' is a file; give the folder"):
+        load(llama / "model.safetensors")
+
+
 def test_an_unknown_hub_id_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="'no-such/model' is neither a folder here nor") as raised:
@@ -438,8 +477,6 @@ def test_an_unknown_hub_id_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_safetensors_only_does_not_read_other_files(copy_of_llama: Path) -> None:
-    from safetensors.torch import load_file
-
     torch.save(load_file(copy_of_llama / "model.safetensors"), copy_of_llama / "pytorch_model.bin")
     (copy_of_llama / "model.safetensors").unlink()
     assert load(copy_of_llama).dtype == torch.float32
