@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -70,6 +72,17 @@ def test_a_length_beyond_the_models_own_is_refused(model: PagedModel, layout: KV
     assert model.max_position is not None
     with pytest.raises(InvalidArgumentError, match=f"the model's own limit is {model.max_position}"):
         count(model, layout, config(model.max_position + 1))
+
+
+def test_a_length_beyond_it_may_be_asked_for_if_the_frequencies_are_chosen_for_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    path = tiny.make("llama", tmp_path, rope_parameters=rope, max_position_embeddings=64)
+    model = load_model(ModelConfig(model=str(path)), LoadConfig(), torch.device("cpu"), 200)
+    layout = model.lay_out(ReferenceBackend(), 16, model.dtype)
+    assert count(model, layout, config(200))[1] == 200
+    assert count(model, layout, config())[1] == 64
+    with pytest.raises(InvalidArgumentError, match="the model's own limit is 256"):
+        count(model, layout, config(257))
 
 
 def test_the_largest_step_runs_over_a_pool_of_two_blocks(model: PagedModel, layout: KVLayout) -> None:

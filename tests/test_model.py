@@ -342,6 +342,14 @@ def test_frequencies_are_those_of_the_longest_sequence_beyond_it(kind: str, tmp_
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
+def test_yarn_makes_the_longest_sequence_longer(llama: Path) -> None:
+    """Whether the config names the length before it was extended or after."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    for named in (256, 1024):
+        overrides = {"rope_scaling": yarn, "max_position_embeddings": named}
+        assert load(llama, hf_overrides=overrides).max_position == 1024
+
+
 # --- Loading --------------------------------------------------------------------------------------
 
 

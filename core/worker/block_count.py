@@ -20,6 +20,7 @@ from ...kernels.contract import ROW_MULTIPLE, Backend
 from ..memory.recurrent_state import num_states
 from ..memory.updates import LayerGroup
 from ..model.run.paged_model import PagedModel
+from ..model.run.positions import longest_sequence
 from ..plan.step import PROMPT_LOGITS
 from .kv_layout import KVLayout
 from .runner import ModelRunner
@@ -59,8 +60,9 @@ def count_blocks(
     budget = scheduler.max_num_batched_tokens
     wanted = config.model_config.max_model_len
     limit = wanted or model.max_position or 4096
-    if wanted and model.max_position and wanted > model.max_position:
-        raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {model.max_position}")
+    most = longest_sequence(model.config, asked=True)
+    if wanted and most and wanted > most:
+        raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {most}")
     available = cache.num_gpu_blocks_override
     if available is None:
         available = 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget)
