@@ -26,7 +26,7 @@ from mainspring.core.model.learn.fuse_match import LOGITS_TOLERANCE
 from mainspring.core.model.learn.probe import window_of
 from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load import loader
-from mainspring.core.model.load.loader import load_model, page
+from mainspring.core.model.load.loader import load_model, page, read_config
 from mainspring.core.model.run import attention
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
@@ -385,6 +385,27 @@ def test_facts_of_the_model(llama: Path) -> None:
 def test_hf_overrides_replace_fields_of_the_config(llama: Path) -> None:
     assert load(llama, hf_overrides={"max_position_embeddings": 99}).max_position == 99
     assert load(llama, hf_overrides={"num_hidden_layers": 1}).layers == load(llama).layers[:1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"rope_theta": 3e6}, {"rope_theta": 3e6, "rope_type": "default"}),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_theta": 3e6}, {"rope_theta": 7.0, "rope_type": "default"}),
+    ],
+)
+def test_older_names_of_rotary_fields_override_those_in_rope_parameters(
+    overrides: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """The other fields of `rope_parameters` stay, such as its base."""
+    path = tiny.make("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    wanted = ModelConfig(model=str(path), hf_overrides=overrides)
+    assert read_config(wanted, LoadConfig()).rope_parameters == expected  # type: ignore[attr-defined]
+    assert wanted.hf_config.rope_parameters == expected
 
 
 def break_nothing(folder: Path) -> None:

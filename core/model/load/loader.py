@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
-from ....ipc.config import LoadConfig, ModelConfig, merged
+from ....ipc.config import LoadConfig, ModelConfig, with_overrides
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....ipc.mistral_params import read_params
 from ....kernels.contract import AttentionSpec, Backend
@@ -252,7 +252,7 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
     folder = Path(name).expanduser()
     params = read_params(name, model_config.config_format, model_config.revision, load_config.download_dir)
     if params is not None:
-        return _config_of_params(name, merged(params, model_config.hf_overrides))
+        return _config_of_params(name, with_overrides(params, model_config.hf_overrides))
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"the folder {name!r} holds no config.json")
     if folder.is_file():
@@ -270,7 +270,7 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
             str(folder), trust_remote_code=model_config.trust_remote_code, **where
         )
         if model_config.hf_overrides:
-            config = type(config).from_dict(merged(raw, model_config.hf_overrides))
+            config = type(config).from_dict(with_overrides(raw, model_config.hf_overrides))
     except OSError as error:
         missing = f"{name!r} is neither a folder here nor a model that the Hugging Face hub gave"
         what = f"config.json of {name!r} can't be read" if folder.is_dir() else missing
