@@ -273,6 +273,21 @@ def test_where_half_precision_rounds_too_much_fp32_decides(tmp_path: Path, monke
         assert torch.equal(held, stored), name
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_model_whose_logits_are_not_finite_in_its_dtype_is_refused(dtype: str, copy_of_llama: Path) -> None:
+    """As of models that were trained in bfloat16 and whose hidden states float16 does not hold."""
+    factor = {"float16": 100.0, "float32": float("inf")}[dtype]
+
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("gate", "up", "down"):
+            tensors[f"model.layers.0.mlp.{part}_proj.weight"].mul_(factor)
+
+    change_weights(copy_of_llama, enlarge)
+    assert dtype == "float32" or load(copy_of_llama, dtype="float32").dtype == torch.float32
+    with pytest.raises(UnsupportedModelError, match=f"gives logits in torch.{dtype} that are not finite"):
+        load(copy_of_llama, dtype=dtype)
+
+
 def test_verification_catches_a_layer_that_mixes_the_rows_of_requests(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     mlp = model.model.layers[1].mlp
