@@ -94,13 +94,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
         params = read_params(str(self.model), self.config_format, self.revision)
         if params is not None:
-            return AutoConfig.for_model(**merged(params, self.hf_overrides))
+            return AutoConfig.for_model(**with_overrides(params, self.hf_overrides))
         where: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         try:
             found: Any = AutoConfig.from_pretrained(str(self.model), **where)
         except OSError as error:
             raise ModelNotFoundError(f"no config of {self.model!r} can be read here: {error}") from error
-        return type(found).from_dict(merged(found.to_dict(), self.hf_overrides)) if self.hf_overrides else found
+        return type(found).from_dict(with_overrides(found.to_dict(), self.hf_overrides)) if self.hf_overrides else found
 
     @property
     def hf_text_config(self) -> Any:
@@ -381,6 +381,19 @@ def merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
         inner = found.get(key)
         found[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return found
+
+
+def with_overrides(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config with `hf_overrides`, see `merged`. Where it has `rope_parameters`, transformers takes an
+    older `rope_scaling` in their place and passes over an older `rope_theta`, so these become a part of them."""
+    given, rope = dict(overrides), raw.get("rope_parameters")
+    if isinstance(rope, dict) and not any(isinstance(part, dict) for part in rope.values()):
+        scaling = given.pop("rope_scaling", None) or {}
+        older = {"rope_type" if name == "type" else name: value for name, value in scaling.items()}
+        if "rope_theta" in given:
+            older["rope_theta"] = given.pop("rope_theta")
+        given["rope_parameters"] = {**older, **(given.get("rope_parameters") or {})}
+    return merged(raw, given)
 
 
 MODALITIES = ("image", "video", "audio")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import tiny
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.run.paged_model import PagedModel
+from mainspring.core.worker import block_count
 from mainspring.core.worker.block_count import count_blocks, run_largest_step
 from mainspring.core.worker.kv_layout import KVLayout, plan_layout
 from mainspring.ipc.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
@@ -72,6 +75,17 @@ def test_a_length_beyond_the_models_own_is_refused(model: PagedModel, layout: KV
         count(model, layout, config(model.max_position + 1))
 
 
+def test_a_length_beyond_it_may_be_asked_for_if_the_frequencies_are_chosen_for_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    path = tiny.make("llama", tmp_path, rope_parameters=rope, max_position_embeddings=64)
+    model = load_model(ModelConfig(model=str(path)), LoadConfig(), torch.device("cpu"), 200)
+    layout = model.lay_out(ReferenceBackend(), 16, model.dtype)
+    assert count(model, layout, config(200))[1] == 200
+    assert count(model, layout, config())[1] == 64
+    with pytest.raises(InvalidArgumentError, match="the model's own limit is 256"):
+        count(model, layout, config(257))
+
+
 def test_the_largest_step_runs_over_a_pool_of_two_blocks(model: PagedModel, layout: KVLayout) -> None:
     logits = run_largest_step(model, layout, ReferenceBackend(), budget=100)
     assert logits.shape == (8, model.vocab_size)
@@ -81,3 +95,15 @@ def test_the_largest_step_runs_over_a_pool_of_two_blocks(model: PagedModel, layo
 def test_a_configuration_survives_the_way_to_the_core_and_back() -> None:
     engine = config(64, num_gpu_blocks_override=9)
     assert msgspec.json.decode(msgspec.json.encode(engine), type=EngineConfig) == engine
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files in memory count as free, as the machine's do."""
+    monkeypatch.setattr(block_count, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("7000\n")
+    (tmp_path / "memory.stat").write_text("anon 6500\nfile 500\nactive_file 300\ninactive_file 100\n")
+    for limit, expected in (("9000", 2400), ("6000", 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert block_count.free_host_bytes() == expected
+    (tmp_path / "memory.max").write_text("max\n")
+    assert block_count.free_host_bytes() > 9000

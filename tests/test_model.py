@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.masking_utils import (
     and_masks,
@@ -25,7 +26,7 @@ from mainspring.core.model.learn.fuse_match import LOGITS_TOLERANCE
 from mainspring.core.model.learn.probe import window_of
 from mainspring.core.model.learn.verify import Chunk, paged_logits
 from mainspring.core.model.load import loader
-from mainspring.core.model.load.loader import load_model, page
+from mainspring.core.model.load.loader import load_model, page, read_config
 from mainspring.core.model.run import attention
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
@@ -272,6 +273,21 @@ def test_where_half_precision_rounds_too_much_fp32_decides(tmp_path: Path, monke
         assert torch.equal(held, stored), name
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_model_whose_logits_are_not_finite_in_its_dtype_is_refused(dtype: str, copy_of_llama: Path) -> None:
+    """As of models that were trained in bfloat16 and whose hidden states float16 does not hold."""
+    factor = {"float16": 100.0, "float32": float("inf")}[dtype]
+
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("gate", "up", "down"):
+            tensors[f"model.layers.0.mlp.{part}_proj.weight"].mul_(factor)
+
+    change_weights(copy_of_llama, enlarge)
+    assert dtype == "float32" or load(copy_of_llama, dtype="float32").dtype == torch.float32
+    with pytest.raises(UnsupportedModelError, match=f"gives logits in torch.{dtype} that are not finite"):
+        load(copy_of_llama, dtype=dtype)
+
+
 def test_verification_catches_a_layer_that_mixes_the_rows_of_requests(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     mlp = model.model.layers[1].mlp
@@ -341,6 +357,14 @@ def test_frequencies_are_those_of_the_longest_sequence_beyond_it(kind: str, tmp_
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
+def test_yarn_makes_the_longest_sequence_longer(llama: Path) -> None:
+    """Whether the config names the length before it was extended or after."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    for named in (256, 1024):
+        overrides = {"rope_scaling": yarn, "max_position_embeddings": named}
+        assert load(llama, hf_overrides=overrides).max_position == 1024
+
+
 # --- Loading --------------------------------------------------------------------------------------
 
 
@@ -378,6 +402,27 @@ def test_hf_overrides_replace_fields_of_the_config(llama: Path) -> None:
     assert load(llama, hf_overrides={"num_hidden_layers": 1}).layers == load(llama).layers[:1]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"rope_theta": 3e6}, {"rope_theta": 3e6, "rope_type": "default"}),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_theta": 3e6}, {"rope_theta": 7.0, "rope_type": "default"}),
+    ],
+)
+def test_older_names_of_rotary_fields_override_those_in_rope_parameters(
+    overrides: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """The other fields of `rope_parameters` stay, such as its base."""
+    path = tiny.make("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    wanted = ModelConfig(model=str(path), hf_overrides=overrides)
+    assert read_config(wanted, LoadConfig()).rope_parameters == expected  # type: ignore[attr-defined]
+    assert wanted.hf_config.rope_parameters == expected
+
+
 def break_nothing(folder: Path) -> None:
     shutil.rmtree(folder)
 
@@ -399,12 +444,32 @@ def cut_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def lose_parameter(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def lose_parameter(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+
+
+def quantize_untold(folder: Path) -> None:
+    def round_weights(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[f"{name}_scale"] = tensors[name].abs().amax() / 448
+            tensors[name] = (tensors[name] / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+
+    change_weights(folder, round_weights)
+
+
+def pickle_instead(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+
+
+def point_to_lfs(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
 
 
 @pytest.mark.parametrize(
@@ -414,10 +479,23 @@ def lose_parameter(folder: Path) -> None:
         (drop_config, ModelNotFoundError, r"no config\.json"),
         (garble_config, ModelNotFoundError, r"config\.json of .* can't be read"),
         (drop_weights, ModelNotFoundError, "no weights"),
-        (cut_weights, UnsupportedModelError, "damaged"),
+        (cut_weights, UnsupportedModelError, r"damaged: model\.safetensors: "),
+        (point_to_lfs, UnsupportedModelError, r"model\.safetensors is a pointer of Git LFS"),
+        (lambda folder: pickle_instead(folder, b""), UnsupportedModelError, r"damaged: pytorch_model\.bin: "),
+        (
+            lambda folder: pickle_instead(folder, b"version https://git-lfs"),
+            UnsupportedModelError,
+            "pointer of Git LFS",
+        ),
+        (lambda folder: pickle_instead(folder, b"\x80\x02"), UnsupportedModelError, r"damaged: pytorch_model\.bin: "),
+        (quantize_untold, UnsupportedModelError, r"mlp\.down_proj\.weight_scale', so it is quantized"),
         (lose_parameter, UnsupportedModelError, r"lacks the parameter 'model\.layers\.1\.mlp\.up_proj\.weight'"),
         (lambda folder: edit_config(folder, model_type="no_such"), UnsupportedModelError, "does not know .*'no_such'"),
-        (lambda folder: edit_config(folder, hidden_size=128), UnsupportedModelError, "could not be loaded"),
+        (
+            lambda folder: edit_config(folder, vocab_size=400),
+            UnsupportedModelError,
+            r"could not be loaded: 'lm_head\.weight' has shape \[384, 64\], and by its config it has \[400, 64\]",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_right_is_one_clear_sentence(
@@ -430,6 +508,11 @@ def test_a_checkpoint_that_is_not_right_is_one_clear_sentence(
     assert str(copy_of_llama) in str(raised.value)
 
 
+def test_a_file_in_place_of_a_folder_is_named_as_one(llama: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"model\.safetensors' is a file; give the folder"):
+        load(llama / "model.safetensors")
+
+
 def test_an_unknown_hub_id_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="'no-such/model' is neither a folder here nor") as raised:
@@ -438,8 +521,6 @@ def test_an_unknown_hub_id_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_safetensors_only_does_not_read_other_files(copy_of_llama: Path) -> None:
-    from safetensors.torch import load_file
-
     torch.save(load_file(copy_of_llama / "model.safetensors"), copy_of_llama / "pytorch_model.bin")
     (copy_of_llama / "model.safetensors").unlink()
     assert load(copy_of_llama).dtype == torch.float32

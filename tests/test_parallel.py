@@ -15,6 +15,7 @@ from mainspring.core.model.load.quantized import CutWeights
 from mainspring.core.model.load.quantized_forms import values_of
 from mainspring.core.parallel.cuts import Cut, sharding_of
 from mainspring.core.parallel.group import OneRank, added
+from mainspring.core.parallel.plans import plans_of
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.decoder_contract import QuantizedWeight
 from native_here import why_not
@@ -109,6 +110,19 @@ def test_ranks_share_a_head_of_keys_if_there_are_fewer_heads() -> None:
     found = [sharding_of(model, model.tp_plan, rank, 4).cuts for rank in range(4)]
     name = "model.layers.0.self_attn.k_proj.weight"
     assert [cuts[name].ranges for cuts in found] == [((0, 16),), ((0, 16),), ((16, 32),), ((16, 32),)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "deepseek_v3"])
+def test_an_attention_whose_query_heads_cannot_be_divided_stays_whole(name: str) -> None:
+    """Even if its rows can: the rows of six heads are four parts of one and a half heads each."""
+    kind, fields = {**tiny.ARCHITECTURES, **tiny.LATENT}[name]
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2 if name == "llama" else 6}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**tiny._SIZES, **fields, **heads}))
+    _, plan = next(plans_of(model, False, False))
+    found = sharding_of(model, plan, 0, 4)
+    assert not any("att" in name for name in (*found.cuts, *found.sums, *found.counts))
+    assert any(".mlp." in name for name in found.sums)
+    assert any("att" in name for name in sharding_of(model, plan, 0, 2).sums)
 
 
 # ------------------------------------------------------------------ models

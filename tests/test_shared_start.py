@@ -3,12 +3,14 @@ worker."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -23,6 +25,7 @@ from mainspring.core.worker.make_worker import make_worker
 from mainspring.core.worker.worker import Decisions
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import CacheConfig, DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from mainspring.ipc.errors import UnsupportedModelError
 
 CPU = torch.device("cpu")
 INNER = 96  # intermediate size of tiny's models
@@ -102,6 +105,28 @@ def test_files_that_are_not_safetensors_are_cut_as_they_are_set(llama: Path, tmp
     torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
     cut = build(tmp_path, half_of_mlp).get_parameter("model.layers.0.mlp.down_proj.weight")
     assert torch.equal(cut, whole.get_parameter("model.layers.0.mlp.down_proj.weight")[:, INNER // 2 :])
+
+
+def test_parts_of_what_the_config_does_not_describe_are_refused(tmp_path: Path) -> None:
+    """As the whole is: here parts of 96 rows could be read of the 128 that there are."""
+    path = tiny.make("llama", tmp_path, intermediate_size=128)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": INNER}))
+    message = r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \[64, 128\]"
+    for cuts_of in (half_of_mlp, None):
+        with pytest.raises(UnsupportedModelError, match=message):
+            build(path, cuts_of)
+
+
+def test_a_rank_notices_that_one_of_its_experts_is_missing(tmp_path: Path) -> None:
+    path = tiny.make("mixtral", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if "layers.0." in name and ".experts.3." in name]:
+        del tensors[name]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    experts = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    with pytest.raises(UnsupportedModelError, match=rf"'{experts[1]}' has shape \[1, 64, 96\]"):
+        build(path, lambda model: dict.fromkeys(experts, Cut(0, ((2, 4),), 4)))
 
 
 # ------------------------------------------------------------------ decisions

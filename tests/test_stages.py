@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import tiny
 from mainspring.benchmarks.architectures import build
@@ -85,6 +87,13 @@ def test_tied_embeddings_are_read_by_the_stage_with_the_output_layer_too(two: Ra
     assert "model.embed_tokens.weight" not in last
     assert "lm_head.weight" not in first
     assert is_set
+
+
+def test_tied_embeddings_in_pickled_files_are_read_by_both_stages(two: RankPool, tmp_path: Path) -> None:
+    path = tiny.make("gemma3", tmp_path)
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert [tokens for tokens, _ in two.run(generate, str(path))] == [alone(path)] * 2
 
 
 def test_layers_that_read_keys_of_earlier_ones_are_not_separated(two: RankPool, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ WHOLE = (
     "moe_identity_expert",
 )
 KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
+ATTENTION = (*KEYS_AND_VALUES, "q_proj", "q_b_proj", "kv_b_proj", "query", "query_key_value", "Wqkv")
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "attn_hidden_size")
 
@@ -138,11 +139,14 @@ def _add(
     rank: int,
     size: int,
 ) -> None:
+    part = path.rpartition(".")[2]
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         cut = _cut_of(style_of(plan, f"{path}.{name}") or style, name, parameter.shape, rank, size)
-        if cut is not None and path.rpartition(".")[2] in KEYS_AND_VALUES:
+        if cut is not None and part in ATTENTION and _heads(model, path)[0] % size:
+            raise UncutError  # a rank would have a part of a head
+        if cut is not None and part in KEYS_AND_VALUES:
             cut = _cut_heads(cut, model, path, rank, size)
         if cut is not None:
             found.cuts[f"{path}.{name}"] = cut

@@ -6,11 +6,11 @@ A plan is only used after a tiny twin of the class, whole and cut by it, gave th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from .cuts import COLUMNS, ROWS, Plan, output_layer
+from .cuts import ATTENTION, COLUMNS, ROWS, Plan, output_layer
 
 # Linear layers by the last part of their names, as many classes have them.
 _COLUMNS = (
@@ -20,7 +20,6 @@ _COLUMNS = (
 _ROWS = (
     "o_proj out_proj down_proj fc2 fc_out wo w2 dense_4h_to_h output.dense attention.dense self_attention.dense down"
 ).split()
-_ATTENTION = "q_proj k_proj v_proj q_b_proj kv_b_proj query key value query_key_value Wqkv".split()
 
 
 def plans_of(model: nn.Module, whole_experts: bool, homes: bool) -> Iterator[tuple[str, Plan]]:
@@ -89,14 +88,14 @@ def _experts(model: nn.Module) -> Iterator[str]:
     return iter(sorted(found))
 
 
-def _ends(path: str, names: list[str]) -> bool:
+def _ends(path: str, names: Iterable[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _is_attention(name: str, derived: Plan) -> bool:
     parent = name.rpartition(".")[0]
     siblings = [other for other in derived if other.rpartition(".")[0] == parent]
-    return any(_ends(other, _ATTENTION) for other in siblings)
+    return any(_ends(other, ATTENTION) for other in siblings)
 
 
 def _cuts_beside(plan: Plan, name: str) -> bool:

@@ -9,6 +9,8 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from ...kernels.contract import ROW_MULTIPLE, Backend
 from ..memory.recurrent_state import num_states
 from ..memory.updates import LayerGroup
 from ..model.run.paged_model import PagedModel
+from ..model.run.positions import longest_sequence
 from ..plan.step import PROMPT_LOGITS
 from .kv_layout import KVLayout
 from .runner import ModelRunner
@@ -31,6 +34,7 @@ CPU_DEFAULT_BYTES = 4 << 30  # largest KV cache on a CPU, unless the user sets a
 GRAPH_BYTES = 8 << 20  # memory of one captured graph, besides the pool that all graphs share
 SNAPSHOT_SHARE = 0.25  # of the memory for blocks and states, or on the host: the most that snapshots of states take
 ENCODING_BYTES = 1 << 30  # activations of an encoder for one item: an image of some ten thousand patches
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as it sees that
 CHOICE_BYTES = 24  # memory per logit while tokens are chosen: the logit and its masked copies in fp32
 
 
@@ -59,8 +63,9 @@ def count_blocks(
     budget = scheduler.max_num_batched_tokens
     wanted = config.model_config.max_model_len
     limit = wanted or model.max_position or 4096
-    if wanted and model.max_position and wanted > model.max_position:
-        raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {model.max_position}")
+    most = longest_sequence(model.config, asked=True)
+    if wanted and most and wanted > most:
+        raise InvalidArgumentError(f"max_model_len is {wanted}; the model's own limit is {most}")
     available = cache.num_gpu_blocks_override
     if available is None:
         available = 1 + scheduler.max_num_seqs * layout.blocks_for(limit, budget)
@@ -122,15 +127,20 @@ def count_snapshots(config: EngineConfig, layout: KVLayout, num_blocks: int, gro
 
 
 def free_host_bytes() -> int:
-    """Host memory that is available without swapping. If the system does not report it: half of the total."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    """Host memory that is available without swapping, and that a container may use. If the system does not report it:
+    half of the total."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    with suppress(OSError, KeyError, ValueError):
+        free = int(_fields(Path("/proc/meminfo"))["MemAvailable:"]) * 1024
+    with suppress(OSError, KeyError, ValueError):  # ValueError: the limit is "max"
+        limit, used = (int((CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = _fields(CONTROL_GROUP / "memory.stat")
+        free = min(free, limit - used + int(stat["active_file"]) + int(stat["inactive_file"]))
+    return max(0, free)
+
+
+def _fields(file: Path) -> dict[str, str]:
+    return {name: value for name, value, *_ in map(str.split, file.read_text().splitlines())}
 
 
 def offloading_bytes(cache: CacheConfig) -> int:

@@ -54,6 +54,11 @@ def verify(model: PagedModel, backend: Backend) -> str:
     sequences = random_sequences(model)
     dtype = model.dtype
     error, logits = _difference(model, sequences, backend, dtype)
+    if not bool(logits.isfinite().all()):  # in fp32 they might be, but the model is served in this dtype
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} gives logits in {dtype} that are not finite: its weights are damaged, or "
+            "another dtype is needed"
+        )
     model.verified, model.rounding = (backend, logits), error
     if dtype != torch.float32 and not error <= LOGITS_TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32

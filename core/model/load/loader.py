@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
@@ -26,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
-from ....ipc.config import LoadConfig, ModelConfig, merged
+from ....ipc.config import LoadConfig, ModelConfig, with_overrides
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....ipc.mistral_params import read_params
 from ....kernels.contract import AttentionSpec, Backend
@@ -56,7 +58,7 @@ from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
 from .quantized import CutWeights, PackedWeights, read_quantized, settle_quantization
-from .quantized_forms import Form
+from .quantized_forms import SUPPORTED, Form
 from .refuse import refuse_config, refuse_stateful, trial_run
 from .sharded_state import read_parts
 from .sliced_reading import CutsOf, reading
@@ -65,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 Prepare = Callable[[Sequence[AttentionSpec], torch.dtype], None]
 ENCODER_DECODER: tuple[Any, ...] = (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
+_QUANTIZED = re.compile(r"weight_(scale|packed)|_proj_scale|qweight$|SCB$")  # tensors beside quantized weights
+_UNPICKLING: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]  # of files that are none
 PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
 
 
@@ -248,9 +252,11 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
     folder = Path(name).expanduser()
     params = read_params(name, model_config.config_format, model_config.revision, load_config.download_dir)
     if params is not None:
-        return _config_of_params(name, merged(params, model_config.hf_overrides))
+        return _config_of_params(name, with_overrides(params, model_config.hf_overrides))
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"the folder {name!r} holds no config.json")
+    if folder.is_file():
+        raise ModelNotFoundError(f"{name!r} is a file; give the folder with config.json and files of safetensors")
     if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise ModelNotFoundError(f"there is no folder {name!r}")
     where: dict[str, Any] = {"revision": model_config.revision, "cache_dir": load_config.download_dir}
@@ -264,7 +270,7 @@ def read_config(model_config: ModelConfig, load_config: LoadConfig) -> PreTraine
             str(folder), trust_remote_code=model_config.trust_remote_code, **where
         )
         if model_config.hf_overrides:
-            config = type(config).from_dict(merged(raw, model_config.hf_overrides))
+            config = type(config).from_dict(with_overrides(raw, model_config.hf_overrides))
     except OSError as error:
         missing = f"{name!r} is neither a folder here nor a model that the Hugging Face hub gave"
         what = f"config.json of {name!r} can't be read" if folder.is_dir() else missing
@@ -367,6 +373,7 @@ def build_model(
                 # straight to the device where accelerate is installed, which transformers needs for that
                 device_map={"": device} if device.type != "cpu" and is_accelerate_available() else None,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `_complete` names them
             )
         return cast("PreTrainedModel", _complete(path, *loaded).to(device))
     dtype = config.dtype or torch.float32 if model_config.dtype == "auto" else getattr(torch, model_config.dtype)
@@ -423,6 +430,7 @@ def model_of_tensors(
         dtype=model_config.dtype,
         attn_implementation="eager",
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # `_complete` names them
     )
     return _complete(path, *loaded)
 
@@ -443,8 +451,8 @@ def _reading_weights(model_config: ModelConfig, load_config: LoadConfig, own_cod
     try:
         with _quiet(load_config.use_tqdm_on_load), _WithoutSympy():
             yield name
-    except SafetensorError as error:
-        raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_first_line(error)}") from error
+    except (SafetensorError, EOFError, _UNPICKLING) as error:
+        raise UnsupportedModelError(f"a weights file of {name!r} is damaged: {_damage(name, error)}") from error
     except AttributeError as error:
         if not own_code:
             raise
@@ -457,8 +465,32 @@ def _reading_weights(model_config: ModelConfig, load_config: LoadConfig, own_cod
         raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
 
 
+def _damage(name: str, error: Exception) -> str:
+    """What is wrong with the first file of a folder that is no weights file."""
+    for path in sorted(path for files in ("*.safetensors", "pytorch_model*.bin") for path in Path(name).glob(files)):
+        with path.open("rb") as file:
+            if file.read(12) == b"version http":
+                return f"{path.name} is a pointer of Git LFS; `git lfs pull` gets the file itself"
+        try:
+            load_state_dict(str(path), "meta")
+        except Exception as reason:
+            return f"{path.name}: {_first_line(reason)}"
+    return _first_line(error)
+
+
 def _complete(name: str, model: Any, info: dict[str, Any]) -> Any:
-    """A model for which `info` says how loading it went, unless it lacks a parameter."""
+    """A model for which `info` says how loading it went, unless its weights are not those of its config."""
+    if packed := [key for key in sorted(info["unexpected_keys"]) if _QUANTIZED.search(key)]:
+        raise UnsupportedModelError(
+            f"the checkpoint {name!r} holds {packed[0]!r}, so it is quantized, and its config.json has no "
+            f"quantization_config that says how; of quantized checkpoints {SUPPORTED} are read"
+        )
+    if info["mismatched_keys"]:
+        key, found, wanted = min(info["mismatched_keys"])
+        raise UnsupportedModelError(
+            f"the weights of {name!r} could not be loaded: {key!r} has shape {list(found)}, and by its config it has "
+            f"{list(wanted)}"
+        )
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))  # of no use without a head
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

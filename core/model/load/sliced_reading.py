@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
+from transformers.modeling_utils import load_state_dict
 
 from ...parallel.cuts import Cut
 from ...parallel.stage_model import StagePart
@@ -52,11 +53,13 @@ def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[N
         cuts.update(cuts_of(model) if cuts_of is not None else {})
         names = _Names(model, wanted.weight_mapping or [], known)
         tensors: dict[str, Any] = {}
+        if state_dict is None and files and not all(file.endswith(".safetensors") for file in files):
+            state_dict = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}  # mapped
         if state_dict is not None and part is not None:
             places = {name: names.in_model(name)[0] for name in state_dict}
             kept = {name: place for name, place in places.items() if place not in part.others}
             state_dict = {part.moved.get(place, name): state_dict[name] for name, place in kept.items()}
-        if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
+        if state_dict is not None or not files:
             return load(model, state_dict, files, wanted, *more)
         with ExitStack() as stack:
             for path in files:
@@ -80,7 +83,9 @@ def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[N
             module = model.get_submodule(path)
             if value.shape[cut.dim] == cut.whole:
                 value = cut.of(value)
-            setattr(module, attribute, nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
+            if value.shape[cut.dim] == cut.size:  # else transformers says that it does not fit
+                held = getattr(module, attribute).detach().narrow(cut.dim, 0, cut.size)
+                setattr(module, attribute, nn.Parameter(held, requires_grad=False))
         set_parameter(model, name, value, *more)
 
     with ExitStack() as stack:
@@ -131,6 +136,8 @@ class _Names:
                     return None
                 return _Part(tensor, (slice(None),) * len(shape))
             mine = _of_stacked(cut, joined.index(pattern), len(joined), shape)
+        elif shape[cut.dim : cut.dim + 1] != [cut.whole]:  # not what the config says
+            return tensor
         rows = None if mine is None else mine.slices(len(shape))
         return tensor if rows is None else _Part(tensor, rows)
 

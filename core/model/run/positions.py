@@ -22,10 +22,16 @@ def takes_positions(module: nn.Module | type[nn.Module]) -> bool:
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
-def longest_sequence(config: PreTrainedConfig) -> int | None:
-    """The number of tokens that a model has positions for; None: its config has no limit."""
+def longest_sequence(config: PreTrainedConfig, asked: bool = False) -> int | None:
+    """The number of tokens that a model has positions for; None: its config has no limit. asked: the number that a user
+    may ask for, which is larger where the rotary frequencies are then others for all sequences (`dynamic`)."""
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-    return next((limit for name in names if isinstance(limit := getattr(config, name, None), int)), None)
+    limit = next((limit for name in names if isinstance(limit := getattr(config, name, None), int)), None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") not in (("yarn", "dynamic") if asked else ("yarn",)):
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit  # some configs name only this length
+    return max(limit, int(original * rope["factor"]))
 
 
 def receivers(model: nn.Module) -> list[nn.Module] | None:
