@@ -80,7 +80,8 @@ class Chaos:
         self.model = make_model(args.family, folder / "model") if args.family else {}
         self.rng = random.Random(args.seed)
         usual = make_specs(min(500, 60 + 10 * args.kills), self.rng, tokens=(40, 300))
-        longs = long_specs(24, self.rng)
+        bursts = math.ceil(PREFILL_SHARE * args.kills)
+        longs = long_specs(min(24, 4 * bursts), self.rng)  # one for each frontend at each burst
         self.specs = [*usual, *longs]
         self.longs = range(len(usual), len(self.specs))
         self.reference = Reference(self.specs, tensor_parallel_size=self.ranks, **self.model)

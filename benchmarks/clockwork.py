@@ -19,6 +19,7 @@ from make_models import save
 from report import MODELS, ROOT
 
 THREADS = (1, 2)
+NUM_REQUESTS = 32
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1, "enable_prefix_caching": False},
     "in a batch": {"enable_prefix_caching": False},
@@ -37,7 +38,7 @@ def serve(model: str, settings: dict[str, Any]) -> dict[str, list[list[int]]]:
     outputs = {}
     for way, own in WAYS.items():
         engine = make_engine(str(MODELS / model), **settings, **own)
-        asked = requests(engine)
+        asked = requests(engine, NUM_REQUESTS)
         if way == "after a cache hit":
             run(engine, asked)
         outputs[way] = run(engine, asked)

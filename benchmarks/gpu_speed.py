@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig
 
 from gpu_models import BLOCK_SIZE, Bar, Request, Say, Setup, complete, release, send, with_client
 from mainspring.core.loop import EngineCore
@@ -592,12 +592,14 @@ def check_peer(setup: Setup, say: Say) -> None:
     model.generation_config.eos_token_id = -1  # no token has this id
     model.generation_config.pad_token_id = 0
     model.generation_config.do_sample = False
+    # by default it fills the memory: on a CPU all that the machine has
+    batching = setup.pick(None, ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64))
     why = ""
     for attention in (None, "paged|sdpa"):  # its default is any installed kernel package, or a download
         try:
             if attention:
                 model.set_attn_implementation(attention)
-            theirs = _peer_seconds(model, prompts, tokens)
+            theirs = _peer_seconds(model, prompts, tokens, batching)
         except Exception as error:  # any error of that version on this machine
             why = why or f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
             continue
@@ -611,9 +613,12 @@ def check_peer(setup: Setup, say: Say) -> None:
     )
 
 
-def _peer_seconds(model: Any, prompts: list[list[int]], tokens: int) -> float:
+def _peer_seconds(
+    model: Any, prompts: list[list[int]], tokens: int, batching: ContinuousBatchingConfig | None
+) -> float:
     """Seconds from the submission of the first request to the end of the last, as recorded by transformers."""
-    outputs = list(model.generate_batch(prompts, max_new_tokens=tokens, progress_bar=False).values())
+    found = model.generate_batch(prompts, None, batching, max_new_tokens=tokens, progress_bar=False)
+    outputs = list(found.values())
     if [len(output.generated_tokens) for output in outputs] != [tokens] * len(prompts):
         raise RuntimeError("generate_batch gave outputs of wrong lengths")
     return float(max(output.lifespan[1] for output in outputs) - min(output.created_time for output in outputs))

@@ -110,7 +110,6 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
     from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
     from .loop import EngineCore
-    from .model.load.kept_decisions import KeptDecisions
     from .worker.make_worker import start_worker
     from .worker.ranks import Death, Host
 
@@ -131,7 +130,7 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     host = Host(launch.runtime_dir or None, launch.journal_fd, launch.crash_fd, rank_died)
     core = EngineCore(
         launch.config,
-        functools.partial(start_worker, decisions=decisions, kept=KeptDecisions(), host=host),
+        functools.partial(start_worker, decisions=decisions, host=host),
         journal=journal,
         suspects=launch.suspects,
         quarantined=launch.quarantined,

@@ -220,7 +220,9 @@ class StandInModel:
     def _blocks(self, group: int, slot: int, columns: np.ndarray) -> np.ndarray:
         """Blocks of a sequence's home, where each is another one."""
         blocks = self._tables[group, slot, columns]
-        return np.where(blocks == NULL_BLOCK, NULL_BLOCK, blocks + self._homes[slot] * self._blocks_of_home)
+        if not (home := self._homes[slot]):
+            return blocks
+        return np.where(blocks == NULL_BLOCK, NULL_BLOCK, blocks + home * self._blocks_of_home)
 
     def _first_seen(self, window: int | None, position: int) -> int:
         return 0 if window is None else max(0, position - window + 1)
@@ -273,11 +275,10 @@ class StandInModel:
             for group, window in enumerate(self._windows):
                 if isinstance(window, LayerGroup):
                     continue  # states are copied in the order of steps, so several steps may name the same one
-                columns = np.arange(
-                    self._first_seen(window, start) // self._size, (start + len(tokens) - 1) // self._size + 1
-                )
-                named |= set(self._blocks(group, slot, columns).tolist())
-                written |= set(self._blocks(group, slot, columns[columns >= start // self._size]).tolist())
+                first, end = self._first_seen(window, start) // self._size, (start + len(tokens) - 1) // self._size + 1
+                listed = self._blocks(group, slot, np.arange(first, end)).tolist()
+                named.update(listed)
+                written.update(listed[start // self._size - first :])
             request = self._sequences[slot]
             for _, others in self._in_flight:
                 for other_slot, (other, blocks) in others.items():
@@ -646,8 +647,8 @@ class Engine:
         """Check invariant 1 over the blocks of running requests and the blocks that are freed when a step retires."""
         for home, cache in enumerate(self.caches):
             there = [r for r in self.scheduler.state.running.requests.values() if r.home == home]
-            listed = Counter(b for r in there for table in r.tables for b in table)
-            listed.update(block for _, blocks in cache._deferred for block in blocks)
+            listed = Counter(chain.from_iterable(table for r in there for table in r.tables))
+            listed.update(chain.from_iterable(blocks for _, blocks in cache._deferred))
             del listed[NULL_BLOCK]
             check_pool(cache.pool, listed)
             if cache.host is not None:
@@ -667,7 +668,7 @@ class Engine:
         assert self.told_suspects == self.suspects
         held: Counter[int] = Counter()
         for request in self.scheduler.state.running.requests.values():
-            held[request.frontend] += sum(b != NULL_BLOCK for table in request.tables for b in table)
+            held[request.frontend] += sum(len(table) - table.count(NULL_BLOCK) for table in request.tables)
         assert +self.kv.blocks_used == held, "the blocks of a frontend are miscounted"
         if (media := self.media) is not None:
             items = list(media.items)

@@ -10,11 +10,10 @@ from mainspring.core.memory.host_cache import HostCache
 
 def check_pool(pool: BlockPool, references: Mapping[int, int]) -> None:
     """Check the pool, given how often live requests list each block."""
-    free = list(pool._free)
-    assert all(pool._refs[b] == 0 for b in free), "a free block has references"
-    for block in range(1, pool.num_blocks):
-        assert pool._refs[block] == references.get(block, 0), f"block {block}: references"
-    assert len(free) + sum(r > 0 for r in pool._refs) == pool.num_blocks - 1, "a block is neither free nor in use"
+    assert not any(pool._refs[b] for b in pool._free), "a free block has references"
+    held = {block: count for block, count in enumerate(pool._refs) if count}
+    assert held == {block: count for block, count in references.items() if count}, "references of blocks"
+    assert len(pool._free) + len(held) == pool.num_blocks - 1, "a block is neither free nor in use"
     assert all(pool._key[b] == k for k, b in pool._cached.items()), "the hash map names a block that forgot it"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ def _save(model: Path, folder: Path, seed: int, strength: float, config: Any) ->
     return folder
 
 
+@lru_cache(2)
+def _loaded(model: Path, adapter: Path | None, changed: tuple[int, ...]) -> Any:
+    """changed: when each of their files was written."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return loaded if adapter is None else PeftModel.from_pretrained(loaded, adapter).eval()
+
+
 def generate(model: Path, adapter: Path | None, prompt: Sequence[int], length: int) -> list[int]:
     """Greedy, in fp32, by transformers' `generate`."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    if adapter is not None:
-        loaded = PeftModel.from_pretrained(loaded, adapter).eval()
+    files = [file for folder in (model, adapter) if folder is not None for file in sorted(folder.iterdir())]
+    loaded = _loaded(model, adapter, tuple(file.stat().st_mtime_ns for file in files))
     ids = torch.tensor([list(prompt)])
     output = loaded.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False,

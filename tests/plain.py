@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mainspring import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from mainspring.ipc.messages import Stats
 
 Job = tuple[Any, SamplingParams]  # a prompt and its sampling parameters
 GUARD_S = 240.0  # longest wait for streams that go on after a death
@@ -43,6 +44,25 @@ def collect(engine: LLMEngine, steps: int = 5000) -> dict[str, list[RequestOutpu
         for output in engine.step():
             found.setdefault(output.request_id, []).append(output)
     return found
+
+
+def serve(
+    path: Path, requests: Sequence[tuple[list[int], int]], how: Mapping[str, Any] | None = None, **settings: Any
+) -> tuple[list[list[int]], Stats]:
+    """The greedy tokens of all requests (prompt, number of tokens) at once, and the statistics of the core.
+
+    Args:
+        how: further sampling parameters.
+    """
+    more = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **(how or {})}
+    jobs: dict[str, Job] = {
+        str(number): ({"prompt_token_ids": prompt}, SamplingParams(max_tokens=length, **more))
+        for number, (prompt, length) in enumerate(requests)
+    }
+    with make_engine(path, **settings) as engine:
+        outputs = run(engine, jobs)
+        stats = engine.engine_core.core.stats()  # type: ignore[attr-defined]
+    return [list(outputs[name].outputs[0].token_ids) for name in jobs], stats
 
 
 class Plain:

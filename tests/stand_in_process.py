@@ -69,6 +69,7 @@ class ScriptedCore(StandInCore):
         over: Mapping[int, int],
     ) -> None:
         super().__init__()
+        assert "torch" not in sys.modules, "this process takes seconds to start"
         self.worker = make_worker(config)
         script = config.model_config.model
         order = Path(script).read_text() if script else ""  # action while the core loads
@@ -202,14 +203,23 @@ def replace_cores(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("mainspring.ipc.supervisor.SETTLED_SECONDS", 0.0)  # no delays between restarts
 
 
-def start_worker(config: EngineConfig, decisions: Any = None, kept: Any = None, host: Any = None) -> _Worker:
+def start_worker(config: EngineConfig, decisions: Any = None, host: Any = None) -> _Worker:
     return _Worker(secrets.token_hex(4) if decisions is None else decisions)
 
 
+# In place of modules that import torch and transformers, which take seconds: what the core's main file wants of them.
+REPLACED: dict[str, dict[str, Any]] = {
+    "core.loop": {"EngineCore": ScriptedCore},
+    "core.worker.make_worker": {"start_worker": start_worker},
+    "core.worker.ranks": {"Death": None, "Host": lambda *_: None},
+    "kernels.host_memory": {"trim": lambda: None},
+}
+
+
 if __name__ == "__main__":
-    loop, worker = types.ModuleType("loop"), types.ModuleType("make_worker")
-    loop.EngineCore, worker.start_worker = ScriptedCore, start_worker  # type: ignore[attr-defined]
-    sys.modules["mainspring.core.loop"], sys.modules["mainspring.core.worker.make_worker"] = loop, worker
+    for name, members in REPLACED.items():
+        module = sys.modules[f"mainspring.{name}"] = types.ModuleType(name)
+        vars(module).update(members)
     from mainspring.core.__main__ import main
 
     sys.exit(main())

@@ -18,7 +18,7 @@ from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.ipc.messages import Stats
 from tiers import fast_only
 
-NUM_REQUESTS = 32
+NUM_REQUESTS = 16  # two of each kind
 MAX_TOKENS = 24
 
 
@@ -54,12 +54,12 @@ def make_engine(model: str | None, **settings: object) -> LLMEngine:
     return LLMEngine.from_engine_args(args, enable_multiprocessing=False)
 
 
-def requests(engine: LLMEngine) -> list[tuple[list[int], SamplingParams]]:
+def requests(engine: LLMEngine, count: int = NUM_REQUESTS) -> list[tuple[list[int], SamplingParams]]:
     r = random.Random(3)
     vocab = engine.engine_core.model.vocab_size
     prefix = [r.randrange(vocab) for _ in range(48)]
     out = []
-    for i in range(NUM_REQUESTS):
+    for i in range(count):
         prompt = (prefix if i % 2 else []) + [r.randrange(vocab) for _ in range(r.randint(1, 90))]
         how = (
             {"temperature": 0.0} if i % 4 < 2 else {"temperature": 0.9, "seed": i, "top_p": 0.95 if i % 8 < 4 else 1.0}

@@ -142,6 +142,9 @@ def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
         assert text(engine)
 
 
+OWN_PROCESS = ("nowhere.Class", "plain")  # the latter is a module that this process can import
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
@@ -155,7 +158,7 @@ def test_functions_and_objects_stay_in_the_process(extension: str) -> None:
 )
 def test_an_extension_that_can_not_be_lent_is_refused_at_start(extension: str, name: str, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"worker_extension_cls.*{reason}"):
-        LLMEngine.from_engine_args(EngineArgs(worker_extension_cls=name))
+        LLMEngine.from_engine_args(EngineArgs(worker_extension_cls=name), enable_multiprocessing=name in OWN_PROCESS)
 
 
 @pytest.mark.slow

@@ -483,7 +483,7 @@ def test_with_all_cores_gone_for_good_the_error_says_why(start: Callable[..., Gr
 def test_cores_join_and_leave_under_load_and_no_stream_is_lost(start: Callable[..., Group]) -> None:
     one = start(1)
     assert isinstance(one.client._connection, Connection), "a single core has nothing in between"
-    one.add(*range(8), max_tokens=20000)
+    one.add(*range(8), max_tokens=8000)
     one.began()
     one.client.call("scale", 3)
 
@@ -493,7 +493,7 @@ def test_cores_join_and_leave_under_load_and_no_stream_is_lost(start: Callable[.
         return sorted(number for number, member in members.items() if member.ready_at is not None)
 
     one.read(lambda: serving() == [0, 1, 2])
-    one.add(*range(8, 32), max_tokens=20000)
+    one.add(*range(8, 32), max_tokens=8000)
     one.began()
     assert min(one.shares().values()) >= 4
     one.client.call("scale", 1)
@@ -501,9 +501,9 @@ def test_cores_join_and_leave_under_load_and_no_stream_is_lost(start: Callable[.
     assert one.owner.group.supervisors[0].launch.restarts == 0
     one.client.call("scale", 2)
     one.read(lambda: serving() == [0, 1])
-    one.add(*range(32, 40), max_tokens=20000)
+    one.add(*range(32, 40), max_tokens=8000)
     one.finish()
-    assert one.tokens == {handle: whole(handle, 20000) for handle in range(40)}
+    assert one.tokens == {handle: whole(handle, 8000) for handle in range(40)}
     assert {finished.reason for finished in one.ended.values()} == {"length"}
     assert not one.owner.group._siblings._suspects.suspects, "no core that leaves is taken for crashed"
 

@@ -302,7 +302,7 @@ def test_an_llm_takes_a_batch_and_searches_beams(model: Model) -> None:
 )
 def test_options_that_leave_out_the_encoder_are_refused(model: Model, options: dict[str, Any], words: str) -> None:
     with pytest.raises((NotSupportedError, UnsupportedModelError), match=words):
-        LLM(str(model.folder), **{**SIZES, **options})
+        engine_of(model, **options)
 
 
 def test_an_item_whose_keys_are_wrong_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
 import re
 import subprocess
 import sys
@@ -158,6 +160,16 @@ def is_ignored(path: Path) -> bool:
     )
 
 
+@functools.cache
+def files() -> list[Path]:
+    """All files of the project. Those that tools made are many more, and are not looked at."""
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not is_ignored(Path(folder, name))]
+        found += [path for name in names if not is_ignored(path := Path(folder, name))]
+    return found
+
+
 def is_slow(node: ast.stmt) -> bool:
     """Whether this statement of a test file puts a test, or all tests of the file, into the slow tier."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -190,9 +202,9 @@ def run_python(code: str) -> str:
 def test_every_folder_with_python_is_a_listed_package() -> None:
     found = {
         path.parent
-        for path in ROOT.rglob("*.py")
-        if not {"tests", "benchmarks", "examples", "docs", "training"} & set(path.relative_to(ROOT).parts[:-1])
-        and not is_ignored(path)
+        for path in files()
+        if path.suffix == ".py"
+        and not {"tests", "benchmarks", "examples", "docs", "training"} & set(path.relative_to(ROOT).parts[:-1])
     }
     assert found == set(PACKAGES.values())
     assert {room_of(package) for package in PACKAGES} == set(ROOMS)
@@ -433,12 +445,8 @@ def test_the_version_is_said_once() -> None:
 
 
 def test_no_file_names_the_place_of_this_clone() -> None:
-    texts = [
-        path
-        for pattern in ("*.py", "*.md", "*.toml", "*.yml", "*.yaml", "*.json", "Makefile", "run")
-        for path in ROOT.rglob(pattern)
-        if path.is_file() and not is_ignored(path)
-    ]
+    suffixes, names = {".py", ".md", ".toml", ".yml", ".yaml", ".json"}, {"Makefile", "run"}
+    texts = [path for path in files() if path.suffix in suffixes or path.name in names]
     assert texts
     assert not [str(path) for path in texts if str(ROOT) in path.read_text()]
 

@@ -36,6 +36,16 @@ def folder() -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture(scope="module")
+def calm() -> Iterator[Daemon]:
+    """A daemon of which nothing dies."""
+    with short_folder() as place:
+        started = Daemon(place)
+        started.ready_line()
+        yield started
+        started.end()
+
+
 async def stream(client: openai.AsyncOpenAI, number: int, got: list[int] | None = None, **more: Any) -> list[Any]:
     """The texts and token ids of a stream; `got` counts its chunks."""
     messages: Any = [{"role": "user", "content": f"Tell me a long story about a {('cat', 'fox', 'owl')[number % 3]}."}]
@@ -188,12 +198,8 @@ def test_an_own_core_and_workers_end_in_order_and_streams_are_completed(folder: 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("own", [True, False])
-def test_nobody_can_connect_while_streams_end(folder: Path, workers: int, own: bool) -> None:
-    daemon, place = None, list[str]()
-    if not own:
-        daemon = Daemon(folder)
-        daemon.ready_line()
-        place = ["--connect", daemon.address]
+def test_nobody_can_connect_while_streams_end(folder: Path, calm: Daemon, workers: int, own: bool) -> None:
+    place = [] if own else ["--connect", calm.address]
     server = HttpServer(folder, "--workers", str(workers), *place).wait_ready()
 
     def refused() -> bool:
@@ -223,8 +229,6 @@ def test_nobody_can_connect_while_streams_end(folder: Path, workers: int, own: b
         assert "Traceback" not in server.log, server.log
     finally:
         server.end()
-        if daemon is not None:
-            daemon.end()
 
 
 def test_streams_that_do_not_end_in_time_are_told(folder: Path) -> None:
@@ -244,8 +248,8 @@ def test_streams_that_do_not_end_in_time_are_told(folder: Path) -> None:
     assert server.process.wait(PATIENCE_S) == 0, server.log
 
 
-def test_workers_end_with_the_process_that_started_them(folder: Path) -> None:
-    server = HttpServer(folder, "--workers", "2").wait_ready()
+def test_workers_end_with_the_process_that_started_them(folder: Path, calm: Daemon) -> None:
+    server = HttpServer(folder, "--workers", "2", "--connect", calm.address).wait_ready()
     workers = workers_of(server)
     assert len(workers) == 2
     server.end()
@@ -259,8 +263,8 @@ def test_a_server_on_a_daemon_that_is_not_there_says_so(folder: Path) -> None:
     assert "no daemon answers" in server.log
 
 
-def test_a_port_that_is_taken_and_an_address_for_others(folder: Path) -> None:
-    first = HttpServer(folder, "--port", "0").wait_ready()
+def test_a_port_that_is_taken_and_an_address_for_others(folder: Path, calm: Daemon) -> None:
+    first = HttpServer(folder, "--port", "0", "--connect", calm.address).wait_ready()
     try:
         second = HttpServer(folder, "--port", str(first.port))
         assert second.process.wait(PATIENCE_S) == 4
@@ -272,12 +276,13 @@ def test_a_port_that_is_taken_and_an_address_for_others(folder: Path) -> None:
         first.end()
 
 
-def test_tls(folder: Path, tmp_path: Path) -> None:
+def test_tls(folder: Path, calm: Daemon, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     options = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1".split()
     command = ["openssl", "req", *options, "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
-    server = HttpServer(folder, "--tls-cert", str(cert), "--tls-key", str(key)).wait_ready()
+    files = ("--tls-cert", str(cert), "--tls-key", str(key))
+    server = HttpServer(folder, *files, "--connect", calm.address).wait_ready()
     try:
         context = ssl.create_default_context(cafile=str(cert))
         assert server.url.startswith("https://")
@@ -305,14 +310,11 @@ def test_readiness_is_told_once_and_logs_are_lines_of_json(folder: Path) -> None
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_systemd_is_told_when_requests_are_taken(folder: Path, own: bool) -> None:
-    daemon = None if own else Daemon(folder)
-    if daemon is not None:
-        daemon.ready_line()
+def test_systemd_is_told_when_requests_are_taken(folder: Path, calm: Daemon, own: bool) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(folder / "notify"))
         systemd.settimeout(PATIENCE_S)
-        options = () if daemon is None else ("--connect", daemon.address)
+        options = () if own else ("--connect", calm.address)
         server = HttpServer(folder, *options, NOTIFY_SOCKET=str(folder / "notify"))
         try:
             while not systemd.recv(4096).startswith(b"READY=1"):
@@ -321,8 +323,6 @@ def test_systemd_is_told_when_requests_are_taken(folder: Path, own: bool) -> Non
             assert httpx.get(f"{server.url}/health").status_code == 200
         finally:
             server.end()
-            if daemon is not None:
-                daemon.end()
 
 
 def test_a_core_that_ends_while_workers_start_ends_the_server(folder: Path) -> None:

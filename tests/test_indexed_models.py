@@ -16,15 +16,17 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import peft_folders
+import pooled
 import references
 import tiny
-from mainspring import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from mainspring import EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from mainspring.core.model.load.loader import page
 from mainspring.core.model.run import indexed
 from mainspring.core.model.run.paged_model import PagedModel
-from mainspring.ipc.errors import InvalidRequestError, UnsupportedModelError
+from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import ROW_MULTIPLE, Backend, PagedBatch
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
+from plain import collect, make_engine
 from test_exact import SETTINGS, requests
 from test_latents import model_of
 from tiers import fast_only
@@ -211,13 +213,15 @@ def test_adapters_change_all_but_the_indexer(tmp_path: Path) -> None:
     adapter = peft_folders.make_lora(path, tmp_path / "lora", 1, r=4, target_modules=modules)
     refused = peft_folders.make_lora(path, tmp_path / "refused", 1, r=4, target_modules=["wq_b"])
     reqs = REQUESTS[:8]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in reqs]
-    with LLM(str(path), **SETTINGS, enable_lora=True) as llm:
-        lora = LoRARequest("a", 1, str(adapter))
-        outputs = llm.generate([prompt for prompt, _ in reqs], params, use_tqdm=False, lora_request=lora)
-        with pytest.raises(InvalidRequestError, match="no linear layer of this model that an adapter can change"):
-            llm.generate(reqs[0][0], params[0], use_tqdm=False, lora_request=LoRARequest("b", 2, str(refused)))
-    got = [list(output.outputs[0].token_ids) for output in outputs]
+    lora, other = LoRARequest("a", 1, str(adapter)), LoRARequest("b", 2, str(refused))
+    with make_engine(path, **SETTINGS, enable_lora=True) as engine:
+        for i, (prompt, n) in enumerate(reqs):
+            params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, lora_request=lora)
+        got = run(engine, len(reqs))
+        engine.add_request("b", {"prompt_token_ids": reqs[0][0]}, params, lora_request=other)
+        (output,) = collect(engine)["b"]
+    assert "no linear layer of this model that an adapter can change" in str(output.outputs[0].error)
     assert got == [peft_folders.generate(path, adapter, prompt, n) for prompt, n in reqs]
 
 
@@ -250,9 +254,9 @@ def test_embeddings_are_those_of_transformers(architecture: str, tmp_path: Path)
     path = tiny.make(architecture, tmp_path)
     prompts = [prompt for prompt, _ in REQUESTS[:8]]
     model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
-    with LLM(str(path), runner="pooling", **SETTINGS) as llm:
-        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
+    with make_engine(path, runner="pooling", **SETTINGS) as engine:
+        vectors = pooled.vectors(engine, [{"prompt_token_ids": prompt} for prompt in prompts])
+    for prompt, vector in zip(prompts, vectors, strict=True):
         with torch.inference_mode():
             last = model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
-        np.testing.assert_allclose(output.outputs.embedding, last / np.linalg.norm(last), atol=1e-4)
+        np.testing.assert_allclose(vector, last / np.linalg.norm(last), atol=1e-4)

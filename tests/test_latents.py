@@ -13,21 +13,24 @@ from transformers import AutoModelForCausalLM
 import peft_folders
 import references
 import tiny
-from mainspring import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
+from mainspring import EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from mainspring.core.model.learn import verify
 from mainspring.core.model.load.loader import page
 from mainspring.core.model.run.latents import LatentAttention
 from mainspring.kernels.contract import AttentionSpec
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
+from plain import collect, make_engine
 from test_exact import SETTINGS, requests
 
 REQUESTS = requests(tiny.VOCAB_SIZE)[:8]
 
 
-def greedy(llm: LLM, **how: Any) -> list[list[int]]:
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in REQUESTS]
-    outputs = llm.generate([prompt for prompt, _ in REQUESTS], params, use_tqdm=False, **how)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def greedy(engine: LLMEngine, **how: Any) -> list[list[int]]:
+    for number, (prompt, length) in enumerate(REQUESTS):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params, **how)
+    found = collect(engine)
+    return [list(found[str(number)][-1].outputs[0].token_ids) for number in range(len(REQUESTS))]
 
 
 def model_of(path: Path) -> Any:
@@ -91,13 +94,13 @@ def test_a_backend_without_them_caches_keys_and_values(tmp_path: Path, monkeypat
 def test_new_weights_count(tmp_path: Path) -> None:
     path = tiny.make("deepseek_v3", tmp_path / "a")
     other = tiny.make("deepseek_v3", tmp_path / "b", seed=1)
-    with LLM(str(path), **SETTINGS) as llm:
-        assert greedy(llm) == references.greedy(path, REQUESTS)
-        llm.llm_engine.sleep(2)
-        llm.llm_engine.wake_up()
-        assert greedy(llm) == references.greedy(path, REQUESTS)
-        llm.llm_engine.update_weights(model_of(other).state_dict().items())
-        assert greedy(llm) == references.greedy(other, REQUESTS)
+    with make_engine(path, **SETTINGS) as engine:
+        assert greedy(engine) == references.greedy(path, REQUESTS)
+        engine.sleep(2)
+        engine.wake_up()
+        assert greedy(engine) == references.greedy(path, REQUESTS)
+        engine.update_weights(model_of(other).state_dict().items())
+        assert greedy(engine) == references.greedy(other, REQUESTS)
 
 
 def test_a_model_in_half_precision_may_be_verified_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +128,9 @@ def test_parts_of_an_expansion_keep_their_memory_and_sleep(tmp_path: Path) -> No
 def test_an_adapter_of_the_expansion(tmp_path: Path) -> None:
     path = tiny.make("minicpm3", tmp_path / "model")
     adapter = peft_folders.make_lora(path, tmp_path / "lora", 1, r=4, target_modules=["kv_b_proj", "o_proj"])
-    with LLM(str(path), **SETTINGS, enable_lora=True) as llm:
-        assert greedy(llm) == references.greedy(path, REQUESTS)
-        adapted = greedy(llm, lora_request=LoRARequest("a", 1, str(adapter)))
+    with make_engine(path, **SETTINGS, enable_lora=True) as engine:
+        assert greedy(engine) == references.greedy(path, REQUESTS)
+        adapted = greedy(engine, lora_request=LoRARequest("a", 1, str(adapter)))
     assert adapted == [peft_folders.generate(path, adapter, prompt, n) for prompt, n in REQUESTS]
 
 
@@ -135,8 +138,8 @@ def test_an_adapter_of_the_expansion(tmp_path: Path) -> None:
 def test_guesses_and_a_narrow_cache(tmp_path: Path) -> None:
     path = tiny.make("minicpm3", tmp_path)
     guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    with LLM(str(path), **SETTINGS, speculative_config=guesses) as llm:
-        assert greedy(llm) == references.greedy(path, REQUESTS)
-    with LLM(str(path), **SETTINGS, kv_cache_dtype="fp8") as llm:
-        first = greedy(llm)
-        assert greedy(llm) == first
+    with make_engine(path, **SETTINGS, speculative_config=guesses) as engine:
+        assert greedy(engine) == references.greedy(path, REQUESTS)
+    with make_engine(path, **SETTINGS, kv_cache_dtype="fp8") as engine:
+        first = greedy(engine)
+        assert greedy(engine) == first

@@ -153,9 +153,14 @@ def command(more: str = "") -> list[str]:
 
 
 @pytest.fixture
-def owner(llava: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MediaOwner]]:
-    """Makes cores with workers that may die of pictures, and ends them."""
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that start in a fraction of the time, and may die of pictures."""
     monkeypatch.setattr(media_workers, "COMMAND", command())
+
+
+@pytest.fixture
+def owner(llava: Path, light: None) -> Iterator[Callable[..., MediaOwner]]:
+    """Makes cores with such workers, and ends them."""
     made: list[MediaOwner] = []
 
     def make(workers: int = 1, item_seconds: float = 60.0, **fields: Any) -> MediaOwner:
@@ -333,7 +338,7 @@ def test_a_new_worker_waits_for_a_core_that_takes_long_to_come_back(owner: Calla
     core.kill()
     while core.workers.pids in ([], [pid]):
         time.sleep(0.1)
-    time.sleep(15.0)  # the new worker has started, and was asked to send it again
+    time.sleep(9.0)  # the new worker has started, and was asked to send it again; others give up after 5 s
     core.restart()
     assert outputs_of(client, 1) == {1: expected(prepared)}
     client.close()
@@ -450,6 +455,7 @@ def test_a_disk_that_was_full_when_a_worker_was_wanted_only_delays_it(monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("light")
 def test_workers_listen_over_tcp_beside_their_core(llava: Path) -> None:
     workers = MediaWorkers(config_of(llava), Endpoints("tcp://127.0.0.1:1234"))
     workers.start()
@@ -460,6 +466,7 @@ def test_workers_listen_over_tcp_beside_their_core(llava: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("light")
 def test_over_tcp_workers_let_in_the_keys_of_their_daemon(llava: Path, tmp_path: Path) -> None:
     server, friend, stranger = (new_keypair(tmp_path / f"{name}.key") for name in ("server", "friend", "stranger"))
     append_allowed(tmp_path / "allowed", friend.public, AllowedKey("friend"))
@@ -483,6 +490,7 @@ def test_over_tcp_workers_let_in_the_keys_of_their_daemon(llava: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("light")
 def test_over_tcp_only_an_administrator_empties_the_cache_of_all(llava: Path, tmp_path: Path) -> None:
     server, tenant, operator = (new_keypair(tmp_path / f"{name}.key") for name in ("server", "tenant", "operator"))
     append_allowed(tmp_path / "allowed", tenant.public, AllowedKey("tenant"))

@@ -219,7 +219,8 @@ def test_every_level_agrees_with_the_best(level: str) -> None:
 def test_every_kernel_runs_under_sanitizers(sanitizer: str, level: str, tmp_path: Path) -> None:
     compiler, chosen = native_build.find_compiler(), native_build.choose_level(level)
     flags = [flag for flag in native_build.FLAGS if flag not in ("-O3", "-fopenmp")]
-    build = [*compiler.command, *flags, *chosen.flags, *SANITIZERS[sanitizer], "-DMAINSPRING_STD_THREADS", "-O1", "-g"]
+    build = [*compiler.command, *flags, *chosen.flags, *SANITIZERS[sanitizer], "-DMAINSPRING_STD_THREADS", "-O1"]
+    build += ["-g1"]  # lines in reports; the places of variables, which -g adds, take most of the time
     names = ["native_driver", "decoder", "products", "weights"]  # the driver includes native.cpp
     with ThreadPoolExecutor(2) as pool:
         commands = [

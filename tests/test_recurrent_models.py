@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModel
 
+import pooled
 import references
 import tiny
 from kills import kill_core
 from mainspring import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from mainspring.ipc.messages import Stats
+from plain import Job, collect, make_engine, run, serve
 from test_exact import SETTINGS, requests
 from tiers import fast_only
 
@@ -24,23 +26,11 @@ EACH = fast_only(("qwen3_next",), tiny.RECURRENT)
 BLOCKS = dict.fromkeys(("mamba2", "falcon_mamba"))  # no attention, so no blocks
 
 
-def serve(
-    path: Path, reqs: list[tuple[list[int], int]], fields: dict[str, Any] | None = None, **options: Any
-) -> tuple[list[list[int]], Stats]:
-    """Greedy tokens of all requests at once, and statistics of the core. `fields`: further sampling parameters."""
-    more = {"temperature": 0, "ignore_eos": True, "detokenize": False, **(fields or {})}
-    with LLM(str(path), **{**SETTINGS, **options}) as llm:
-        params = [SamplingParams(max_tokens=n, **more) for _, n in reqs]
-        outputs = llm.generate([p for p, _ in reqs], params, use_tqdm=False)
-        stats = msgspec.convert(llm.llm_engine.engine_core.call("stats"), Stats)
-    return [list(o.outputs[0].token_ids) for o in outputs], stats
-
-
 @pytest.mark.parametrize("architecture", EACH)
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
     path = tiny.make(architecture, tmp_path)
     reqs = requests(tiny.VOCAB_SIZE)
-    got, stats = serve(path, reqs, num_gpu_blocks_override=BLOCKS.get(architecture, 20))
+    got, stats = serve(path, reqs, num_gpu_blocks_override=BLOCKS.get(architecture, 20), **SETTINGS)
     assert got == references.greedy(path, reqs)
     assert len({token for tokens in got for token in tokens}) >= 20, "outputs too uniform to show an error"
     assert stats.prefix_hits > 0
@@ -57,8 +47,8 @@ def test_rejected_guesses_leave_no_trace_in_the_state(architecture: str, tmp_pat
     reqs = [(prompt, 40) for prompt, _ in requests(tiny.VOCAB_SIZE)[5:9]]
     few = {"allowed_token_ids": [7, 8]}  # so few that some guesses are right
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    expected, _ = serve(path, reqs, few)
-    got, stats = serve(path, reqs, few, speculative_config=speculative)
+    expected, _ = serve(path, reqs, few, **SETTINGS)
+    got, stats = serve(path, reqs, few, speculative_config=speculative, **SETTINGS)
     assert got == expected
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
@@ -110,20 +100,20 @@ def engine_of(path: Path, reqs: list[tuple[list[int], int]], enable_multiprocess
 def test_bits_depend_on_no_other_request(architecture: str, tmp_path: Path) -> None:
     dtype = torch.float32 if architecture == "minimax" else torch.bfloat16  # its decays are too coarse in bfloat16
     path = tiny.make(architecture, tmp_path, dtype=dtype)
-    prompts = [prompt for prompt, _ in requests(tiny.VOCAB_SIZE)[:12]]
-    params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=2)
-        for i in range(len(prompts))
-    ]
+    jobs: dict[str, Job] = {}
+    for i, (prompt, _) in enumerate(requests(tiny.VOCAB_SIZE)[:12]):
+        params = SamplingParams(temperature=1.0, seed=i, max_tokens=24, ignore_eos=True, detokenize=False, logprobs=2)
+        jobs[str(i)] = ({"prompt_token_ids": prompt}, params)
 
-    def run(llm: LLM, *which: int) -> list[Any]:
-        outputs = llm.generate([prompts[i] for i in which], [params[i] for i in which], use_tqdm=False)
-        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+    def bits(outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+        return {name: (one.outputs[0].token_ids, one.outputs[0].logprobs) for name, one in outputs.items()}
 
-    with LLM(str(path), **{**SETTINGS, "max_num_batched_tokens": 128}) as llm:
-        alone = [run(llm, i)[0] for i in range(len(prompts))]
-    with LLM(str(path), **SETTINGS, num_gpu_blocks_override=BLOCKS.get(architecture, 20)) as llm:
-        assert run(llm, *range(len(prompts))) == alone
+    alone: dict[str, Any] = {}
+    with make_engine(path, **{**SETTINGS, "max_num_batched_tokens": 128}) as engine:
+        for name, job in jobs.items():
+            alone |= bits(run(engine, {name: job}))
+    with make_engine(path, **SETTINGS, num_gpu_blocks_override=BLOCKS.get(architecture, 20)) as engine:
+        assert bits(run(engine, jobs)) == alone
 
 
 @pytest.mark.slow
@@ -135,13 +125,11 @@ def test_adapters_give_what_peft_gives(architecture: str, tmp_path: Path) -> Non
     folder = make_lora(path, tmp_path / "lora", 1, r=4, target_modules=["q_proj", "v_proj"])
     prompt = requests(tiny.VOCAB_SIZE)[6][0]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-    with LLM(str(path), **SETTINGS, enable_lora=True) as llm:
-        adapters = [LoRARequest("a", 1, str(folder)), None]
-        outputs = llm.generate([prompt] * 2, params, lora_request=adapters, use_tqdm=False)
-    assert [list(o.outputs[0].token_ids) for o in outputs] == [
-        generate(path, folder, prompt, 16),
-        generate(path, None, prompt, 16),
-    ]
+    with make_engine(path, **SETTINGS, enable_lora=True) as engine:
+        for name, lora in (("adapted", LoRARequest("a", 1, str(folder))), ("plain", None)):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=lora)
+        found = {name: list(outputs[-1].outputs[0].token_ids) for name, outputs in collect(engine).items()}
+    assert found == {"adapted": generate(path, folder, prompt, 16), "plain": generate(path, None, prompt, 16)}
 
 
 @pytest.mark.slow
@@ -149,12 +137,12 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     path = tiny.make("qwen3_5", tmp_path)
     prompts = [prompt for prompt, _ in requests(tiny.VOCAB_SIZE)[:8]]
     model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
-    with LLM(str(path), runner="pooling", **SETTINGS) as llm:
-        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
+    with make_engine(path, runner="pooling", **SETTINGS) as engine:
+        vectors = pooled.vectors(engine, [{"prompt_token_ids": prompt} for prompt in prompts])
+    for prompt, vector in zip(prompts, vectors, strict=True):
         with torch.inference_mode():
             last = model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
-        np.testing.assert_allclose(output.outputs.embedding, last / np.linalg.norm(last), atol=1e-4)
+        np.testing.assert_allclose(vector, last / np.linalg.norm(last), atol=1e-4)
 
 
 def test_a_conversation_computes_little_more_than_its_new_tokens(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from mainspring import EngineArgs
 from mainspring.core.model.learn import fuse
-from mainspring.core.model.load import loader
+from mainspring.core.model.load import kept_decisions, loader
 from mainspring.core.model.load.kept_decisions import KeptDecisions
 from mainspring.core.model.load.loader import _WithoutSympy, load_model
 from mainspring.core.model.run.paged_model import PagedModel
@@ -26,6 +26,7 @@ from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.contract import Backend
 from native_here import why_not
+from plain import make_engine
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,8 @@ from transformers.models import GemmaConfig
 from transformers.models.gemma.configuration_gemma import GemmaConfig as same
 assert GemmaConfig is same is models.GemmaConfig is transformers.GemmaConfig
 assert models.mixtral.MixtralConfig is transformers.MixtralConfig
-names = {}
-exec("from transformers.models import *", names)
-assert names["LlamaConfig"] is transformers.LlamaConfig
+assert "LlamaConfig" in models.__all__  # what "import *" gives; to import it all takes 20 s
+assert models.LlamaConfig is transformers.LlamaConfig
 assert not hasattr(models, "NoSuchConfig")
 """
     in_a_new_process(code)
@@ -238,6 +238,15 @@ def test_a_later_start_compares_the_logits_of_the_first(
     assert len(verified) == 1, "a later start verified the model again"
     worker(folder, tmp_path / "kept", max_model_len=16)
     assert len(verified) == 2, "what depends on the longest sequence was taken from another start"
+
+
+def test_a_core_in_the_users_process_keeps_them_too(
+    llama: Path, tmp_path: Path, verified: list[PagedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_decisions, "cache_folder", lambda: tmp_path / "native")
+    for _ in range(2):
+        make_engine(llama, skip_tokenizer_init=True).shutdown()
+    assert len(verified) == 1
 
 
 def test_other_logits_than_those_of_the_first_start_are_verified_anew(

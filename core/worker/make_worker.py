@@ -28,17 +28,16 @@ from .worker import Decisions, LocalWorker
 def start_worker(
     config: EngineConfig,
     decisions: Decisions | Mapping[str, Any] | None = None,
-    kept: KeptDecisions | None = None,
     host: Host | None = None,
 ) -> Worker:
-    """The worker for the checkpoint of `config`. If several ranks compute it, this process is the first, and starts the
-    others.
+    """The worker for the checkpoint of `config`, which keeps its decisions of fusing for later starts. If several ranks
+    compute it, this process is the first, and starts the others.
 
     Args:
-        decisions, kept: see `make_worker`.
+        decisions: see `make_worker`.
     """
     if config.parallel_config.num_ranks == 1:
-        return make_worker(config, decisions, kept)
+        return make_worker(config, decisions, KeptDecisions())
     device = device_of(config, 0, config.parallel_config.num_local_ranks)
     ranks = Ranks(config, decisions, host or Host())
     try:
