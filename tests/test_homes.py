@@ -102,7 +102,7 @@ def test_a_request_has_the_same_bits_alone_and_beside_others(tmp_path: Path) -> 
     with engine_of(path, **SETTINGS, enable_prefix_caching=False) as engine:
         ask(engine, logprobs=0)
         together = collect(engine)
-        for number, (prompt, length) in enumerate(requests(tiny.VOCAB_SIZE)):
+        for number, (prompt, length) in [*enumerate(requests(tiny.VOCAB_SIZE))][::4]:
             params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
             assert logprobs(collect(engine), str(number)) == logprobs(together, str(number))

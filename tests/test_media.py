@@ -219,8 +219,10 @@ async def streamed(engine: AsyncLLMEngine, name: str, prompt: Any, params: Sampl
 
 
 @pytest.mark.slow
-def test_streams_go_on_with_the_same_tokens_when_the_core_dies(model: Model) -> None:
-    count = 100
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_audio"])  # llava is in test_media_chaos.py
+def test_streams_go_on_with_the_same_tokens_when_the_core_dies(name: str, tmp_path: Path) -> None:
+    """With positions that have several axes, and with sounds."""
+    model, count = Model(name, tmp_path / name), 100
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     args = AsyncEngineArgs(str(model.folder), **SIZES)
 

@@ -208,16 +208,16 @@ def test_options_that_a_dual_encoder_can_not_have_are_refused(clip: Model) -> No
 
 
 @pytest.mark.slow
-def test_a_core_of_its_own_that_dies_costs_no_vector(model: Model) -> None:
+def test_a_core_of_its_own_that_dies_costs_no_vector(clip: Model) -> None:
     prompts = mixed() * 10
-    with LLM(str(model.folder), dtype="float32") as llm:
+    with LLM(str(clip.folder), dtype="float32") as llm:
         llm.embed(prompts[:2], use_tqdm=False)
         (core,) = (one for one in psutil.Process().children(recursive=True) if "mainspring.core" in one.cmdline())
         for prompt in prompts:
             llm.enqueue(prompt, PoolingParams())
         os.kill(core.pid, signal.SIGKILL)
         found = [one.outputs.data for one in llm.wait_for_completion(use_tqdm=False)]
-    for ours, own in zip(found, expected(model, prompts), strict=True):
+    for ours, own in zip(found, expected(clip, prompts), strict=True):
         np.testing.assert_allclose(ours, own, atol=ATOL)
 
 

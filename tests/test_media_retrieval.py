@@ -210,16 +210,16 @@ def test_adapters_and_ranks_are_refused(colpali: Model) -> None:
 
 
 @pytest.mark.slow
-def test_a_core_of_its_own_that_dies_costs_no_vector(model: Model) -> None:
-    prompts = mixed(model) * 5
-    with LLM(str(model.folder), dtype="float32") as llm:
+def test_a_core_of_its_own_that_dies_costs_no_vector(colpali: Model) -> None:
+    prompts = mixed(colpali) * 5
+    with LLM(str(colpali.folder), dtype="float32") as llm:
         llm.embed(prompts[:2], use_tqdm=False)
         (core,) = (one for one in psutil.Process().children(recursive=True) if "mainspring.core" in one.cmdline())
         for prompt in prompts:
             llm.enqueue(prompt, PoolingParams())
         os.kill(core.pid, signal.SIGKILL)
         found = [one.outputs.data for one in llm.wait_for_completion(use_tqdm=False)]
-    assert_close(found, expected(model) * 5)
+    assert_close(found, expected(colpali) * 5)
 
 
 def test_an_encoder_that_retrieves_is_refused(tmp_path: Path) -> None:

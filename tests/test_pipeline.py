@@ -22,13 +22,16 @@ from peft_folders import generate, make_lora
 from quantized_folders import make_awq
 from test_exact import SETTINGS
 from test_ranks import (
+    DEATHS,
     GREEDY,
     GUARD,
     LENGTH,
     PROMPT,
+    add_streams,
     exact,
     extension,  # noqa: F401
     kill,
+    last_tokens,
     of_one,  # noqa: F401
     outcomes,
     ranks_of,
@@ -84,14 +87,14 @@ def test_stages_give_the_tokens_of_generate_and_each_has_a_step_to_make(model: P
 def test_stages_with_layers_of_other_kinds(tmp_path: Path, name: str) -> None:
     """Windows, recurrent states, latents and dense layers in some of the stages only."""
     path = tiny.make(name, tmp_path)
-    with engine_of(path, own_process=True, num_gpu_blocks_override=60, **SETTINGS) as engine:
+    with engine_of(path, num_gpu_blocks_override=60, **SETTINGS) as engine:
         exact(engine, path)
 
 
 @pytest.mark.slow
 def test_each_stage_may_be_of_several_ranks(tmp_path: Path) -> None:
     path = tiny.make("gemma3", tmp_path)
-    with engine_of(path, own_process=True, tensor_parallel_size=2, num_gpu_blocks_override=60, **SETTINGS) as engine:
+    with engine_of(path, tensor_parallel_size=2, num_gpu_blocks_override=60, **SETTINGS) as engine:
         exact(engine, path)
 
 
@@ -210,33 +213,25 @@ def test_calls_reach_each_stage(
 # ---------------------------------------------------------------------- deaths
 
 
+# The last stage, number 1, is the core's own process, whose death by a signal is that of rank 0 in test_ranks.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception"])
+@pytest.mark.parametrize(("how", "stage"), [("SIGKILL", 0), ("SIGSTOP", 0), ("exception", 0), ("exception", 1)])
 def test_after_the_death_of_any_stage_every_stream_goes_on(
     model: Path,
     extension: str,  # noqa: F811
     how: str,
     stage: int,
 ) -> None:
-    prompts = [[2 + (7 * one + place) % 300 for place in range(9)] for one in range(6)]
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=100, ignore_eos=True, detokenize=False)
-    settings = {"max_num_seqs": 4, "max_model_len": 256, "worker_extension_cls": extension, "watchdog_timeout": 2.0}
-
-    def add(engine: LLMEngine) -> None:
-        for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-
-    with plain.make_engine(model, max_num_seqs=4, max_model_len=256) as engine:
-        add(engine)
-        found = plain.collect(engine)
-        expected = {name: list(outputs[-1].outputs[0].token_ids) for name, outputs in found.items()}
+    settings = {**DEATHS, "worker_extension_cls": extension, "watchdog_timeout": 2.0}
+    with plain.make_engine(model, **DEATHS) as engine:
+        add_streams(engine)
+        expected = last_tokens(engine)
     with engine_of(model, own_process=True, **settings) as engine:
         supervisor: Any = engine.engine_core._connection._core.supervisor  # type: ignore[attr-defined]
         core = psutil.Process(supervisor.core_pid)
         [first] = ranks_of(core.pid)
         group = [first, core]
-        add(engine)
+        add_streams(engine)
         seen = plain.tokens_through(engine, lambda: kill(group[stage], how, engine, stage))
         assert seen == expected
         assert supervisor.launch.restarts == 1

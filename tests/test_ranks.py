@@ -419,29 +419,53 @@ def kill(process: psutil.Process, how: str, engine: LLMEngine, rank: int) -> Non
         process.send_signal(signal.Signals[how])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP", "exception"])
-def test_after_the_death_of_any_rank_every_stream_goes_on(model: Path, extension: str, how: str, rank: int) -> None:
-    prompts = [[2 + (7 * one + place) % 300 for place in range(9)] for one in range(6)]
+DEATHS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256}
+
+
+def add_streams(engine: LLMEngine) -> None:
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=100, ignore_eos=True, detokenize=False)
-    settings = {"max_num_seqs": 4, "max_model_len": 256, "worker_extension_cls": extension, "watchdog_timeout": 2.0}
+    for number in range(6):
+        prompt = [2 + (7 * number + place) % 300 for place in range(9)]
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
-    def add(engine: LLMEngine) -> None:
-        for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
-    with engine_of(model, **settings) as engine:
-        add(engine)
-        found = plain.collect(engine)
-        expected = {name: list(outputs[-1].outputs[0].token_ids) for name, outputs in found.items()}
+def last_tokens(engine: LLMEngine) -> dict[str, list[int]]:
+    return {name: list(outputs[-1].outputs[0].token_ids) for name, outputs in plain.collect(engine).items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> dict[str, list[int]]:
+    """The tokens of `add_streams` with two ranks of which none dies."""
+    with engine_of(model, **DEATHS) as engine:
+        add_streams(engine)
+        return last_tokens(engine)
+
+
+# Rank 0 is the core's process, so its deaths by signals of its own, such as SIGSEGV, are those of test_supervisor.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        ("SIGKILL", 0),
+        ("SIGKILL", 1),
+        ("SIGSEGV", 1),
+        ("SIGSTOP", 0),
+        ("SIGSTOP", 1),
+        ("exception", 0),
+        ("exception", 1),
+    ],
+)
+def test_after_the_death_of_any_rank_every_stream_goes_on(
+    model: Path, extension: str, undisturbed: dict[str, list[int]], how: str, rank: int
+) -> None:
+    settings = {**DEATHS, "worker_extension_cls": extension, "watchdog_timeout": 2.0}
     with engine_of(model, own_process=True, **settings) as engine:
         supervisor: Any = engine.engine_core._connection._core.supervisor  # type: ignore[attr-defined]
         core = psutil.Process(supervisor.core_pid)
         group = [core, *ranks_of(core.pid)]
-        add(engine)
+        add_streams(engine)
         seen = plain.tokens_through(engine, lambda: kill(group[rank], how, engine, rank))
-        assert seen == expected
+        assert seen == undisturbed
         assert supervisor.launch.restarts == 1
         why = supervisor.launch.last_crash
         if how == "SIGSTOP":
@@ -519,14 +543,20 @@ def test_an_idle_rank_that_is_stopped_is_noticed_too(model: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_keeps_the_first_rank_from_starting_is_raised_under_its_own_type(model: Path) -> None:
+    """Of a core in a process of its own, errors of the first rank are those of a core with one rank."""
+    with pytest.raises(OutOfMemoryError, match="max_model_len"):
+        engine_of(model, kv_cache_memory_bytes=1024, max_model_len=256)
+    with pytest.raises(InvalidArgumentError, match=r"no_such\.Class"):
+        engine_of(model, worker_extension_cls="no_such.Class")
+    until(lambda: not ranks_of(os.getpid()))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("own_process", [False, True], ids=["in-process", "own process"])
 def test_what_keeps_a_rank_from_starting_is_raised_under_its_own_type(
     model: Path, extension: str, own_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(OutOfMemoryError, match="max_model_len"):
-        engine_of(model, own_process, kv_cache_memory_bytes=1024, max_model_len=256)
-    with pytest.raises(InvalidArgumentError, match=r"no_such\.Class"):
-        engine_of(model, own_process, worker_extension_cls="no_such.Class")
     monkeypatch.setenv("MAINSPRING_TEST_DIES", "raises")
     with pytest.raises(InvalidArgumentError, match=r"rank 1: .*not in this rank"):
         engine_of(model, own_process, worker_extension_cls=extension)

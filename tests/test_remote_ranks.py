@@ -145,13 +145,6 @@ def test_each_machine_has_its_part_of_the_ranks(cluster: Cluster, model: Path) -
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_may_be_on_several_machines(cluster: Cluster, model: Path) -> None:
-    cluster.add_machine()
-    with cluster.engine(model, tensor_parallel_size=1, pipeline_parallel_size=2, **SETTINGS) as engine:
-        exact(engine, model)
-
-
-@pytest.mark.slow
 def test_several_cores_take_in_ranks_at_ports_of_their_own(cluster: Cluster, model: Path) -> None:
     cluster.add_machine()
     cluster.add_machine(port=cluster.port + 1)
