@@ -40,6 +40,7 @@ from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError, Mai
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, ModelFacts, Outputs, Sampling, Tensor
 from mainspring.ipc.request_check import RequestCheck
 from plain import Job, Plain, collect, make_engine, run, run_all
+from test_flood import work
 
 VOCAB = 40
 SLOTS = 12
@@ -178,6 +179,18 @@ def test_each_rule_alone_changes_something_and_is_transformers_own(name: str) ->
     found = applied(rules, logits, choosing(np.array([1]), np.array([7]), [request], {1: output}))
     torch.testing.assert_close(found[0], expected(sampling, prompt, output, given[0]), rtol=1e-6, atol=1e-6)
     assert not torch.equal(found, given)
+
+
+def test_words_that_are_not_about_to_end_cost_nothing() -> None:
+    def cost(count: int) -> int:
+        words = [[9, n % 20, n % 30] for n in range(count)]
+        request = seated(Sampling(50, bad_words=words), [1], [9, 30], 1)
+        rules, logits = make_rules(), torch.zeros(1, VOCAB)
+        rules.admit(request)
+        return work(lambda: rules.apply(logits, choosing(np.array([1]), np.array([3]), [request], {1: [9, 30]})))
+
+    cost(1)
+    assert cost(4000) == cost(10)
 
 
 def test_rows_without_rules_are_handed_back_as_they_are() -> None:
@@ -346,6 +359,16 @@ def test_processors_come_before_the_other_rules_and_do_not_show_in_log_probabili
     assert completion.token_ids[1] == 101
     assert completion.logprobs is not None
     assert completion.logprobs[1][101].logprob < -0.01
+
+
+def test_a_processor_that_leaves_no_token_ends_its_request(engine: LLMEngine) -> None:
+    def forbid_all(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits if len(output) < 2 else torch.full_like(logits, -math.inf)
+
+    job = SamplingParams(logits_processors=[forbid_all], **{**GREEDY, "max_tokens": 3})
+    completion = run(engine, {"a": (PROMPT, job)})["a"].outputs[0]
+    assert (completion.finish_reason, len(completion.token_ids)) == ("error", 2)
+    assert "no token is left" in str(completion.error)
 
 
 def test_a_processor_that_is_an_object_is_called_itself_not_a_copy(engine: LLMEngine) -> None:

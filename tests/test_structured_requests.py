@@ -119,6 +119,19 @@ def test_other_rules_hold_beside_the_grammar(engine: LLMEngine) -> None:
     assert {plain, other} == {"yes", "no"}
 
 
+@pytest.mark.parametrize("rule", ["allowed_token_ids", "bad_words"])
+def test_a_request_whose_other_rules_forbid_what_its_grammar_allows_brings_no_token(
+    engine: LLMEngine, rule: str
+) -> None:
+    given: Any = {"allowed_token_ids": [engine.get_tokenizer().encode("z", add_special_tokens=False)[0]]}
+    if rule == "bad_words":
+        given = {"bad_words": ["y", "ye", "yes"]}
+    engine.add_request("a", "x", params({"choice": ["yes"]}, max_tokens=1, **given))
+    (completion,) = finish(engine)["a"].outputs
+    assert (completion.token_ids, completion.finish_reason) == ([], "error")
+    assert "no token is left" in str(completion.error)
+
+
 @pytest.mark.parametrize("overlap", fast_only((True,), [False, True]))
 def test_the_same_document_alone_among_others_chunked_and_preempted(overlap: bool) -> None:
     asked = {f"r{i}": params({"json": PERSON}, temperature=1.0, seed=i, logprobs=1) for i in range(6)}

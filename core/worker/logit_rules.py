@@ -10,6 +10,7 @@ and a rule that counts the chosen tokens makes `Sampling.is_penalised` true.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -147,24 +148,24 @@ class MinTokens(Rule[tuple[int, torch.Tensor]]):
                 logits[row, stops] = -torch.inf
 
 
-class BadWords(Rule[NewSequence]):
-    """The last token of a word of ``bad_words`` gets -inf if the output ends with the word's other tokens."""
+class BadWords(Rule[tuple[NewSequence, dict[int, list[list[int]]]]]):
+    """The last token of a word of ``bad_words`` gets -inf if the output ends with the word's other tokens. The state
+    has the words by the token before their last one, so that a step compares only words that may be about to end."""
 
-    def state(self, sequence: NewSequence) -> NewSequence | None:
-        return sequence if any(len(words) > 1 for words in sequence.sampling.bad_words) else None
+    def state(self, sequence: NewSequence) -> tuple[NewSequence, dict[int, list[list[int]]]] | None:
+        found = defaultdict[int, list[list[int]]](list)
+        for word in sequence.sampling.bad_words:
+            if len(word) > 1:
+                found[word[-2]].append(word)
+        return (sequence, dict(found)) if found else None
 
     def apply(self, logits: torch.Tensor, rows: list[tuple[int, int]], step: Choosing) -> None:
         for row, slot in rows:
-            sequence, tokens = self.of_slot[slot], step.tokens[slot]
-            words = sequence.sampling.bad_words
-            output = tokens[max(sequence.prompt_len, len(tokens) - max(map(len, words))) :]
-            ends = [w for w in words if 1 < len(w) <= len(output) + 1 and output[len(output) - len(w) + 1 :] == w[:-1]]
-            if not ends:
-                continue
-            logits[row, self.bring([word[-1] for word in ends])] = -torch.inf
-            if sequence.sampling.allowed_token_ids and (logits[row] == -torch.inf).all():
-                text = "bad_words forbid the last of allowed_token_ids: none is left"
-                step.errors[slot] = InvalidRequestError(text)
+            (sequence, words), tokens = self.of_slot[slot], step.tokens[slot]
+            most = len(tokens) - sequence.prompt_len + 1
+            able = [w for w in words.get(tokens[-1], ()) if len(w) <= most]
+            if ends := [w[-1] for w in able if tokens[len(tokens) - len(w) + 1 :] == w[:-1]]:
+                logits[row, self.bring(ends)] = -torch.inf
 
 
 class GrammarMask(Rule[tuple[NewSequence, Matcher | Replay]]):
@@ -283,6 +284,22 @@ class LogitRules:
             masks=self._masks.masks(masked, step) if masked else None,
             penalties=self._penalties.penalties(penalized) if penalized else None,
         )
+
+    def check(self, changed: torch.Tensor, choice: Choice, tokens: torch.Tensor, step: Choosing) -> None:
+        """End the requests that are left no token. The draw has then chosen one that a rule forbids: `tokens`, int64
+        ``[rows]``, of the logits that `apply` has `changed`. Only rules that look back can leave none."""
+        settled = step.errors.keys() | step.complete
+        rows = [(row, s) for row, s in enumerate(step.slots.tolist()) if s in step.tokens and s not in settled]
+        if not rows:
+            return
+        masks: dict[int, np.ndarray] = {}
+        if choice.masks is not None:
+            masks = dict(zip(choice.masks[0].tolist(), choice.masks[1].cpu().numpy(), strict=True))
+        chosen, scores = tokens.tolist(), changed.gather(1, tokens.unsqueeze(1)).flatten().tolist()
+        for row, slot in rows:
+            token, mask = chosen[row], masks.get(row)
+            if scores[row] == -torch.inf or not (mask is None or mask[token >> 5] >> (token & 31) & 1):
+                step.errors[slot] = InvalidRequestError("no token is left: the rules of the request forbid all")
 
     def chosen(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
         """Tell the rules which tokens were chosen for `slots`: int64 ``[rows]``, on the device."""

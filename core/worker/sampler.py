@@ -116,6 +116,8 @@ class Sampler:
         choice = self._draws(self._rules.in_draw(choosing), slots, positions, turn)
         groups = self._groups(slots)
         tokens, found = self._backend.draw_and_score(changed, choice, logits, [(index, n) for _, index, n in groups])
+        if changed is not logits:
+            self._rules.check(changed, choice, tokens, choosing)
         self._rules.chosen(tokens, slots)
         self.last_tokens[self._send("slot", slots, turn)] = tokens
         scores = [self._scoring(rows, one) for (rows, _, _), one in zip(groups, found, strict=True)]
