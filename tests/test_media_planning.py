@@ -3,6 +3,7 @@ span is cut."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -378,6 +379,37 @@ def test_requests_wait_for_room_in_the_encoders_cache() -> None:
     serve(engine)
     steps = [{*step.requests} for step in engine.steps if step.requests]
     assert all(len(requests) == 1 for requests in steps), "the second ran while the first held the cache"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_request_that_needs_much_room_is_not_overtaken_for_ever(reads: bool) -> None:
+    engine, seeds = engine_with_media(weights=[1.0, 1.0], media_bytes=ROW * 8 * 4), itertools.count(1)
+
+    def add(items: int, frontend: int) -> Key:
+        length = 3 + 2 * (len(others) % 3)  # so that they do not end at the same time
+        key = engine.add(**prompt_with(*itertools.islice(seeds, items)), max_tokens=length, frontend=frontend)
+        engine.bring()
+        return key
+
+    def step() -> None:
+        while sum(key not in engine.finished for key in others) < 3:
+            others.append(add(1, frontend=0))
+        engine.step()
+
+    others: list[Key] = []
+    step()
+    large = add(4, frontend=1)
+    for _ in range(20):
+        step()
+    assert large not in engine.finished, "others may overtake it for some time"
+    engine.set_credit(1, reads)
+    ended = len(engine.finished)
+    for _ in range(200):
+        step()
+    assert (large in engine.finished) == reads
+    assert len(engine.finished) > ended + 30, "nor does it keep out others"
+    engine.set_credit(1, True)
+    serve(engine)
 
 
 def test_a_frontend_that_does_not_read_gives_way() -> None:

@@ -31,6 +31,7 @@ from .media_store import BYTES_OF_PIXEL, MediaStore, StoredItem
 
 Wait = tuple[Future[None], Callable[[Any], None]]  # as in adapters.py
 OUT_OF_MEMORY = OutOfMemoryError.__name__
+PATIENCE_STEPS = 64  # for which others may take room in the encoder's cache before a request that waits for more of it
 AFTER_CHANGE = (
     "the weights have changed, and its media would have to be encoded again, but they are not kept: send it again"
 )
@@ -63,6 +64,8 @@ class EncoderCache(Feature):
         self._numbers: dict[int, StoredItem] = {}
         self._last_number = 0
         self._alone: StoredItem | None = None  # to encode in a step of its own
+        self._first: Request | None = None  # the request that waits for room longest
+        self._since = self._asked = 0  # the step when it began to, and the one when it was last considered
         self._queries = self._hits = self._num_encoded = 0
         self._seconds = 0.0
 
@@ -114,11 +117,26 @@ class EncoderCache(Feature):
             return True
         items = self.items.of(request)
         missing = [item for item in items if not item.encoded]
-        if request not in self._held and (not missing or (fetch and self._make_room(items))):
-            self._hold(request, items)
+        if request not in self._held:
+            if self._waits_behind(request, step):
+                return False
+            if not missing or (fetch and self._make_room(items)):
+                self._hold(request, items)
+            elif fetch and self._first is None:
+                self._first, self._since, self._asked = request, step, step
         for item in missing if fetch and request in self._held else ():
             self._want(item)
         return not missing
+
+    def _waits_behind(self, request: Request, step: int) -> bool:
+        """Whether a request leaves room to the one that waits longest. That one is passed over if the scheduler does
+        not consider it, as when its frontend has no credit."""
+        first = self._first
+        if first is request:
+            self._asked = step
+        elif first is not None and (first.finished or first in self._held or step > self._asked + 8):
+            self._first = None
+        return self._first not in (None, request) and step - self._since >= PATIENCE_STEPS
 
     def _want(self, item: StoredItem) -> None:
         """Let an item be encoded: in this step, or in a step of its own if a request that names it is suspected, or if
