@@ -181,7 +181,7 @@ def test_names_of_adapters_cost_the_same_however_many_wait() -> None:
         return Request(message(number, lora=Adapter(1, f"name {number}", "/folder")), 0, 0.0, 64)
 
     def waiting(count: int) -> LoRAs:
-        loras = LoRAs(1, 1, lambda digest: False, lambda request: None, lambda number: None)
+        loras = LoRAs(1, 1, tuple, lambda request: None, lambda number: None)
         for number in range(count):
             loras.added(with_adapter(number))
         return loras

@@ -10,14 +10,16 @@ from msgspec.structs import replace
 from harness import StandInWorker, message, run_core
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.control import AdapterFacts, DropAdapter, PrepareAdapter, PrepareGrammar
+from mainspring.core.plan.request import LoRAName, Request
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig, LoRAConfig
-from mainspring.ipc.errors import NotSupportedError
+from mainspring.ipc.errors import InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, DesiredState, HeldAdapter, Sampling
+from test_flood import work
 
 
 class AdapterWorker(StandInWorker):
-    """Reads any adapter, whose digest is its path, and compiles no grammar."""
+    """Reads any adapter, whose digest is its path, and compiles no grammar. Of ``/broken`` one rank reads nothing."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -29,7 +31,10 @@ class AdapterWorker(StandInWorker):
             raise NotSupportedError("no grammars here")
         if isinstance(record, PrepareAdapter):
             read = Future[AdapterFacts]()
-            read.set_result(AdapterFacts(record.adapter.path.encode()))
+            if record.adapter.path == "/broken":
+                read.set_exception(InvalidRequestError("rank 1: no such folder"))
+            else:
+                read.set_result(AdapterFacts(record.adapter.path.encode()))
             return read
 
     @property
@@ -40,8 +45,12 @@ class AdapterWorker(StandInWorker):
         return [record.adapter.path for record in read if record.number not in dropped]
 
 
-def core_with_adapters() -> tuple[EngineCore, AdapterWorker]:
-    config = EngineConfig(lora_config=LoRAConfig(enable_lora=True, max_loras=1, max_cpu_loras=3))
+def call(core: EngineCore, method: str, *args: Any) -> Any:
+    return decode_value(core.call(method, encode_value([*args])))
+
+
+def core_with_adapters(max_cpu_loras: int = 3) -> tuple[EngineCore, AdapterWorker]:
+    config = EngineConfig(lora_config=LoRAConfig(enable_lora=True, max_loras=1, max_cpu_loras=max_cpu_loras))
     core = EngineCore(config, AdapterWorker)
     assert isinstance(core.worker, AdapterWorker)
     return core, core.worker
@@ -58,6 +67,23 @@ def test_adapters_of_requests_that_are_refused_do_not_pile_up() -> None:
     assert len(worker.held) <= 3
 
 
+def test_a_request_that_waits_for_memory_costs_no_more_than_each_pinned_adapter_once() -> None:
+    def cost(pinned: int) -> int:
+        core, _ = core_with_adapters(max_cpu_loras=pinned + 1)
+        core.connect(0)
+        for number in range(1, pinned + 2):
+            core.call("add_lora", encode_value([Adapter(number, "name", f"/{number}")]))
+            run_core(core)
+            if number <= pinned:
+                assert call(core, "pin_lora", number)
+        adapter = Adapter(1000, "name", "/1000")
+        request, loras = Request(message(0, lora=adapter), 0, 0.0, 64), core.adapters._loras
+        request.use_lora(LoRAName(b"/1000", adapter))
+        return work(lambda: loras.may_run(request, 0, False))
+
+    assert cost(80) < 3 * cost(40)
+
+
 def test_a_core_reads_no_more_adapters_of_the_one_before_than_it_can_keep() -> None:
     core, worker = core_with_adapters()
     owners = [bytes([i]) * 16 for i in range(20)]
@@ -68,4 +94,14 @@ def test_a_core_reads_no_more_adapters_of_the_one_before_than_it_can_keep() -> N
     assert core.adapters._pinned() == [], "its frontend is not here"
     core.connect(0, session=owners[0])
     assert core.adapters._pinned() == [b"/0"]
-    assert decode_value(core.call("list_loras", encode_value([]))) == [1]
+    assert call(core, "list_loras") == [1]
+
+
+def test_an_adapter_that_not_all_ranks_could_read_is_dropped_by_all() -> None:
+    core, worker = core_with_adapters()
+    core.connect(0)
+    core.add_request(0, message(0, lora=Adapter(1, "name", "/broken")))
+    core.call("add_lora", encode_value([Adapter(2, "name", "/broken")]))
+    [(_, finished)] = run_core(core).values()
+    assert finished.error == "InvalidRequestError"
+    assert worker.held == []

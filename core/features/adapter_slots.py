@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,7 @@ class LoRAs(Feature):
     Args:
         places: most adapters in one step.
         kept: most adapters in memory, at least `places`.
-        is_pinned: returns whether the adapter with this digest must not be evicted.
+        pinned: returns the digests of the adapters that must not be evicted.
         missing: called with a request for which a place is free, but whose adapter is not in memory.
         unload: called with the worker's number of an evicted adapter.
     """
@@ -33,11 +33,11 @@ class LoRAs(Feature):
         self,
         places: int,
         kept: int,
-        is_pinned: Callable[[bytes], bool],
+        pinned: Callable[[], Collection[bytes]],
         missing: Callable[[Request], None],
         unload: Callable[[int], None],
     ) -> None:
-        self._kept, self._is_pinned, self._missing, self._unload = kept, is_pinned, missing, unload
+        self._kept, self._pinned, self._missing, self._unload = kept, pinned, missing, unload
         self._loaded: OrderedDict[bytes, int] = OrderedDict()  # the worker's number of each
         self._left: dict[int, None] = {}  # the latest unloaded numbers, oldest first (an ordered set)
         self._free = list(range(places, 0, -1))
@@ -80,7 +80,8 @@ class LoRAs(Feature):
             self._leave(self._loaded.pop(digest))
 
     def _victim(self) -> bytes | None:
-        return next((one for one in self._loaded if one not in self._running and not self._is_pinned(one)), None)
+        pinned = self._pinned()
+        return next((one for one in self._loaded if one not in self._running and one not in pinned), None)
 
     def _make_room(self) -> bool:
         if len(self._loaded) >= self._kept:

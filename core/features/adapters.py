@@ -72,7 +72,7 @@ class Adapters:
         self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], AdapterFacts] = OrderedDict()
         self._slots: LoRAs | None = None
         if worker.facts.has_adapters:
-            self._slots = LoRAs(config.max_loras, self._kept, self._is_pinned, self._read_again, self._unload)
+            self._slots = LoRAs(config.max_loras, self._kept, self._protected, self._read_again, self._unload)
             scheduler.attach(self._slots)
 
     def _unload(self, number: int) -> None:
@@ -133,7 +133,9 @@ class Adapters:
 
         def end_reading(done: Future[Any]) -> None:
             number, _ = self._reading.pop((owner, adapter))
-            if done.exception() is None and not adapter.num_virtual_tokens:
+            if done.exception() is not None:
+                self._unload(number)  # one of several ranks may have read it
+            elif not adapter.num_virtual_tokens:
                 self._loras.put(done.result().digest, number)  # all who waited for it may have gone
 
         reading = self._reading[owner, adapter] = self._load(adapter)
@@ -156,8 +158,7 @@ class Adapters:
         if error is None and done.result().digest == lora.digest:
             self._loras.put(lora.digest, number)
             return
-        if error is None:
-            self._unload(number)
+        self._unload(number)
         if request.slot < 0:
             changed = f"the LoRA adapter {lora.adapter.path!r} was changed while it was in use; give it another number"
             self._scheduler.fail(request, error if isinstance(error, Exception) else InvalidRequestError(changed))
@@ -187,8 +188,8 @@ class Adapters:
         bound.digest = digest
         return bound, is_there
 
-    def _is_pinned(self, digest: bytes) -> bool:
-        return digest in self._pinned()[: self._kept - 1]  # reconnected frontends may have pinned more in total
+    def _protected(self) -> set[bytes]:
+        return {*self._pinned()[: self._kept - 1]}  # reconnected frontends may have pinned more in total
 
     def _pinned(self) -> list[bytes]:
         return list(dict.fromkeys(one.digest for one in self._bound.values() if one.pinned and not one.gone))

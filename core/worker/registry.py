@@ -80,8 +80,6 @@ class Registry:
         if self.limits is None:
             raise NotSupportedError("this core serves no LoRA adapters: start it with enable_lora=True")
         self.adapters[number] = reading = self._thread.submit(read_lora, adapter, self.limits)
-        # The planner drops only adapters that could be read.
-        reading.add_done_callback(lambda done: self.drop_adapter(number) if done.exception() else None)
         return _then(reading, lambda lora: AdapterFacts(lora.digest))
 
     def drop_adapter(self, number: int) -> None:
