@@ -493,7 +493,8 @@ def _digest_of_embeds(request: Request, embeds: np.ndarray, dtype: str, model_dt
     if request.finished:
         return b""
     check_embeds_values(embeds, dtype, model_dtype)
-    return blake2b(np.ascontiguousarray(embeds).reshape(-1).view(np.uint8).data, digest_size=16).digest()
+    values = np.ascontiguousarray(embeds).reshape(-1).view(np.uint8).data
+    return blake2b(values, digest_size=16, person=dtype.encode()).digest()  # the same bytes may be other numbers
 
 
 def _local_worker(config: EngineConfig) -> Worker:

@@ -160,9 +160,9 @@ class RequestCheck(NamedTuple):
         never = {tokens[0] for tokens in sampling.bad_words if len(tokens) == 1}
         if sampling.min_tokens:
             never.update(sampling.stop_token_ids)
-        if sampling.allowed_token_ids and never.issuperset(sampling.allowed_token_ids):
+        if never and never.issuperset(sampling.allowed_token_ids or range(size)):
             raise InvalidRequestError(
-                "allowed_token_ids are all bad_words, or stop tokens that min_tokens forbids: no token is left"
+                "all tokens that may come are bad_words, or stop tokens that min_tokens forbids: no token is left"
             )
 
     def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:

@@ -229,6 +229,17 @@ def test_requests_of_different_salts_never_share(per_frontend: bool) -> None:
     assert core.stats().prefix_hits == 0
 
 
+def test_embeddings_of_the_same_bytes_and_another_dtype_are_another_prefix() -> None:
+    core = make_core()
+    core._checks = core._checks._replace(accepts_embeddings=True)
+    core.connect(0)
+    for handle, dtype in enumerate(("float16", "bfloat16", "float16")):
+        embeds = message(handle, prompt=[0] * 40, prompt_embeds=Tensor(0, dtype, [40, 8]))
+        core.add_request(0, embeds, [bytes(range(64)) * 10])
+        run_core(core)
+        assert core.stats().prefix_hits == (32 if handle == 2 else 0)
+
+
 # ---------------------------------------------------------------------- how it is
 
 
