@@ -149,6 +149,8 @@ class Lifecycle:
         """Whether `advance` has a call of `pause` or `sleep` to answer."""
         if self._busy() or not (self._falling or self._pausing):
             return False
+        if self._update is not None and self._pause_mode == "wait":  # requests that have begun go on behind it
+            return False
         return not (self._scheduler.paused == "wait" and self._scheduler.has_begun)
 
     def advance(self) -> None:

@@ -16,8 +16,10 @@ from mainspring.core.model.load.quantized_forms import values_of
 from mainspring.core.parallel.cuts import Cut, sharding_of
 from mainspring.core.parallel.group import OneRank, added
 from mainspring.core.parallel.plans import plans_of
+from mainspring.core.parallel.parallel_backend import ParallelBackend
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.decoder_contract import QuantizedWeight
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from rank_functions import (
     PROMPTS,
@@ -158,6 +160,20 @@ def test_each_expert_is_on_one_rank(two: RankPool, tmp_path: Path, name: str) ->
     path = tiny.make(name, tmp_path)
     found = two.run(whole_experts, str(path))
     assert [tokens for tokens, _, _ in found] == [alone(path)] * 2
+
+
+def test_copies_of_parts_of_a_weight_that_changes_stay_where_they_are() -> None:
+    backend, weight = ParallelBackend(ReferenceBackend(), OneRank(), 2), torch.nn.Parameter(torch.randn(8, 16))
+    backend.add_up(weight, whole_input=False)
+    rows = torch.randn(3, 16)
+    backend.linear(rows, weight)
+    [(_, before)] = backend.pieces.values()
+    addresses = [piece.data_ptr() for piece in before]
+    with torch.no_grad():
+        weight.copy_(torch.randn(8, 16))
+    torch.testing.assert_close(backend.linear(rows, weight), torch.nn.functional.linear(rows, weight))
+    [(_, after)] = backend.pieces.values()
+    assert [piece.data_ptr() for piece in after] == addresses
 
 
 def test_sums_of_as_many_parts_have_the_bits_of_any_number_of_ranks(

@@ -16,6 +16,7 @@ import plain
 import tiny
 from daemons import until
 from mainspring import EngineArgs, EngineDeadError, LLMEngine, LoRARequest, SamplingParams, StructuredOutputsParams
+from mainspring.engine.request.weight_messages import weight_messages
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, NotSupportedError, UnsupportedModelError
 from native_here import why_not
 from peft_folders import generate, make_lora
@@ -208,6 +209,36 @@ def test_calls_reach_each_stage(
         engine.update_weights(load_file(other / "model.safetensors").items())
         with plain.make_engine(other, skip_tokenizer_init=True, max_model_len=128) as alone:
             assert tokens_of(engine) == tokens_of(alone) != before
+
+
+@pytest.mark.slow
+def test_steps_under_way_are_made_with_the_weights_before_an_update(model: Path, tmp_path: Path) -> None:
+    other = tiny.make("llama", tmp_path / "other", seed=3, num_hidden_layers=LAYERS)
+    prompts = [[2 + (7 * one + place) % 300 for place in range(9)] for one in range(6)]
+    fields: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 128}
+    found: dict[int, list[int]] = {}
+
+    def step() -> None:
+        found.update({int(output.request_id): list(output.outputs[0].token_ids) for output in engine.step()})
+
+    with engine_of(model, **fields) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, GREEDY)
+        while len(found) < len(prompts):
+            step()
+        for args, arrays in weight_messages(load_file(other / "model.safetensors").items(), ""):
+            engine.engine_core.call("update_weights", *args, arrays=arrays)
+            if not args[-1]:  # the last message lets the next step have the new weights
+                step()
+        before = [found[number] for number in range(len(prompts))]
+        while engine.has_unfinished_requests():
+            step()
+    with plain.make_engine(model, **fields) as alone:
+        assert [row[: len(part)] for row, part in zip(tokens_of(alone, prompts), before, strict=True)] == before
+    with plain.make_engine(other, **fields) as alone:
+        rest = tokens_of(alone, [prompt + part for prompt, part in zip(prompts, before, strict=True)])
+    for number, part in enumerate(before):
+        assert found[number] == [*part, *rest[number]][:LENGTH]
 
 
 # ---------------------------------------------------------------------- deaths

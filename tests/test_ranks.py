@@ -6,10 +6,14 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +38,17 @@ from mainspring import (
     SamplingParams,
 )
 from mainspring.compat.vllm.utils import get_open_port
-from mainspring.core.plan.control import AdapterFacts
-from mainspring.core.worker import make_worker, ranked_worker
+from mainspring.core.plan.codec import decode
+from mainspring.core.plan.control import (
+    AdapterFacts,
+    Control,
+    JoinTrainer,
+    ParameterRows,
+    SetParameters,
+    StartProfile,
+)
+from mainspring.core.worker import make_worker, ranked_worker, ranks
+from mainspring.core.worker.rank_link import Answer, Kind, RankLink, packed
 from mainspring.ipc.errors import (
     EngineStartError,
     InvalidArgumentError,
@@ -310,6 +323,18 @@ def test_ranks_on_a_cpu_share_its_threads_unless_the_user_says_how_many(monkeypa
     assert asked == [2]
 
 
+def test_a_record_that_is_the_same_for_all_ranks_is_encoded_once() -> None:
+    worker: Any = object.__new__(ranked_worker.RankedWorker)
+    worker._receivers = 1
+    worker._ranks = SimpleNamespace(ask=lambda kind, body_for: [body_for(rank) for rank in (1, 2, 3)])
+    weights = SetParameters([ParameterRows("a", 0, np.zeros((2, 3), np.float32))])
+    bodies = worker._tell(weights)
+    assert all(body is bodies[0] for body in bodies)
+    assert isinstance(decode(bodies[0], Control), SetParameters)
+    assert len({*worker._tell(StartProfile("a"))}) == 3
+    assert worker._tell(JoinTrainer("a", 1, 1, 2)) == [None] * 3
+
+
 # ---------------------------------------------------------------------- what is not a step
 
 
@@ -365,6 +390,20 @@ def test_calls_reach_each_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"attention_backend": "reference"}])
+def test_a_tied_output_layer_changes_with_the_embeddings(fields: dict[str, Any], tmp_path: Path) -> None:
+    folders = [tiny.make("llama", tmp_path / str(seed), seed=seed, tie_word_embeddings=True) for seed in (0, 3)]
+    fields = {"max_model_len": 128, "skip_tokenizer_init": True, **fields}
+    with engine_of(folders[0], **fields) as engine:
+        before = tokens_of(engine)
+        module = AutoModelForCausalLM.from_pretrained(folders[1])
+        engine.update_weights((name, one.detach()) for name, one in module.named_parameters())  # each tensor once
+        after = tokens_of(engine)
+    with engine_of(folders[1], **fields) as engine:
+        assert tokens_of(engine) == after != before
+
+
+@pytest.mark.slow
 def test_ranks_wake_together_or_not_at_all(model: Path, extension: str, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(model, tmp_path / "model")
     with engine_of(checkpoint, worker_extension_cls=extension, max_model_len=128) as engine:
@@ -384,6 +423,21 @@ def test_ranks_wake_together_or_not_at_all(model: Path, extension: str, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "fields"), [("llama", {"attention_backend": "reference"}), ("qwen3_moe", {})]
+)
+def test_ranks_that_run_layer_by_layer_wake_with_the_weights_they_had(
+    architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tiny.make(architecture, tmp_path / "model")
+    with engine_of(folder, max_model_len=128, skip_tokenizer_init=True, **fields) as engine:
+        before = tokens_of(engine)
+        engine.sleep(2)
+        engine.wake_up()
+        assert tokens_of(engine) == before
+
+
+@pytest.mark.slow
 def test_a_trainer_may_count_the_ranks_or_the_engine(model: Path, tmp_path: Path) -> None:
     other = tiny.make("llama", tmp_path / "other", seed=3)
     trained = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
@@ -398,8 +452,6 @@ def test_a_trainer_may_count_the_ranks_or_the_engine(model: Path, tmp_path: Path
 
 
 def test_answers_of_ranks_come_together_or_not_at_all() -> None:
-    from concurrent.futures import Future
-
     mine, other = Future[Any](), Future[Any]()
     together = ranked_worker._together(mine, {1: other})
     other.set_result(AdapterFacts(b"one"))
@@ -407,6 +459,30 @@ def test_answers_of_ranks_come_together_or_not_at_all() -> None:
     mine.set_result(AdapterFacts(b"other"))
     with pytest.raises(InvalidRequestError, match="has changed"):
         together.result(0)
+
+
+class Sealed(Exception):
+    """Pickle writes it and can't read it, because its constructor wants two arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def test_an_answer_that_can_not_be_read_is_an_error_of_its_call_alone() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        seen: Any = object.__new__(ranks.Ranks)
+        rank = RankLink(theirs)
+        seen._links, seen._lock, seen._closing, seen.rank_of = {1: RankLink(ours)}, threading.Lock(), True, lambda n: n
+        seen._asked = asked = {(1, number): Future[Any]() for number in (3, 4)}
+        answers = list(asked.values())
+        rank.send(Kind.ANSWER, packed(3, Answer(3, "", "", Sealed("a", "b"))))
+        rank.send(Kind.ANSWER, packed(4, Answer(4, "", "", "well")))
+        rank.end()
+        seen._watch()
+        with pytest.raises(InvalidRequestError, match="rank 1: what it returns can't be read here: TypeError"):
+            answers[0].result(0)
+        assert answers[1].result(0) == "well"
 
 
 # ---------------------------------------------------------------------- deaths

@@ -206,6 +206,22 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_copies_of_weights_for_sums_of_parts_do_not_outlast_a_sleep(tmp_path: Path, level: int) -> None:
+    args = EngineArgs(str(tiny.make("llama", tmp_path / "model")), skip_tokenizer_init=True, sum_parts=2)
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
+        found = []
+        for _ in range(2):
+            engine.add_request("r", {"prompt_token_ids": [7] * 9}, SamplingParams(temperature=0.0, max_tokens=9))
+            found.append(tokens(finish(engine)))
+            backend = engine.engine_core.core.worker._backend  # type: ignore[attr-defined]
+            assert backend.pieces
+            engine.sleep(level)
+            assert not backend.pieces
+            engine.wake_up()
+        assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_memory_is_given_back(large: Path, backend: Any) -> None:
@@ -319,6 +335,20 @@ def test_a_sleep_does_not_wait_for_requests_of_a_removed_frontend() -> None:
     waiting = call(core, "sleep", 1, "wait", frontend=0)
     core.disconnect(1)
     assert waiting.done()
+
+
+def test_a_pause_waits_for_begun_requests_behind_an_update_of_weights() -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0, max_tokens=20))
+    core.step()
+    paused = call(core, "pause_generation", "wait")
+    core.lifecycle.update_weights(0, "new", 0, [], last=False)
+    assert run_core(core) == {}
+    assert not paused.done()
+    core.lifecycle.update_weights(0, "new", 1, [], last=True)
+    assert len(run_core(core)) == 1
+    assert paused.done()
 
 
 def test_an_update_of_weights_that_breaks_off_for_any_reason_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ linear layers. Which products are partial sums, or columns of which all are want
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class ParallelBackend:
     ) -> None:
         self.backend, self.group = backend, group
         self.parts, self.homes = parts, homes
-        self._pieces: dict[int, tuple[tuple[int, int], list[torch.Tensor]]] = {}  # of weights, see `_in_parts`
+        self.pieces: dict[int, tuple[tuple[int, int], list[torch.Tensor]]] = {}  # of weights, see `_pieces_of`
         self.summed: dict[int, bool] = {}  # id of a weight of partial sums → whether its input comes whole
         self.gathered: set[int] = set()
         self.output: int | None = None  # id of the output layer's weight, where ranks have rows of their own
@@ -48,7 +49,14 @@ class ParallelBackend:
 
     def forget(self) -> None:
         """The next model's weights are other ones."""
-        self.summed, self.gathered, self.output, self._held, self._pieces = {}, set(), None, [], {}
+        self.summed, self.gathered, self.output, self._held, self.pieces = {}, set(), None, [], {}
+
+    def move(self, weights: Mapping[int, torch.Tensor]) -> None:
+        """What is known of weights is true of others in their places: `weights` has these by the `id` of the first."""
+        self.summed = {id(weights[key]): whole_input for key, whole_input in self.summed.items()}
+        self.gathered = {id(weights[key]) for key in self.gathered}
+        self.output = None if self.output is None else id(weights[self.output])
+        self._held = [*weights.values()]
 
     def add_up(self, weight: torch.Tensor, whole_input: bool) -> None:
         """Products of this weight are partial sums from now on. whole_input: its rows come with all columns, of which
@@ -93,17 +101,25 @@ class ParallelBackend:
         return out if bias is None else out + bias
 
     def _in_parts(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's product as a sum of several ones, in fp32. Their weights are copies, made anew when the weight
-        has changed."""
-        count, state = self.parts // self.group.size, (weight.data_ptr(), weight._version)
+        """This rank's product as a sum of several ones, in fp32."""
+        count = self.parts // self.group.size
         if weight.shape[1] % count:
             raise UnsupportedModelError(f"sum_parts is {self.parts}, but a layer has {weight.shape[1]} inputs a rank")
-        held = self._pieces.get(id(weight))
-        if held is None or held[0] != state:
-            pieces = [piece.contiguous() for piece in weight.detach().chunk(count, 1)] if count > 1 else [weight]
-            held = self._pieces[id(weight)] = state, pieces
+        pieces = self._pieces_of(weight, count) if count > 1 else [weight]
         columns = x.chunk(count, -1)
-        return added([self.backend.linear(c.contiguous(), w) for c, w in zip(columns, held[1], strict=True)])
+        return added([self.backend.linear(c.contiguous(), w) for c, w in zip(columns, pieces, strict=True)])
+
+    @torch.inference_mode()
+    def _pieces_of(self, weight: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Copies of parts of a weight. When it has changed they are written anew, in place: CUDA graphs read them."""
+        state, (before, pieces) = (weight.data_ptr(), weight._version), self.pieces.get(id(weight), (None, []))
+        if before != state:
+            chunks = weight.detach().chunk(count, 1)
+            pieces = pieces or [torch.empty_like(chunk, memory_format=torch.contiguous_format) for chunk in chunks]
+            for piece, chunk in zip(pieces, chunks, strict=True):
+                piece.copy_(chunk)
+            self.pieces[id(weight)] = state, pieces
+        return pieces
 
     def decoder(self, *args: Any, **kwargs: Any) -> Decoder | None:
         """See `Backend.decoder`."""

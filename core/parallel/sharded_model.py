@@ -38,7 +38,7 @@ class Shards:
 
 def cut_parameters(model: nn.Module, sharding: Sharding) -> None:
     """Replace each parameter that is still whole by this rank's part of it. One that is tied to the embeddings, which
-    stay whole, becomes a view of them."""
+    stay whole, becomes a view of them, but not on a CPU: there a weight's memory is given back when it is packed."""
     tied = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, cut in sharding.cuts.items():
         path, _, attribute = name.rpartition(".")
@@ -46,7 +46,7 @@ def cut_parameters(model: nn.Module, sharding: Sharding) -> None:
         parameter = module._parameters[attribute]
         if parameter is not None and parameter.shape[cut.dim] == cut.whole:
             whole, rows = parameter.detach(), cut.slices(parameter.dim())
-            is_view = rows is not None and cut.dim == 0 and whole.data_ptr() in tied
+            is_view = rows is not None and cut.dim == 0 and whole.is_cuda and whole.data_ptr() in tied
             part = whole[rows] if is_view else cut.of(whole)
             module._parameters[attribute] = nn.Parameter(part, requires_grad=False)
         if isinstance(module, nn.Linear) and attribute == "weight":

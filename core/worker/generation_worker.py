@@ -34,6 +34,7 @@ from ..plan.control import (
     KeepMedia,
     ParameterRows,
     PendingStep,
+    SetParameters,
     WorkerFacts,
 )
 from ..plan.step import Encoded, StepPlan, StepResult, with_guesses
@@ -128,6 +129,7 @@ class GenerationWorker(LocalWorker):
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # sleeping weights, and their copies in host memory
         self._drafter: Drafter | None = None
         self._due: deque[StepPlan | Control] = deque()  # of a last stage: steps to make, and what is to be dropped then
+        self._made: deque[StepResult] = deque()  # of steps that were made before they were waited for
         self._make_runners()
         repeats = self.runner.repeats and self._drafter is None and not processors.classes and group is None
         self.facts = replace(
@@ -171,7 +173,7 @@ class GenerationWorker(LocalWorker):
         if self._stages is not None:  # the first stage begins, and this one computes when it is waited for
             self.on_plan(plan)
             self._due.append(plan)
-            return Pending(self._make_last)
+            return Pending(lambda: self._made.popleft() if self._made else self._make_last())
         encoded = self._media.encode(plan.encodes.tolist(), self.beat) if plan.encodes.size else []
         try:
             self.runner.copy(plan)
@@ -212,11 +214,22 @@ class GenerationWorker(LocalWorker):
             super().control(cast("Control", self._due.popleft()))
         return result
 
+    def _make_due(self) -> None:
+        """Make the steps that are due with the present weights, as the other stages do."""
+        while self._due:
+            self._made.append(self._make_last())
+
     def control(self, record: Control) -> Any:
         if self._due and isinstance(record, DropAdapter | DropGrammar | DropFunctions):  # steps that are due name it
             self._due.append(record)
             return None
+        if isinstance(record, SetParameters):
+            self._make_due()
         return super().control(record)
+
+    def run_method(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        self._make_due()  # it may change the weights
+        return super().run_method(method, args, kwargs)
 
     def follow(self, plan: StepPlan) -> None:
         self.runner.copy(plan)
@@ -319,6 +332,7 @@ class GenerationWorker(LocalWorker):
             else:  # keep the tensor objects, because other parts of the worker refer to them
                 for tensor, loaded in zip(_resident(self._model), _resident(model), strict=True):
                     tensor.data = loaded.data
+                self._keep_tensors(self._model.model, model.model)
                 if self._model.streamed is not None:
                     assert model.streamed is not None
                     self._model.streamed.wake(model.streamed)

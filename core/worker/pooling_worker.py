@@ -144,6 +144,7 @@ class PoolingWorker(LocalWorker):
             else:  # keep the tensor objects, because adapters refer to them
                 for tensor, new in zip(tensors_of(self.model.model), tensors_of(loaded.model), strict=True):
                     tensor.data = new.data
+                self._keep_tensors(self.model.model, loaded.model)
             self._dropped = False
         trunk = self.model.trunk
         self._media = self._take_media()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import InvalidRequestError
+from ...ipc.errors import InvalidRequestError, shown
 from ...ipc.messages import Sampling
 from ..plan.step import NewSequence, StepPlan
 
@@ -147,6 +147,15 @@ def _dumps(value: Any) -> bytes:
 
 def unpacked(body: bytearray) -> tuple[int, Any]:
     return int.from_bytes(body[:8], "little"), pickle.loads(memoryview(body)[8:])
+
+
+def answer_of(body: bytearray) -> Answer:
+    """The answer in a frame, or an error in its place: objects of a user's class may be written and not be read."""
+    try:
+        return Answer(*unpacked(body)[1])
+    except Exception as error:
+        number = int.from_bytes(body[:8], "little")
+        return Answer(number, InvalidRequestError.__name__, f"what it returns can't be read here: {shown(error)}", None)
 
 
 def for_rank(plan: StepPlan) -> StepPlan:

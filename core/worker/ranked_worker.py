@@ -34,6 +34,8 @@ _OF_FIRST_RANK = (
     records.CheckSampling,
     records.Explain,
 )
+# What is not the same for all other ranks.
+_OF_EACH_RANK = (records.JoinTrainer, records.ReceiveParameters, records.StartProfile)
 # What changes the state that steps depend on.
 _OF_ALL_OR_NONE = (records.Sleep, records.Wake, records.SetParameters)
 
@@ -91,7 +93,8 @@ class RankedWorker(Worker):
         return mine
 
     def _tell(self, record: records.Control) -> dict[int, Future[Any]]:
-        return self._ranks.ask(Kind.CONTROL, lambda rank: self._bytes_for(record, rank))
+        alike = None if isinstance(record, _OF_EACH_RANK) else encode(record)  # weights are long
+        return self._ranks.ask(Kind.CONTROL, lambda rank: alike or self._bytes_for(record, rank))
 
     def lend_functions(self, functions: Sequence[Callable[..., Any]]) -> tuple[int, ...]:
         return self.local.lend_functions(functions)

@@ -43,6 +43,7 @@ from .rank_link import (
     Kind,
     RankLaunch,
     RankLink,
+    answer_of,
     for_rank,
     unpacked,
 )
@@ -255,11 +256,10 @@ class Ranks:
                 frame = self._links[rank].receive()
                 if frame is None:
                     return None if self._closing else self._bury(rank, failures.get(rank))
-                _, value = unpacked(frame[1])
                 if frame[0] is Kind.FAILED:
-                    failures[rank] = Failure(*value)
+                    failures[rank] = Failure(*unpacked(frame[1])[1])
                 else:
-                    self._settle(rank, Answer(*value))
+                    self._settle(rank, answer_of(frame[1]))
 
     def _settle(self, rank: int, answer: Answer) -> None:
         with self._lock:

@@ -278,8 +278,16 @@ class LocalWorker(Worker):
         logger.info(line)
         self._explained.append(line)
 
+    def _keep_tensors(self, kept: nn.Module, loaded: nn.Module) -> None:
+        """A model was loaded, and the tensor objects of the one before are used for its weights: tell the backend."""
+        if isinstance(self._backend, ParallelBackend):
+            pairs = zip(tensors_of(loaded), tensors_of(kept), strict=True)
+            self._backend.move({id(new): tensor for new, tensor in pairs})
+
     def _collect(self) -> None:
         """Return unused memory to the system."""
+        if isinstance(self._backend, ParallelBackend):
+            self._backend.pieces.clear()
         gc.collect()
         host_memory.trim()
         self._copies.release_memory()

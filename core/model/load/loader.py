@@ -140,6 +140,7 @@ def load_model(
         paged.quantized = CutWeights(quantized, cuts, paged.parameters.others)
     if shards is not None:
         paged.parameters.cuts = shards.sharding.cuts
+        paged.parameters.tied = getattr(model, "all_tied_weights_keys", {})
         paged.notes.insert(0, shards.note)
     if streamed is not None:
         paged.notes.insert(0, note)

@@ -58,6 +58,7 @@ class ParameterMap:
         self.packed: Mapping[int, Elsewhere] = {}  # by the id of a tensor
         self.cuts: Mapping[str, Cut] = {}  # of what this rank holds a part of; names and shapes are the whole ones'
         self.others: Mapping[str, torch.Size] = {}  # shapes of what only other stages of a pipeline hold
+        self.tied: Mapping[str, str] = {}  # a parameter with a tensor of its own → the one whose values it has
         self.moved: Mapping[str, str] = {}  # a parameter of another stage → the one here that is tied to it
 
     @classmethod
@@ -117,13 +118,14 @@ class ParameterMap:
 
     @torch.no_grad()
     def set(self, name: str, value: torch.Tensor, start: int = 0) -> None:
-        """Copy `value` over the parameter, in place, or over its rows from `start` on. Shape and dtype must be the
-        parameter's in the checkpoint; the device need not. A rank takes its own part."""
-        if (cut := self.cuts.get(self.moved.get(name, name))) is not None:
-            for part, first in cut.rows_of(value, start):
-                self._set(name, part, first)
-        else:
-            self._set(name, value, start)
+        """Copy `value` over the parameter and those tied to it, in place, or over their rows from `start` on. Shape and
+        dtype must be the parameter's in the checkpoint; the device need not. A rank takes its own part."""
+        for each in (name, *(tied for tied, source in self.tied.items() if source == name)):
+            if (cut := self.cuts.get(self.moved.get(each, each))) is not None:
+                for part, first in cut.rows_of(value, start):
+                    self._set(each, part, first)
+            else:
+                self._set(each, value, start)
 
     def _set(self, name: str, value: torch.Tensor, start: int) -> None:
         slot = self.slot(name)
