@@ -15,8 +15,8 @@ from mainspring.core.model.load.quantized import CutWeights
 from mainspring.core.model.load.quantized_forms import values_of
 from mainspring.core.parallel.cuts import Cut, sharding_of
 from mainspring.core.parallel.group import OneRank, added
-from mainspring.core.parallel.plans import plans_of
 from mainspring.core.parallel.parallel_backend import ParallelBackend
+from mainspring.core.parallel.plans import plans_of
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.decoder_contract import QuantizedWeight
 from mainspring.kernels.reference.reference_backend import ReferenceBackend

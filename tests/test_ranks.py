@@ -423,9 +423,7 @@ def test_ranks_wake_together_or_not_at_all(model: Path, extension: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "fields"), [("llama", {"attention_backend": "reference"}), ("qwen3_moe", {})]
-)
+@pytest.mark.parametrize(("architecture", "fields"), [("llama", {"attention_backend": "reference"}), ("qwen3_moe", {})])
 def test_ranks_that_run_layer_by_layer_wake_with_the_weights_they_had(
     architecture: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
