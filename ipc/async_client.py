@@ -74,16 +74,18 @@ class AsyncClient(ConnectedClient):
         """Called from another thread while the loop runs, it is done there: the socket is not to be used by two."""
         loop = self._loop
         if loop is not None and loop.is_running() and asyncio._get_running_loop() is not loop:
-            closed: Future[None] = Future()
-            loop.call_soon_threadsafe(lambda: (self._close(), closed.set_result(None)))
+            closed = Future[None]()
+            loop.call_soon_threadsafe(self._close, closed)
             with contextlib.suppress(TimeoutError):  # the loop is blocked, so it does not use the socket
                 return closed.result(_LOOP_SECONDS)
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, closed: Future[None] | None = None) -> None:
         self._watch_only(())
         self._connection.close()
         self._take_in()
+        if closed is not None:
+            closed.set_result(None)
 
     def _fail_media(self, media: Sequence[MediaItem], error: MainspringError) -> None:
         def fail() -> None:
