@@ -16,7 +16,7 @@ from ...ipc.async_client import AsyncClient
 from ...ipc.errors import DuplicateRequestError, EngineDeadError, WrongEventLoopError
 from ...ipc.messages import AddRequest
 from .output_processor import OutputProcessor, Processed
-from .request_state import RequestState
+from .request_state import RequestState, Signal
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -31,31 +31,6 @@ def _give_up(begun: asyncio.Future[Future[Any] | None]) -> None:
     """Cancel what was begun."""
     if not begun.cancelled() and begun.exception() is None and (asked := begun.result()) is not None:
         asked.cancel()
-
-
-class Signal:
-    """Like `asyncio.Event`, which asks for the running loop at each wait. That is a system call: a twentieth of the
-    time that the HTTP server needs for a token."""
-
-    __slots__ = ("_is_set", "_loop", "_waiter")
-
-    def __init__(self) -> None:
-        self._loop, self._is_set = asyncio.get_running_loop(), False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    async def wait(self) -> None:
-        if not self._is_set:
-            if self._waiter is None or self._waiter.done():
-                self._waiter = self._loop.create_future()
-            await self._waiter
 
 
 class OutputReader:
@@ -86,7 +61,7 @@ class OutputReader:
         return self._task is None or self._task.done()
 
     async def send(self, state: RequestState, messages: Sequence[AddRequest], tensors: Sequence[np.ndarray]) -> None:
-        state.output_ready = Signal()
+        state.output_ready = Signal(asyncio.get_running_loop())
         self._idle.clear()
         try:
             for message in messages:
@@ -136,7 +111,7 @@ class OutputReader:
 
     def aborted(self, state: RequestState) -> None:
         """End a request that was aborted before it was sent."""
-        state.output_ready = Signal()
+        state.output_ready = Signal(asyncio.get_running_loop())
         self._processor.abort([state.source.request_id], time.monotonic())
         state.output_ready.set()
         self._rest()
