@@ -20,6 +20,7 @@ import pooled
 import references
 import tiny
 from mainspring import EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from mainspring.core.model.load import kept_decisions
 from mainspring.core.model.load.loader import page
 from mainspring.core.model.run import indexed
 from mainspring.core.model.run.paged_model import PagedModel
@@ -229,6 +230,7 @@ def test_adapters_change_all_but_the_indexer(tmp_path: Path) -> None:
 def test_keys_and_values_may_be_cached_in_place_of_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, reqs = tiny.make("glm_moe_dsa", tmp_path), REQUESTS[:8]
     monkeypatch.setattr(Backend, "caches_latents", lambda *_: False)
+    monkeypatch.setattr(kept_decisions, "cache_folder", lambda: tmp_path / "native")  # another model was decided about
     assert serve(path, reqs)[0] == references.greedy(path, reqs)
 
 
