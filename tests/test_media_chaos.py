@@ -17,7 +17,7 @@ from media_models import make
 from test_media import SIZES
 
 pytestmark = pytest.mark.slow
-KILLS = 6  # of cores, and as many of media workers
+KILLS = 10  # of cores, and as many of media workers
 STREAMS = 3  # at once
 COUNT = 60
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=COUNT, ignore_eos=True)
