@@ -437,6 +437,8 @@ models that a paged cache can't serve, and then compares its logits with the mod
 - **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones
   if `max_model_len` is at most the original context length, otherwise those for a sequence of `max_model_len` tokens.
   transformers recomputes them for each length, so only in the latter case can outputs differ from `generate`.
+  `max_model_len` is larger only where it is set: with `dynamic` up to `factor` times the original length. With `yarn`
+  the model's limit is at least `factor` times that length, whatever `max_position_embeddings` says.
 - **Routed experts** (`enable_return_routed_experts`) are given for models whose experts are called with the numbers of
   the experts of each token. Models without experts, and Llama 4 and JetMoe, are refused.
 - **Retrieval models** with a decoder (ColPali, ColQwen2) give
