@@ -129,8 +129,8 @@ class EncoderCache(Feature):
         return not missing
 
     def _waits_behind(self, request: Request, step: int) -> bool:
-        """Whether a request leaves room to the one that waits longest. That one is passed over if the scheduler does
-        not consider it, as when its frontend has no credit."""
+        """Whether a request leaves room to the one that waits longest. That one loses its turn if the scheduler has
+        not considered it for 8 steps, as when its frontend has no credit."""
         first = self._first
         if first is request:
             self._asked = step

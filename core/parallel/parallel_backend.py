@@ -52,7 +52,7 @@ class ParallelBackend:
         self.summed, self.gathered, self.output, self._held, self.pieces = {}, set(), None, [], {}
 
     def move(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """What is known of weights is true of others in their places: `weights` has these by the `id` of the first."""
+        """Other tensors have taken the places of the weights: `weights` has the new tensor by the `id` of the old."""
         self.summed = {id(weights[key]): whole_input for key, whole_input in self.summed.items()}
         self.gathered = {id(weights[key]) for key in self.gathered}
         self.output = None if self.output is None else id(weights[self.output])

@@ -20,8 +20,8 @@ from .step import StepPlan, StepResult
 
 
 class PrepareAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Read an adapter's folder. Answer: a future of `AdapterFacts`, or of what is wrong with the folder. Also then its
-    number has to be dropped, because one of several ranks may have read it."""
+    """Read an adapter's folder. Answer: a future of `AdapterFacts`, or of what is wrong with the folder. After an
+    error too the number has to be dropped, because one of several ranks may have read it."""
 
     number: int
     adapter: Adapter

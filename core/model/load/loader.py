@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 Prepare = Callable[[Sequence[AttentionSpec], torch.dtype], None]
 ENCODER_DECODER: tuple[Any, ...] = (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
 _QUANTIZED = re.compile(r"weight_(scale|packed)|_proj_scale|qweight$|SCB$")  # tensors beside quantized weights
-_UNPICKLING: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]  # of files that are none
+_UNPICKLING: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]  # of damaged .bin files
 PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
 
 

@@ -23,8 +23,8 @@ def takes_positions(module: nn.Module | type[nn.Module]) -> bool:
 
 
 def longest_sequence(config: PreTrainedConfig, asked: bool = False) -> int | None:
-    """The number of tokens that a model has positions for; None: its config has no limit. asked: the number that a user
-    may ask for, which is larger where the rotary frequencies are then others for all sequences (`dynamic`)."""
+    """The number of tokens that a model has positions for; None: its config has no limit. asked: the largest
+    `max_model_len`. It is larger with `dynamic` rotary frequencies, which a long `max_model_len` changes."""
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     limit = next((limit for name in names if isinstance(limit := getattr(config, name, None), int)), None)
     rope = getattr(config, "rope_parameters", None) or {}
