@@ -228,7 +228,7 @@ def test_adapters_change_all_but_the_indexer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_keys_and_values_may_be_cached_in_place_of_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, reqs = tiny.make("glm_moe_dsa", tmp_path), REQUESTS[:8]
+    path, reqs = tiny.make("glm_moe_dsa", tmp_path / "model"), REQUESTS[:8]
     monkeypatch.setattr(Backend, "caches_latents", lambda *_: False)
     monkeypatch.setattr(kept_decisions, "cache_folder", lambda: tmp_path / "native")  # another model was decided about
     assert serve(path, reqs)[0] == references.greedy(path, reqs)
