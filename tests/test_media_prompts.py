@@ -156,6 +156,9 @@ def test_facts_of_raw_content_come_along() -> None:
     two = given_items({"audio": [(SOUND, 8000), (SOUND, 16000)], "video": [(FRAMES, metadata), FRAMES]})
     facts = [dict(item.input.facts) for item in two if item.input]
     assert facts[1:] == [{}, {"sampling_rate": 8000}, {"sampling_rate": 16000}]
+    (video,) = given_items({"video": (FRAMES, 2.0)})
+    assert video.input is not None
+    assert video.input.facts == {"fps": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,8 @@ def test_embeddings_of_media_and_wrong_uuids_are_refused() -> None:
         given_items({"image": FILE}, {"image": ["a", "b"]})
     with pytest.raises(InvalidRequestError, match=r"uuid of image 0 .* is 5"):
         given_items({"image": FILE}, {"image": [5]})
+    with pytest.raises(InvalidRequestError, match="is 5 for image"):
+        given_items({"image": FILE}, {"image": 5})
 
 
 # ------------------------------------------------------------------ prompts
@@ -471,9 +476,12 @@ def test_others_go_on_while_media_are_prepared(daemon: StandInOwner) -> None:
     in_preparation(daemon, test)
 
 
-def test_an_abort_during_the_preparation_ends_the_stream(daemon: StandInOwner) -> None:
+@pytest.mark.parametrize("beams", [False, True])
+def test_an_abort_during_the_preparation_ends_the_stream(daemon: StandInOwner, beams: bool) -> None:
+    params = SamplingParams(n=2, temperature=0, use_beam_search=True) if beams else SamplingParams()
+
     async def test(engine: AsyncLLMEngine, client: StandInMedia) -> None:
-        task = asyncio.create_task(collected(engine.generate(PROMPT, SamplingParams(), "a")))
+        task = asyncio.create_task(collected(engine.generate(PROMPT, params, "a")))
         while not client.futures:
             await asyncio.sleep(0)
         await engine.abort("a")
@@ -482,6 +490,35 @@ def test_an_abort_during_the_preparation_ends_the_stream(daemon: StandInOwner) -
         while not client.futures[0].cancelled():
             await asyncio.sleep(0.01)
         assert daemon.core.added == []
+
+    in_preparation(daemon, test)
+
+
+def test_a_stream_that_is_closed_during_the_preparation_leaves_nothing(daemon: StandInOwner) -> None:
+    async def test(engine: AsyncLLMEngine, client: StandInMedia) -> None:
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=1000), "a")
+        task = asyncio.create_task(collected(stream))
+        while not client.futures:
+            await asyncio.sleep(0)
+        await stream.aclose()
+        client.answer(0)
+        (output,) = await task
+        assert (output.finished, output.outputs[0].finish_reason) == (True, "abort")
+
+    in_preparation(daemon, test)
+
+
+def test_a_drain_waits_for_a_request_that_begins_when_its_media_are_prepared(daemon: StandInOwner) -> None:
+    async def test(engine: AsyncLLMEngine, client: StandInMedia) -> None:
+        task = asyncio.create_task(collected(engine.generate(PROMPT, SamplingParams(max_tokens=20), "a")))
+        while not client.futures:
+            await asyncio.sleep(0)
+        drain = asyncio.create_task(engine.wait_for_requests_to_drain(30))
+        await asyncio.sleep(0)
+        client.answer(0)
+        await drain
+        assert engine.get_num_unfinished_requests() == 0
+        assert len((await task)[-1].outputs[0].token_ids) == 20
 
     in_preparation(daemon, test)
 

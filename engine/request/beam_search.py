@@ -54,7 +54,7 @@ class _Beam(NamedTuple):
         return _Beam([*self.token_ids, token], logprobs, self.total + scored.logprob, token if stop else None)
 
     def score(self, prompt_len: int, length_penalty: float) -> float:
-        length = prompt_len + len(self.token_ids) - (self.stop_token is not None)
+        length = max(1, prompt_len + len(self.token_ids) - (self.stop_token is not None))  # 0: it was never sent
         return self.total / float(length**length_penalty)
 
 

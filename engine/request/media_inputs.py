@@ -65,6 +65,8 @@ def given_items(data: Any, uuids: Any = None, takes: Sequence[str] = MODALITIES)
     for modality in MODALITIES:
         items = _listed(modality, data.get(modality))
         names = uuids.get(modality)
+        if names is not None and not isinstance(names, (str, list, tuple)):
+            raise InvalidRequestError(f"multi_modal_uuids is {shown(names)} for {modality}; it must be a str or a list")
         if data.get(modality) is None and names is not None:
             items = [None] * (1 if isinstance(names, str) else len(names))
         names = [names] * len(items) if names is None or isinstance(names, str) else list(names)
@@ -154,6 +156,7 @@ def _video(value: Any, what: str) -> MediaInput:
     metadata: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and _is_pair(value[1]):
         value, metadata = value
+        metadata = {"fps": metadata} if isinstance(metadata, (int, float)) else metadata
     if isinstance(value, (list, tuple)):
         frames = [_pixels(frame, f"a frame of {what}") for frame in value]
         if len({frame.shape for frame in frames}) != 1:

@@ -142,7 +142,9 @@ class OutputReader:
 
     async def drained(self, seconds: float) -> None:
         """Wait until nothing is in flight. After so many seconds: `TimeoutError`."""
-        await asyncio.wait_for(self._idle.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            while not self._idle.is_set():  # a request whose media are prepared may begin before this goes on
+                await self._idle.wait()
 
     async def ended(self) -> None:
         """Wait for the end of the reading task. It ends when the client is closed."""

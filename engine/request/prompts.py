@@ -122,11 +122,16 @@ def with_processor_kwargs(prompts: Sequence[Any], kwargs: Mapping[str, Any] | No
     if not kwargs:
         return list(prompts)
     return [
-        {**prompt, "mm_processor_kwargs": {**kwargs, **(prompt.get("mm_processor_kwargs") or {})}}
-        if has_media(prompt)
-        else prompt
+        {**prompt, "mm_processor_kwargs": {**kwargs, **_processor_kwargs(prompt)}} if has_media(prompt) else prompt
         for prompt in prompts
     ]
+
+
+def _processor_kwargs(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    kwargs = prompt.get("mm_processor_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"mm_processor_kwargs is {shown(kwargs)}; it must be a dict")
+    return kwargs
 
 
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
@@ -176,7 +181,7 @@ def _parse_parts(prompt: Mapping[str, Any]) -> ParsedPrompt:
     elif encoder.text or encoder.token_ids:
         raise InvalidRequestError("encoder_prompt has multi_modal_data and a text, which belongs into decoder_prompt")
     else:
-        given = encoder.given._replace(kwargs={**(prompt.get("mm_processor_kwargs") or {}), **encoder.given.kwargs})
+        given = encoder.given._replace(kwargs={**_processor_kwargs(prompt), **encoder.given.kwargs})
     return decoder._replace(given=given, explicit=True, cache_salt=decoder.cache_salt or encoder.cache_salt)
 
 
@@ -186,11 +191,8 @@ def _with_media(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key in ("prompt_embeds", "token_type_ids"):
         if prompt.get(key) is not None:
             raise InvalidRequestError(f"a prompt has both {key} and multi_modal_data; give one")
-    kwargs = prompt.get("mm_processor_kwargs") or {}
-    if not isinstance(kwargs, Mapping):
-        raise InvalidRequestError(f"mm_processor_kwargs is {shown(kwargs)}; it must be a dict")
     parsed = _parse_mapping({key: value for key, value in prompt.items() if key not in _MEDIA_KEYS})
-    given = GivenMedia(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"), dict(kwargs))
+    given = GivenMedia(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"), dict(_processor_kwargs(prompt)))
     return parsed._replace(given=given)
 
 

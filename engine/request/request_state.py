@@ -250,7 +250,7 @@ class RequestState:
         """The `n` completions with the largest sum of log probabilities, of `best_of`."""
         n, completions = self.source.params.n, self.completions
         if len(completions) > n:
-            completions = sorted(completions, key=lambda one: -one.cumulative_logprob)[:n]
+            completions = sorted(completions, key=lambda one: (one.error is not None, -one.cumulative_logprob))[:n]
             for index, completion in enumerate(completions):
                 completion.index = index
         return completions

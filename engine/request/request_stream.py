@@ -71,6 +71,8 @@ class RequestStream:
     async def begin(self) -> RequestState:
         """Send the request."""
         self._state = await self._send()
+        if self._ended is not None:  # closed by another task meanwhile
+            await self._reader.end([self.request_id])
         return self._state
 
     @property
