@@ -334,6 +334,27 @@ def test_what_comes_of_a_body_is_not_copied_again_and_again(monkeypatch: pytest.
     assert 0 < most < 1 << 20
 
 
+def test_a_client_that_leaves_after_a_second_request_is_noticed_by_the_first() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        await begun.wait()
+        writer.close()
+        await left.wait()
+        return b"left"
+
+    assert on_a_connection(app, talk) == b"left"
+
+
 def on_a_connection(
     app: Any, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, bytes]]
 ) -> bytes:
@@ -411,6 +432,27 @@ def test_counters_of_several_workers_are_summed() -> None:
 
 
 # ---------------------------------------------------------------------- keys, errors, options
+
+
+def test_a_tenant_whose_connection_takes_long_is_told_so() -> None:
+    may_connect, made = threading.Event(), []
+
+    def connect(one: Tenant) -> Any:
+        made.append(one)
+        may_connect.wait(30)
+        return SimpleNamespace(dead_error=None, engine_core=SimpleNamespace(lost_since=None))
+
+    async def run() -> None:
+        one = Tenant("one", 1.0, False, connect, patience=0.05)
+        for found in await asyncio.gather(*(one.engine() for _ in range(3)), return_exceptions=True):
+            assert isinstance(found, HttpError)
+            assert (found.status, dict(found.headers)[b"retry-after"]) == (503, b"5")
+        may_connect.set()
+        await asyncio.sleep(0.2)
+        assert await one.engine() is await one.engine()
+        assert len(made) == 1
+
+    asyncio.run(run())
 
 
 def test_key_files(tmp_path: Path) -> None:

@@ -284,6 +284,13 @@ def test_a_response_that_is_not_stored_or_cut(client: openai.OpenAI) -> None:
         client.responses.retrieve(found.id)
 
 
+def test_a_response_that_the_core_refuses_is_an_error_before_any_event(server: HttpServer) -> None:
+    for stream in (False, True):
+        asked = {"input": "x", "stream": stream, "guided_regex": "(((("}
+        answer = httpx.post(f"{server.url}/v1/responses", json=asked)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI) -> None:
     found = respond(client, "Yes.", background=True)
     assert found.status == "in_progress"
@@ -292,6 +299,8 @@ def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI
         assert time.monotonic() < deadline
     assert (found.status, found.output_text) == ("completed", "Yes.")
     long = respond(client, background=True, max_output_tokens=8000, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.BadRequestError, match="is in_progress"):
+        respond(client, "And then?", previous_response_id=long.id)
     assert client.responses.cancel(long.id).status == "cancelled"
     assert client.responses.retrieve(long.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="only a response in the background"):
@@ -394,7 +403,8 @@ def test_errors_have_the_form_of_anthropic(server: HttpServer, other: anthropic.
         message(other, messages=[{"role": "user", "content": [{"type": "x"}]}])
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         message(other, model="none")
-    for body in (b'{"messages": 3}', b'{"messages": []}'):
+    image = b'{"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": "x"}]}]}'
+    for body in (b'{"messages": 3}', b'{"messages": []}', image):
         answer = httpx.post(f"{server.url}/v1/messages", content=body)
         assert answer.status_code == 400
         assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")

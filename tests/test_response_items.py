@@ -119,7 +119,15 @@ def test_each_answer_of_the_model_keeps_its_own_reasoning() -> None:
 
 @pytest.mark.parametrize(
     "item",
-    [{}, {"role": "user"}, {"type": "function_call", "name": "f"}, {"type": "image"}, {"role": "x", "content": "a"}],
+    [
+        {},
+        {"role": "user"},
+        {"type": "function_call", "name": "f"},
+        {"type": "image"},
+        {"role": "x", "content": "a"},
+        {"type": "function_call_output", "call_id": "1"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": "data:,"}]},
+    ],
 )
 def test_an_item_of_no_known_form_is_refused(item: Any) -> None:
     with pytest.raises(HttpError, match=r"input\[0\]"):
@@ -220,10 +228,12 @@ def test_an_id_names_its_worker() -> None:
 def test_a_worker_is_asked_over_its_socket(kind: str) -> None:
     """Also when the client leaves before the end of a stream, of which the other worker hears."""
     left: list[str] = []
+    tasks: set[asyncio.Task[None]] = set()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert (scope["path"], dict(scope["headers"])[b"authorization"]) == ("/v1/responses/resp_1", b"Bearer key")
         body = (await receive())["body"]
+        assert asyncio.current_task() in tasks, "the worker must not end before this"
         content = b"application/json" if kind == "json" else b"text/event-stream"
         await send({"type": "http.response.start", "status": 202, "headers": [(b"content-type", content)]})
         await send({"type": "http.response.body", "body": b"got " + body, "more_body": True})
@@ -240,7 +250,7 @@ def test_a_worker_is_asked_over_its_socket(kind: str) -> None:
         request = Request({**scope, "headers": [(b"authorization", b"Bearer key")]}, cast(Any, None), {}, 0)
         with pytest.raises(HttpError, match="is being restarted"):
             await asking.ask(1, request)
-        await asked.listen(app)
+        await asked.listen(app, tasks)
         found = await asking.ask(1, request, b"body")
         if isinstance(found, Answer):
             assert (kind, found.status, found.body) == ("json", 202, b"got body.")

@@ -105,7 +105,7 @@ class ChatApi:
             )
             return ready, params, reading
 
-        prompt, params, reading = await made(request, make)
+        prompt, params, reading = await made(request, make, engine.engine_core.model.encoder_input)
         stream = engine.generate(
             prompt,
             params,

@@ -115,7 +115,7 @@ class CompletionApi:
                 for number, prompt in enumerate(prompts)
             ]
 
-        ready = await made(request, make)
+        ready = await made(request, make, engine.engine_core.model.encoder_input)
         echoed = await made(request, lambda: [_texts(engine, one) if body.echo else ("", "") for one in ready])
         streams = []
         try:

@@ -81,12 +81,15 @@ class Forwarding:
 
         return Events(events(), b"")
 
-    async def listen(self, app: App) -> None:
-        """Answer other workers."""
+    async def listen(self, app: App, tasks: set[asyncio.Task[None]]) -> None:
+        """Answer other workers. tasks: those that a worker waits for before it ends; the answers are added."""
         if not self._folder:
             return
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if (task := asyncio.current_task()) is not None:
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
             with contextlib.suppress(OSError, EOFError):
                 scope, body = await _read(reader)
                 sent = False

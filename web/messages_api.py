@@ -274,7 +274,7 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            parts.append({"type": "text", "text": block.get("text")})
+            parts.append({"type": "text", "text": str(block.get("text") or "")})
         elif kind == "thinking":
             thinking += str(block.get("thinking", ""))
         elif kind == "redacted_thinking":
@@ -287,15 +287,15 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             text = _joined(block.get("content") or "", where)
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "image":
-            source = block.get("source") or {}
+            source = given if isinstance(given := block.get("source"), dict) else {}
             url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
             parts.append({"type": "image_url", "image_url": {"url": url}})
         else:
             raise HttpError(400, f"{where} has a block of type {kind!r:.40}, which is not supported", where)
     if role == "assistant":
-        return [assistant_message("".join(str(part.get("text", "")) for part in parts), thinking, calls)]
+        return [assistant_message("".join(part.get("text", "") for part in parts), thinking, calls)]
     if all(part["type"] == "text" for part in parts):
-        return [*found, {"role": role, "content": "\n".join(str(part["text"]) for part in parts)}] if parts else found
+        return [*found, {"role": role, "content": "\n".join(part["text"] for part in parts)}] if parts else found
     return [*found, {"role": role, "content": parts}]
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 << 10  # of a request, its first line included
 MAX_HEADERS = 200
@@ -86,6 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _rest, _at = b"", 0  # what has come, and how much of it is parsed
     _body_left = 0  # bytes of the body that are to come, if the header says so
     _timer: asyncio.TimerHandle | None = None
+    _running: Any = None  # the cycle of the request that is being answered; `cycle` is that of the latest one
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -98,7 +99,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
         self._rest = b""
+        self.cycle = self._running
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         self._rest += data

@@ -141,8 +141,10 @@ def chat_messages(given: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any
             reasoning = ""
         elif kind == "function_call_output":
             output = item.get("output")
-            content = output if isinstance(output, str) else _text(output)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            parts = output if isinstance(output, list) else [{"text": output}]
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+                raise HttpError(400, f"input[{at}] must have output, a text or a list of texts", "input")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(parts)})
         elif kind == "reasoning":
             reasoning += _text(item.get("content") or item.get("summary") or [])
         else:

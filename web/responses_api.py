@@ -54,7 +54,7 @@ class ResponsesApi:
         before = body.previous_response_id
         if before is not None and (row := self._forwarding.elsewhere(before)) is not None:
             return await self._forwarding.ask(row, request, msgspec.json.encode(body))
-        earlier = [] if before is None else self._stored(request, before).messages
+        earlier = [] if before is None else self._answered(request, before)
         for name, given in (("conversation", body.conversation), ("prompt", body.prompt_template)):
             if given is not None:
                 raise HttpError(400, f"{name} is not supported; give the items as input", name, "not_supported")
@@ -126,6 +126,14 @@ class ResponsesApi:
             raise HttpError(404, f"there is no response {number!r}; the server keeps the latest ones only", "id")
         return stored
 
+    def _answered(self, request: Request, number: str) -> list[dict[str, Any]]:
+        """The conversation up to an answer."""
+        stored = self._stored(request, number)
+        if (status := stored.response["status"]) not in ("completed", "incomplete"):
+            why = f"response {number!r} is {status}, so it has no answer to go on from"
+            raise HttpError(400, why, "previous_response_id")
+        return stored.messages
+
     def _ended(self, made: _Response, turn: Turn, stored: Stored) -> list[dict[str, Any]]:
         """Close the response and store it; the events of that."""
         status = "incomplete" if turn.reason == "length" else "completed"
@@ -140,14 +148,14 @@ class ResponsesApi:
         def written(events: list[dict[str, Any]]) -> bytes:
             return b"".join(event(made.numbered(one), one["type"]) for one in events)
 
-        yield written(
-            [{"type": f"response.{kind}", "response": stored.response} for kind in ("created", "in_progress")]
-        )
+        begun = stored.response
+        events = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
         async with contextlib.aclosing(turn.pieces()) as pieces:
-            async for some in pieces:
-                if events := made.items.add(some):
+            async for some in pieces:  # a request that the core refuses has none, and is answered with an error
+                if events := [*events, *made.items.add(some)]:
                     yield written(events)
-        events = self._ended(made, turn, stored)
+                    events = []
+        events += self._ended(made, turn, stored)
         kind = f"response.{stored.response['status']}"
         yield written([*events, {"type": kind, "response": stored.response}])
 
@@ -165,6 +173,7 @@ class ResponsesApi:
             why = {"code": "server_error", "message": http_error(error).message}
             stored.response = {**made.shown("failed", turn), "error": why}
         finally:
+            self._store.add(made.number, stored)
             del self._tasks[made.number]
 
 

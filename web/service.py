@@ -126,9 +126,9 @@ class Service:
             )
 
 
-async def made(request: Request, make: Callable[[], T]) -> T:
-    """What `make` returns; for a large request it runs in a thread."""
-    return make() if request.size < LARGE_BODY else await asyncio.to_thread(make)
+async def made(request: Request, make: Callable[[], T], waits: bool = False) -> T:
+    """What `make` returns. For a large request, or if it waits for another process, it runs in a thread."""
+    return await asyncio.to_thread(make) if waits or request.size >= LARGE_BODY else make()
 
 
 def new_id(prefix: str) -> str:

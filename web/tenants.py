@@ -32,7 +32,7 @@ class Tenant:
         self.name, self.weight, self.admin = name, weight, admin
         self._connect, self._patience = connect, patience
         self._engine: AsyncLLMEngine | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[AsyncLLMEngine] | None = None
 
     async def engine(self) -> AsyncLLMEngine:
         """The engine on the tenant's connection.
@@ -42,16 +42,22 @@ class Tenant:
         """
         engine = self._engine
         if engine is None or engine.dead_error is not None:
-            async with self._opening:
-                if self._engine is None or self._engine.dead_error is not None:
-                    self.close()
-                    self._engine = await asyncio.to_thread(self._connect, self)
-                engine = self._engine
+            if (opening := self._opening) is None or opening.done():
+                opening = self._opening = asyncio.create_task(self._open())
+            await asyncio.wait([opening], timeout=self._patience)
+            if not opening.done():
+                raise HttpError(503, f"the core has not answered for {self._patience:.0f} s", retry_after=5)
+            engine = opening.result()
         lost = engine.engine_core.lost_since
         if lost is not None and time.monotonic() - lost > self._patience:
             waited = time.monotonic() - lost
             raise HttpError(503, f"the core has not answered for {waited:.0f} s; it restarts", retry_after=5)
         return engine
+
+    async def _open(self) -> AsyncLLMEngine:
+        self.close()
+        self._engine = await asyncio.to_thread(self._connect, self)
+        return self._engine
 
     def use(self, engine: AsyncLLMEngine) -> None:
         """Use an engine that is connected."""

@@ -252,7 +252,7 @@ def run(order: Order, on_ready: Callable[[], None], parent: int | None = None) -
     async def serve() -> None:
         if parent is not None:
             asyncio.get_running_loop().add_reader(parent, _ended, server, parent)
-        await site.forwarding.listen(site.app)
+        await site.forwarding.listen(site.app, server.server_state.tasks)
         await server.serve([socket.socket(fileno=order.listener)])
 
     try:
