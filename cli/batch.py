@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,6 +56,7 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
         raise InvalidArgumentError(f"max_concurrent is {max_concurrent}; it must be at least 1")
     try:
         from ..web.counters import shared_file
+        from ..web.served_adapters import ServedAdapters
         from ..web.worker import Order, Site
     except ImportError as error:
         raise NotSupportedError(f'{error.name} is not installed: pip install "mainspring[serve]"') from error
@@ -68,7 +70,9 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
         if strange := done.keys() - set(ids):
             raise InvalidArgumentError(f"{target} has an answer to {min(strange)!r}, which is not in {source}")
         counters = stack.enter_context(shared_file(1))
-        site = Site(Order(options, "", {}, None, 0, 1, counters.fileno(), -1), engine)
+        adapters = stack.enter_context(TemporaryFile())
+        ServedAdapters(adapters.fileno()).begin(options.lora_modules or ())
+        site = Site(Order(options, "", {}, None, 0, 1, counters.fileno(), adapters.fileno(), -1), engine)
         progress = stack.enter_context(tqdm(total=len(ids), initial=len(done), unit="request", disable=None))
         batch = _Batch(site, engine, out.fileno(), progress, sum(done.values()))
         asyncio.run(batch.run((line for line in requests_of(source) if line.custom_id not in done), max_concurrent))

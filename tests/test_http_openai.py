@@ -270,6 +270,39 @@ def test_adapters_are_models(folder: Path, tmp_path: Path) -> None:
         server.end()
 
 
+def test_adapters_come_and_go_for_all_workers(folder: Path, tmp_path: Path) -> None:
+    prompt, name = [5, 9, 30, 7], "mine"
+    options: Any = {"r": 4, "target_modules": ["q_proj"]}
+    paths = [peft_folders.make_lora(MODEL_PATH, tmp_path / str(seed), seed, **options) for seed in (1, 2)]
+    (folder / "keys").write_text(KEYS)
+    server = HttpServer(folder, "--enable-lora", "--workers", "2", "--api-key-file", str(folder / "keys")).wait_ready()
+
+    def post(path: str, key: str = "sk-root", **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{server.url}/v1/{path}", headers=headers, json=body, timeout=60)
+
+    def answers() -> list[Any]:
+        """Of 12 connections: token ids, or a status."""
+        asked = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        found = [post("completions", "sk-first", **asked, return_token_ids=True) for _ in range(12)]
+        return [one.json()["choices"][0]["token_ids"] if one.is_success else one.status_code for one in found]
+
+    try:
+        assert answers() == [404] * 12
+        assert post("load_lora_adapter", "sk-first", lora_name=name, lora_path=str(paths[0])).status_code == 403
+        assert post("load_lora_adapter", lora_name=name, lora_path=str(tmp_path / "none")).status_code == 400
+        assert answers() == [404] * 12
+        for path, more in ((paths[0], {}), (paths[1], {"load_inplace": True})):
+            assert post("load_lora_adapter", lora_name=name, lora_path=str(path), **more).status_code == 200
+            assert post("load_lora_adapter", lora_name=name, lora_path=str(path)).status_code == 400
+            assert answers() == [peft_folders.generate(MODEL_PATH, path, prompt, 8)] * 12
+        assert post("unload_lora_adapter", lora_name=name).status_code == 200
+        assert answers() == [404] * 12
+        assert post("unload_lora_adapter", lora_name=name).status_code == 404
+    finally:
+        server.end()
+
+
 def test_models_and_what_else_is_told(server: HttpServer) -> None:
     client = server.client()
     assert [model.id for model in client.models.list()] == ["spring"]
@@ -429,7 +462,8 @@ def test_administration_needs_the_key_of_an_administrator(keyed: HttpServer) -> 
         return httpx.post(f"{keyed.url}{path}", headers={"authorization": f"Bearer {key}"}, timeout=60)
 
     assert post("/reset_prefix_cache", "sk-first").status_code == 403
-    assert post("/reset_prefix_cache", "sk-root").status_code == 200
+    for cache in ("prefix", "mm", "encoder"):
+        assert post(f"/reset_{cache}_cache", "sk-root").status_code == 200
     assert post("/sleep?level=0", "sk-root").status_code == 200
     headers = {"authorization": "Bearer sk-root"}
     assert httpx.get(f"{keyed.url}/is_sleeping", headers=headers).json() == {"is_sleeping": True}

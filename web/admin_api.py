@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ipc.adapters import LoRARequest
-from .exchange import Answer, Request, answer
+import msgspec
+
+from .exchange import TEXT, Answer, Request, answer
 from .failures import HttpError
 from .service import Service
 from .tenants import Tenant
+
+
+class LoadAdapterBody(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    lora_name: str
+    lora_int_id: int | None = None  # without effect: the name says which
 
 
 class AdminApi:
@@ -40,6 +52,14 @@ class AdminApi:
         await (await self._tenant.engine()).reset_prefix_cache()
         return Answer(b"")
 
+    async def reset_mm_cache(self, request: Request, body: None) -> Answer:
+        await (await self._tenant.engine()).reset_mm_cache()
+        return Answer(b"")
+
+    async def reset_encoder_cache(self, request: Request, body: None) -> Answer:
+        await (await self._tenant.engine()).reset_encoder_cache()
+        return Answer(b"")
+
     async def pause(self, request: Request, body: None) -> Answer:
         mode: Any = request.query.get("mode", "abort")
         await (await self._tenant.engine()).pause_generation(mode)
@@ -52,12 +72,18 @@ class AdminApi:
     async def is_paused(self, request: Request, body: None) -> Answer:
         return answer({"is_paused": await (await self._tenant.engine()).is_paused()})
 
+    async def load_adapter(self, request: Request, body: LoadAdapterBody) -> Answer:
+        """Let requests name an adapter, once the core has loaded it."""
+        service, name = self._service, body.lora_name
+        if service.is_base(name) or (name in service.adapters.all() and not body.load_inplace):
+            raise HttpError(400, f"there is a model {name!r} already; load_inplace replaces an adapter", "lora_name")
+        one = service.adapters.next(name, body.lora_path)
+        await (await self._tenant.engine()).add_lora(one)
+        service.adapters.add(one)
+        return Answer(f"Success: LoRA adapter '{name}' added successfully.".encode(), headers=(TEXT,))
 
-def adapter_of(number: int, text: str) -> LoRARequest:
-    """The adapter that NAME=FOLDER describes.
-
-    Raises:
-        InvalidArgumentError: it is not of that form.
-    """
-    name, _, folder = text.partition("=")
-    return LoRARequest(name, number, folder)
+    async def unload_adapter(self, request: Request, body: UnloadAdapterBody) -> Answer:
+        """Refuse requests that name an adapter. Those under way go on."""
+        number = self._service.adapters.remove(body.lora_name)
+        await (await self._tenant.engine()).remove_lora(number)
+        return Answer(f"Success: LoRA adapter '{body.lora_name}' removed successfully.".encode(), headers=(TEXT,))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from ..ipc.errors import AddressInUseError, ConnectError, EngineStartError, NotS
 from ..ipc.transport import ipc_address, make_runtime_dir, readable, remove_runtime_dir
 from .counters import shared_file
 from .serve_options import ServeOptions
+from .served_adapters import ServedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +64,10 @@ def serve(options: ServeOptions, engine: EngineConfig | dict[str, Any], on_ready
         url = _url(options, listener)
         settings = {} if isinstance(engine, EngineConfig) else dict(engine)
         name = settings.pop("served_model_name", None)
-        order = Order(
-            options, options.connect or "", settings, name, 0, options.workers, counters.fileno(), listener.detach()
-        )
+        adapters = stack.enter_context(tempfile.TemporaryFile())
+        ServedAdapters(adapters.fileno()).begin(options.lora_modules or ())
+        files = counters.fileno(), adapters.fileno(), listener.detach()
+        order = Order(options, options.connect or "", settings, name, 0, options.workers, *files)
         if options.workers > 1:
             order.folder = make_runtime_dir()
             stack.callback(remove_runtime_dir, order.folder)
@@ -198,7 +201,7 @@ class _Pool:
 
     def _start(self, row: int, ready: int = -1) -> None:
         order = msgspec.structs.replace(self._order, row=row, ready=ready)
-        passed = [order.counters, order.listener, *([ready] if ready >= 0 else [])]
+        passed = [order.counters, order.adapters, order.listener, *([ready] if ready >= 0 else [])]
         command = [sys.executable, "-P", "-m", "mainspring.web.worker", msgspec.json.encode(order).decode()]
         self._started[row] = time.monotonic()
         self._processes[row] = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .counters import Counters
     from .exchange import Request
     from .reading import Readings
+    from .served_adapters import ServedAdapters
     from .tenants import Tenants
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ LARGE_BODY = 16 << 10  # bytes; from here on prompts are made in a thread, becau
 class Service:
     """Args:
     name: what the model is called. Requests may also name it by the last part of a path.
-    adapters: LoRA adapters by name, which are models of their own in requests.
+    adapters: models of their own in requests.
     readings: how answers to conversations are read.
     trusts_templates: whether requests may bring chat templates.
     """
@@ -41,16 +42,20 @@ class Service:
         tenants: Tenants,
         counters: Counters,
         name: str,
-        adapters: Mapping[str, LoRARequest],
+        adapters: ServedAdapters,
         readings: Readings,
         trusts_templates: bool = False,
     ) -> None:
         self.tenants, self.counters = tenants, counters
-        self.name, self.adapters, self.readings = name, dict(adapters), readings
+        self.name, self.adapters, self.readings = name, adapters, readings
         self._trusts_templates = trusts_templates
         self._short_name = name.rstrip("/").rpartition("/")[2]
         self.created = int(time.time())
         self._longest_token: int | None = None  # characters
+
+    def is_base(self, asked: str) -> bool:
+        """Whether this names the model itself."""
+        return asked in (self.name, self._short_name)
 
     def model(self, asked: str | None) -> tuple[str, LoRARequest | None]:
         """The name to answer with, and the adapter.
@@ -60,9 +65,9 @@ class Service:
         """
         if not asked:
             return self.name, None
-        if asked in (self.name, self._short_name):
+        if self.is_base(asked):
             return asked, None
-        if (adapter := self.adapters.get(asked)) is not None:
+        if (adapter := self.adapters.all().get(asked)) is not None:
             return asked, adapter
         raise HttpError(404, f"the model {asked!r} does not exist", "model", "model_not_found")
 

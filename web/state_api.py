@@ -46,7 +46,7 @@ class StateApi:
         longest = engine.engine_core.model.max_model_len
         own = {"id": service.name, **common, "root": service.name, "parent": None, "max_model_len": longest}
         found: list[dict[str, Any]] = [own]
-        for name, adapter in service.adapters.items():
+        for name, adapter in service.adapters.all().items():
             more = {"root": adapter.lora_path, "parent": service.name, "max_model_len": longest}
             found.append({"id": name, **common, **more})
         return found

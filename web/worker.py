@@ -20,7 +20,7 @@ import uvicorn
 from ..engine.async_llm_engine import AsyncLLMEngine
 from ..ipc import logs
 from ..serve.scale import admin_of
-from .admin_api import AdminApi, adapter_of
+from .admin_api import AdminApi, LoadAdapterBody, UnloadAdapterBody
 from .app import App, longest_body
 from .bodies import ChatBody, CompletionBody
 from .chat import ChatApi
@@ -36,6 +36,7 @@ from .reading import Readings
 from .responses_api import ResponseBody, ResponsesApi
 from .router import Router
 from .serve_options import ServeOptions
+from .served_adapters import ServedAdapters
 from .service import Service
 from .state_api import StateApi
 from .tenants import Tenant, Tenants, load_api_keys
@@ -57,7 +58,7 @@ class Order(msgspec.Struct):
         frontend: options of `AsyncLLMEngine.connect`.
         name: what the model is called; None: as the daemon has it.
         row, rows: the worker's number, and how many there are.
-        counters: descriptor of the file with the counters.
+        counters, adapters: descriptors of the files that all workers share.
         listener: descriptor of the listening socket.
         folder: of the sockets at which workers ask each other; empty: there is one worker.
     ready: descriptor of a pipe, which gets a byte when requests are taken; -1: there is none.
@@ -70,6 +71,7 @@ class Order(msgspec.Struct):
     row: int
     rows: int
     counters: int
+    adapters: int
     listener: int
     ready: int = -1
     folder: str = ""
@@ -95,15 +97,10 @@ class Site:
         self.tenants = Tenants(first, by_key)
         counters = Counters(order.counters, order.rows, order.row)
         shown = order.name or self._engine.model_config.shown_name
-        adapters = {
-            one.lora_name: one
-            for at, text in enumerate(options.lora_modules or (), 1)
-            for one in [adapter_of(at, text)]
-        }
         readings = Readings(options.tool_parser, options.reasoning_parser)
         readings.prepare(self._engine)
         trusts = options.trust_request_chat_template
-        self.service = Service(self.tenants, counters, shown, adapters, readings, trusts)
+        self.service = Service(self.tenants, counters, shown, ServedAdapters(order.adapters), readings, trusts)
         self.admin = Tenant("administration", 1.0, True, self._connect_admin, options.restart_wait)
         self.forwarding = Forwarding(order.folder, order.row, order.rows)
         self.router = Router()
@@ -181,10 +178,14 @@ class Site:
             ("/sleep", admin.sleep),
             ("/wake_up", admin.wake_up),
             ("/reset_prefix_cache", admin.reset_prefix_cache),
+            ("/reset_mm_cache", admin.reset_mm_cache),
+            ("/reset_encoder_cache", admin.reset_encoder_cache),
             ("/pause", admin.pause),
             ("/resume", admin.resume),
         ):
             add("POST", path, handler, access="admin")
+        add("POST", "/v1/load_lora_adapter", admin.load_adapter, LoadAdapterBody, access="admin")
+        add("POST", "/v1/unload_lora_adapter", admin.unload_adapter, UnloadAdapterBody, access="admin")
         add("GET", "/is_sleeping", admin.is_sleeping, access="admin")
         add("GET", "/is_paused", admin.is_paused, access="admin")
 
