@@ -355,6 +355,28 @@ def test_a_client_that_leaves_after_a_second_request_is_noticed_by_the_first() -
     assert on_a_connection(app, talk) == b"left"
 
 
+def test_connections_that_end_together_are_closed_in_several_rounds() -> None:
+    async def run() -> None:
+        config, state = uvicorn.Config(lambda *_: None, ws="none", lifespan="off", log_config=None), ServerState()
+        config.load()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0)
+        clients = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(50)]
+        while len(state.connections) < 50:
+            await asyncio.sleep(0)
+        for _, writer in clients:
+            writer.close()
+        before, most = 50, 0
+        while state.connections:
+            await asyncio.sleep(0)
+            most, before = max(most, before - len(state.connections)), len(state.connections)
+        assert most <= 2 * protocol.CLOSED_IN_A_ROUND
+        server.close()
+
+    with asyncio.Runner(loop_factory=worker.loop_factory()) as runner:
+        runner.run(asyncio.wait_for(run(), 20))
+
+
 def on_a_connection(
     app: Any, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, bytes]]
 ) -> bytes:

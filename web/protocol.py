@@ -15,15 +15,17 @@ MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
 PIECE_BYTES, BODY_PIECE_BYTES = 4 << 10, 64 << 10  # of what has come, parsed before other connections have their turn
 PARSE_SECONDS = 0.0005  # of each round of the event loop, because what is parsed starts requests
+CLOSED_IN_A_ROUND = 8  # connections; to close one takes as long as to send a token
 
 
 class _Rounds:
-    """What a round of the event loop may parse. Hundreds of connections can bring something in the same round, and all
-    streams would wait until it is parsed: some of the connections have their turn in the next rounds."""
+    """What a round of the event loop may parse and close. Hundreds of connections can bring something, or end, in the
+    same round, and all streams would wait for that: some of the connections have their turn in the next rounds."""
 
     def __init__(self) -> None:
         self._until = 0.0  # when this round has parsed enough; 0: it has not begun to
         self._waiting: deque[LimitedProtocol] = deque()
+        self._ended: deque[asyncio.Transport] = deque()
 
     def has_time(self, loop: asyncio.AbstractEventLoop) -> bool:
         if not self._until:
@@ -36,12 +38,22 @@ class _Rounds:
             self._begin(one.loop)
         self._waiting.append(one)
 
+    def close(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        """Close a connection that the client has ended."""
+        if not self._until:
+            self._begin(loop)
+        self._ended.append(transport)
+
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._until = time.perf_counter() + PARSE_SECONDS
         loop.call_soon(self._next, loop)
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._until = 0.0
+        for _ in range(min(len(self._ended), CLOSED_IN_A_ROUND)):
+            self._ended.popleft().close()
+        if self._ended:
+            self._begin(loop)
         for _ in range(len(self._waiting)):
             if not self._until:
                 self._begin(loop)
@@ -105,6 +117,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
+
+    def eof_received(self) -> Any:
+        if self.scheme == "http":  # one of https is closed at once
+            self._rounds.close(self.loop, self.transport)
+        return self.scheme == "http"
 
     def data_received(self, data: bytes) -> None:
         self._rest += data
