@@ -229,7 +229,9 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         "one rank for each copy: ranks of one core, which share the experts.",
     ] = 1
     distributed_executor_backend: Annotated[
-        str, "`mp`: a process for each rank of `tensor_parallel_size`; `uni`: the same, and one process for one rank."
+        str,
+        "`mp`: a process for each rank of `tensor_parallel_size`; `uni`: the same, and one process for one rank; "
+        "`ray`: ranks are placed by Ray; `external_launcher`: torchrun starts them.",
     ] = "uni"
     worker_extension_cls: Annotated[
         str, "A class, as `package.module.Class`, whose methods `collective_rpc` can call, too."
