@@ -50,6 +50,12 @@ class Body(msgspec.Struct):
     text: str
 
 
+@pytest.fixture(autouse=True)
+def _rounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test has its own event loop, in which nothing of another one's waits."""
+    monkeypatch.setattr(protocol.LimitedProtocol, "_rounds", protocol._Rounds())
+
+
 @pytest.fixture
 def router() -> Router:
     made = Router()
