@@ -231,6 +231,7 @@ class Frontend(FrontendMembers, Generic[C]):
         self.input_processor = InputProcessor(tokenizer, check, eos, interval, self._media)
         self._handles = itertools.count(1)
         self.output_processor = OutputProcessor(tokenizer, self._handles)
+        self.output_processor.on_media_end = self._media.sweep
         self.logger_manager: StatLoggerManager | None = None
         self.metrics_port: int | None = None  # where metrics are served
         try:

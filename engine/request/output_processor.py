@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -37,6 +37,7 @@ class OutputProcessor:
         self._completions: dict[int, Completion] = {}  # handle → unfinished completion
         self.statistics: StatLoggerManager | None = None
         self.tracer: Tracer | None = None
+        self.on_media_end: Callable[[], None] = lambda: None  # called when a request with media has ended
 
     def use_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Use this tokenizer from now on. No request may be in flight."""
@@ -196,6 +197,7 @@ class OutputProcessor:
         del self._requests[state.source.request_id]
         if state.source.media is not None:  # outputs do not need it
             state.source = replace(state.source, media=None)
+            self.on_media_end()
         if self.statistics is not None:
             self.statistics.request_ended(state, now)
         if self.tracer is not None:

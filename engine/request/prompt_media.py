@@ -156,6 +156,14 @@ class PromptMedia:
         if client is not None:
             client.close()
 
+    def sweep(self) -> None:
+        """Let the client forget the media of requests that have ended."""
+        while self._ended and (client := self._client) is not None:
+            try:
+                client.forget(self._ended.popleft())
+            except IndexError:  # another thread took it
+                break
+
     def _use(self) -> MediaClient:
         """The client, which has forgotten what ended."""
         with self._lock:
@@ -164,11 +172,7 @@ class PromptMedia:
             if self._client is None:
                 self._client = self._open()
             client = self._client
-        while self._ended:
-            try:
-                client.forget(self._ended.popleft())
-            except IndexError:  # another thread took it
-                break
+        self.sweep()
         return client
 
 
