@@ -404,7 +404,7 @@ def test_errors_have_the_form_of_anthropic(server: HttpServer, other: anthropic.
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         message(other, model="none")
     image = b'{"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": "x"}]}]}'
-    for body in (b'{"messages": 3}', b'{"messages": []}', image):
+    for body in (b"{", b'{"messages": 3}', b'{"messages": []}', image):
         answer = httpx.post(f"{server.url}/v1/messages", content=body)
         assert answer.status_code == 400
         assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")

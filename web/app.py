@@ -62,6 +62,7 @@ class App:
                     await reply.whole(Answer(b"", 204, ()))
                     return
                 route, params = self._router.find(scope["method"], scope["path"])
+                reply.error_form = route.error_form
                 tenant = self._tenants.of(scope["headers"], route.access)
                 body = await self._body(scope, receive)
                 request = Request(scope, tenant, params, len(body))
@@ -159,6 +160,7 @@ class _Reply:
         self._send, self.headers = send, headers
         self.status, self.started, self.ended = 0, False, False
         self.request_id = ""
+        self.error_form: Callable[[dict[str, Any]], dict[str, Any]] = lambda error: error  # of `Route`
         self.failed: Callable[[dict[str, Any]], bytes] = event  # of `Events`, like `last`
         self.last = b""
 
@@ -189,7 +191,8 @@ class _Reply:
         """Answer with an error, or break off an answer that has begun."""
         if not self.started:
             self.request_id = self.request_id or request_id("")
-            await self.whole(Answer(json_of(error.body()), error.status, [JSON, *error.headers]))
+            body = json_of(self.error_form(error.body()))
+            await self.whole(Answer(body, error.status, [JSON, *error.headers]))
         elif not self.ended:
             self.status = error.status
             await self.end(self.failed(error.body()) + self.last)

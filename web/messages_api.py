@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as codec
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +13,7 @@ from ..ipc.params import is_text
 from .bodies import ChatBody
 from .chat import ChatApi, chat_prompt
 from .exchange import Answer, Events, Request, answer, event
-from .failures import HttpError, http_error
+from .failures import HttpError
 from .service import Service, made
 from .turn import Turn, assistant_message
 
@@ -46,62 +46,43 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     seed: int | None = None
     structured_outputs: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
     priority: int = 0
 
 
 class MessagesApi:
-    """The handlers take the body as it came, so that a wrong one is answered in the form of Anthropic's errors."""
-
     def __init__(self, service: Service, chat: ChatApi) -> None:
         self._service, self._chat = service, chat
 
-    async def create(self, request: Request, raw: msgspec.Raw) -> Answer | Events:
-        try:
-            body = msgspec.json.decode(raw, type=MessagesBody)
-            if body.max_tokens is None or body.max_tokens < 1:
-                raise HttpError(400, "max_tokens must be given, and be at least 1", "max_tokens")
-            talk = await self._chat.begin(request, _chat_body(body), "msg")
-            turn = Turn(request, talk)
-            if body.stream:
-                events = _events(talk, turn)
-                first = await anext(events)  # what fails before it is an error in Anthropic's form, too
-                return Events(_resumed(first, events), b"", _failed)
-            return answer(await _whole(talk, turn))
-        except Exception as error:
-            return _error(http_error(error))
+    async def create(self, request: Request, body: MessagesBody) -> Answer | Events:
+        if body.max_tokens is None or body.max_tokens < 1:
+            raise HttpError(400, "max_tokens must be given, and be at least 1", "max_tokens")
+        talk = await self._chat.begin(request, _chat_body(body), "msg")
+        turn = Turn(request, talk)
+        if body.stream:
+            return Events(_events(talk, turn), b"", lambda error: event(error_object(error), "error"))
+        return answer(await _whole(talk, turn))
 
-    async def count_tokens(self, request: Request, raw: msgspec.Raw) -> Answer:
-        try:
-            body = _chat_body(msgspec.json.decode(raw, type=MessagesBody))
-            self._service.model(body.model)
-            engine = await request.tenant.engine()
+    async def count_tokens(self, request: Request, given: MessagesBody) -> Answer:
+        body = _chat_body(given)
+        self._service.model(body.model)
+        engine = await request.tenant.engine()
 
-            def count() -> int:
-                prompt: Any = chat_prompt(engine, body)
-                if isinstance(prompt, str):
-                    return len(engine.input_processor.encode(prompt, False))
-                if "prompt_token_ids" not in prompt:
-                    raise HttpError(400, "the tokens of media are known only when they are computed", "messages")
-                return len(prompt["prompt_token_ids"])
+        def count() -> int:
+            prompt: Any = chat_prompt(engine, body)
+            if isinstance(prompt, str):
+                return len(engine.input_processor.encode(prompt, False))
+            if "prompt_token_ids" not in prompt:
+                raise HttpError(400, "the tokens of media are known only when they are computed", "messages")
+            return len(prompt["prompt_token_ids"])
 
-            return answer({"input_tokens": await made(request, count)})
-        except Exception as error:
-            return _error(http_error(error))
+        return answer({"input_tokens": await made(request, count)})
 
 
-def _error(error: HttpError) -> Answer:
-    found = answer(_error_object(error.body()), error.status)
-    found.headers = [*found.headers, *error.headers]
-    return found
-
-
-def _error_object(error: dict[str, Any]) -> dict[str, Any]:
+def error_object(error: dict[str, Any]) -> dict[str, Any]:
+    """Anthropic's error object, from OpenAI's."""
     kind = error["error"]["type"]
     return {"type": "error", "error": {"type": _TYPES.get(kind, kind), "message": error["error"]["message"]}}
-
-
-def _failed(error: dict[str, Any]) -> bytes:
-    return event(_error_object(error), "error")
 
 
 class _Blocks:
@@ -185,13 +166,6 @@ async def _whole(talk: Conversation, turn: Turn) -> dict[str, Any]:
     return _message(talk, blocks.content, turn)
 
 
-async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(events):
-        yield first
-        async for one in events:
-            yield one
-
-
 async def _events(talk: Conversation, turn: Turn) -> AsyncGenerator[bytes, None]:
     blocks, begun = _Blocks(), False
     async with contextlib.aclosing(turn.pieces()) as pieces:
@@ -250,6 +224,7 @@ def _chat_body(body: MessagesBody) -> ChatBody:
         stop=body.stop_sequences,
         seed=body.seed,
         structured_outputs=body.structured_outputs,
+        ignore_eos=body.ignore_eos,
         priority=body.priority,
         tools=tools or None,
         tool_choice=choice,

@@ -48,7 +48,7 @@ class OpenApi:
 
 def document(router: Router) -> dict[str, Any]:
     """The document in OpenAPI's form. Answers that are no errors are described in docs/serving.md only."""
-    typed = [route.body for route in router.routes if route.body not in (None, msgspec.Raw)]
+    typed = [route.body for route in router.routes if route.body is not None]
     schemas, components = msgspec.json.schema_components(typed, ref_template="#/components/schemas/{name}")
     by_body = dict(zip(map(id, typed), schemas, strict=True))
     paths: dict[str, Any] = {}

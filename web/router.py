@@ -21,6 +21,7 @@ class Route(msgspec.Struct, frozen=True):
         body: type that the body is decoded to; None: there is none.
         access: "open": for everybody; "key": with a key, if there are keys; "admin": with an administrator's key.
         decoder: of a body in JSON; None: there is none, or the body is a form.
+        error_form: makes the error object of the route's API from OpenAI's.
     """
 
     method: str
@@ -29,6 +30,7 @@ class Route(msgspec.Struct, frozen=True):
     body: Any
     access: Access
     decoder: msgspec.json.Decoder[Any] | None
+    error_form: Callable[[dict[str, Any]], dict[str, Any]]
 
     @property
     def takes_form(self) -> bool:
@@ -43,12 +45,19 @@ class Router:
         self._open: dict[int, list[tuple[list[str], Route]]] = {}  # number of parts → routes with open parts
 
     def add(
-        self, method: str, path: str, handler: Handler, body: Any = None, access: Access = "key", form: bool = False
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        body: Any = None,
+        access: Access = "key",
+        form: bool = False,
+        error_form: Callable[[dict[str, Any]], dict[str, Any]] = lambda error: error,
     ) -> None:
         """``{name}`` in a path is one part of any text; ``{name:path}`` at its end is any number of parts. `form`: the
         body is of the type multipart/form-data."""
         decoder = None if body is None or form else msgspec.json.Decoder(body)
-        route = Route(method, path, handler, body, access, decoder)
+        route = Route(method, path, handler, body, access, decoder, error_form)
         self.routes.append(route)
         if path.endswith(":path}"):
             self._rest.append((path[: path.index("{")], route))

@@ -27,7 +27,7 @@ from .chat import ChatApi
 from .completions import CompletionApi
 from .counters import Counters
 from .forwarding import Forwarding
-from .messages_api import MessagesApi
+from .messages_api import MessagesApi, MessagesBody, error_object
 from .openapi import OpenApi
 from .page import Page
 from .pooling import InputBody, PoolingApi, RerankBody, ScoreBody
@@ -149,8 +149,8 @@ class Site:
         add("DELETE", "/v1/responses/{response}", responses.delete)
         add("POST", "/v1/responses/{response}/cancel", responses.cancel)
         add("GET", "/v1/responses/{response}/input_items", responses.items)
-        add("POST", "/v1/messages", messages.create, msgspec.Raw)
-        add("POST", "/v1/messages/count_tokens", messages.count_tokens, msgspec.Raw)
+        add("POST", "/v1/messages", messages.create, MessagesBody, error_form=error_object)
+        add("POST", "/v1/messages/count_tokens", messages.count_tokens, MessagesBody, error_form=error_object)
         add("POST", "/v1/completions", completions.handle, CompletionBody)
         speech = TranscriptionApi(service)
         add("POST", "/v1/audio/transcriptions", speech.transcribe, TranscriptionBody, form=True)
