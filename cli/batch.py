@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,7 +55,7 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
         raise InvalidArgumentError(f"max_concurrent is {max_concurrent}; it must be at least 1")
     try:
         from ..web.counters import shared_file
-        from ..web.served_adapters import ServedAdapters
+        from ..web.served_adapters import adapters_file
         from ..web.worker import Order, Site
     except ImportError as error:
         raise NotSupportedError(f'{error.name} is not installed: pip install "mainspring[serve]"') from error
@@ -70,8 +69,7 @@ def run(engine: AsyncLLMEngine, options: ServeOptions, source: Path, target: Pat
         if strange := done.keys() - set(ids):
             raise InvalidArgumentError(f"{target} has an answer to {min(strange)!r}, which is not in {source}")
         counters = stack.enter_context(shared_file(1))
-        adapters = stack.enter_context(TemporaryFile())
-        ServedAdapters(adapters.fileno()).begin(options.lora_modules or ())
+        adapters = stack.enter_context(adapters_file(options.lora_modules or ()))
         site = Site(Order(options, "", {}, None, 0, 1, counters.fileno(), adapters.fileno(), -1), engine)
         progress = stack.enter_context(tqdm(total=len(ids), initial=len(done), unit="request", disable=None))
         batch = _Batch(site, engine, out.fileno(), progress, sum(done.values()))

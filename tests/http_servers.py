@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,16 @@ def running(daemon: Daemon) -> int:
     """Requests that the daemon's core computes, or that wait."""
     stats = ask_status(daemon.address, PATIENCE_S).core.stats
     return stats.num_running + stats.num_waiting
+
+
+async def cancel_when_running(daemon: Daemon, calls: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    """Make these requests at once, and cancel all of them when the core has them."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    while running(daemon) < len(tasks):
+        await asyncio.sleep(0.02)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class HttpServer:

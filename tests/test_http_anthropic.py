@@ -12,7 +12,7 @@ import anthropic
 import pytest
 
 from daemons import PATIENCE_S, Daemon, short_folder, until
-from http_servers import HttpServer, running
+from http_servers import HttpServer, cancel_when_running, running
 
 pytestmark = pytest.mark.slow
 
@@ -73,12 +73,7 @@ def test_a_client_that_leaves_or_waits_no_longer_ends_its_request(server: HttpSe
 def test_cancelled_tasks_of_the_async_client(server: HttpServer, daemon: Daemon) -> None:
     async def main() -> None:
         async with anthropic.AsyncAnthropic(**given(server)) as client:
-            tasks = [asyncio.create_task(client.messages.create(**ENDLESS)) for _ in range(2)]
-            while running(daemon) < 2:
-                await asyncio.sleep(0.02)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_when_running(daemon, [client.messages.create(**ENDLESS) for _ in range(2)])
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     until(lambda: running(daemon) == 0)

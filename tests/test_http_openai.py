@@ -21,7 +21,7 @@ import media_folders
 import media_models
 import peft_folders
 from daemons import PATIENCE_S, Daemon, short_folder, until
-from http_servers import HttpServer, running
+from http_servers import HttpServer, cancel_when_running, running
 from mainspring import LLM, SamplingParams
 from mainspring.demo import MODEL_PATH
 
@@ -416,19 +416,9 @@ def test_a_client_that_leaves_ends_its_request(server: HttpServer, daemon: Daemo
 def test_cancelled_tasks_of_the_async_client(server: HttpServer, daemon: Daemon) -> None:
     async def main() -> None:
         async with server.async_client() as client:
-            tasks = [
-                asyncio.create_task(
-                    client.chat.completions.create(
-                        model="spring", messages=STORY, max_tokens=3000, extra_body={"ignore_eos": True}
-                    )
-                )
-                for _ in range(8)
-            ]
-            while running(daemon) < 8:
-                await asyncio.sleep(0.02)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            given: Any = {"model": "spring", "messages": STORY, "extra_body": {"ignore_eos": True}}
+            calls = [client.chat.completions.create(max_tokens=3000, **given) for _ in range(8)]
+            await cancel_when_running(daemon, calls)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     until(lambda: running(daemon) == 0)

@@ -111,7 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
         self._rest = b""
-        self.cycle = self._running
+        self.cycle = self._running  # uvicorn tells this one that the client has left
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -119,7 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> Any:
-        if self.scheme == "http":  # one of https is closed at once
+        if self.scheme == "http":  # TLS can't stay half open: such a connection is closed at once
             self._rounds.close(self.loop, self.transport)
         return self.scheme == "http"
 

@@ -148,8 +148,7 @@ class ResponsesApi:
         def written(events: list[dict[str, Any]]) -> bytes:
             return b"".join(event(made.numbered(one), one["type"]) for one in events)
 
-        begun = stored.response
-        events = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+        events = [{"type": f"response.{kind}", "response": stored.response} for kind in ("created", "in_progress")]
         async with contextlib.aclosing(turn.pieces()) as pieces:
             async for some in pieces:  # a request that the core refuses has none, and is answered with an error
                 if events := [*events, *made.items.add(some)]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,28 +20,29 @@ class _Kept(msgspec.Struct):
     largest: int = 0  # number so far: a core may still have the adapter of a number that is free
 
 
+def adapters_file(listed: Sequence[str]) -> Any:
+    """A file without a name, for the adapters of a server. listed: those that it begins with, as NAME=FOLDER.
+
+    Raises:
+        InvalidArgumentError: one is not of that form.
+    """
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # its descriptor goes to the workers
+    made = ServedAdapters(file.fileno())
+    for text in listed:
+        name, _, folder = text.partition("=")
+        made.add(made.next(name, folder))
+    return file
+
+
 class ServedAdapters:
     """Kept in a file that all workers have open, and in no worker, because a worker may be started again.
 
     Args:
-        fd: of the file.
+        fd: of a file that `adapters_file` has made.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-
-    def begin(self, listed: Sequence[str]) -> None:
-        """Make the file, with adapters of the form NAME=FOLDER.
-
-        Raises:
-            InvalidArgumentError: one is not of that form.
-        """
-        with self._changed() as kept:
-            for text in listed:
-                name, _, folder = text.partition("=")
-                kept.largest += 1
-                kept.adapters[name] = kept.largest, folder
-                LoRARequest(name, kept.largest, folder)
 
     def all(self) -> dict[str, LoRARequest]:
         """The adapters by name."""

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ..ipc.errors import AddressInUseError, ConnectError, EngineStartError, NotS
 from ..ipc.transport import ipc_address, make_runtime_dir, readable, remove_runtime_dir
 from .counters import shared_file
 from .serve_options import ServeOptions
-from .served_adapters import ServedAdapters
+from .served_adapters import adapters_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,7 @@ def serve(options: ServeOptions, engine: EngineConfig | dict[str, Any], on_ready
         url = _url(options, listener)
         settings = {} if isinstance(engine, EngineConfig) else dict(engine)
         name = settings.pop("served_model_name", None)
-        adapters = stack.enter_context(tempfile.TemporaryFile())
-        ServedAdapters(adapters.fileno()).begin(options.lora_modules or ())
+        adapters = stack.enter_context(adapters_file(options.lora_modules or ()))
         files = counters.fileno(), adapters.fileno(), listener.detach()
         order = Order(options, options.connect or "", settings, name, 0, options.workers, *files)
         if options.workers > 1:
