@@ -20,13 +20,14 @@ RUNTIME := $(VENV)/.mainspring
 DEV := $(VENV)/.mainspring-dev
 GPU_LIBRARIES := $(VENV)/gpu
 RAY_LIBRARIES := $(VENV)/ray
+VIDEO_LIBRARIES := $(VENV)/video
 # Compiled test files are stored also where Python is told not to: without, each worker compiles all of them (6 s).
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 RANDOM_TESTS = $(shell grep -l 'from tiers import .*examples' tests/test_*.py)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-ray test-node test-all lint format bench bench-cpu bench-ipc chaos fuzz attacks soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures architectures-media architectures-ranks demo-model demo-vision docs package clean
+.PHONY: help demo test test-slow test-random test-main test-gpu-libraries test-ray test-video test-node test-all lint format bench bench-cpu bench-ipc chaos fuzz attacks soak flashinfer-newest surface-check gpu-kernels gpu-check sanitize size architectures architectures-media architectures-ranks demo-model demo-vision docs package clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -53,6 +54,10 @@ $(RAY_LIBRARIES): constraints.txt | $(DEV)
 	$(PIP) $(PIP_ARGS) --no-deps --upgrade --target $@ ray msgpack
 	@touch $@
 
+$(VIDEO_LIBRARIES): constraints.txt | $(DEV)
+	$(PIP) $(PIP_ARGS) --no-deps --upgrade --target $@ num2words torchvision
+	@touch $@
+
 demo: $(RUNTIME) ## install, then generate with the embedded model
 	@$(BIN)/mainspring demo
 
@@ -72,6 +77,9 @@ test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are 
 test-ray: $(RAY_LIBRARIES) ## tests of engines, cores and ranks in a Ray of several nodes on this machine (about 3 minutes; Ray takes 240 MB)
 	PYTHONPATH="$(RAY_LIBRARIES)" $(BIN)/pytest tests/test_ray.py $(PYTEST_ARGS)
 
+test-video: $(VIDEO_LIBRARIES) ## tests of videos from a file to the tokens, with transformers' video processors
+	PYTHONPATH="$(abspath $(VIDEO_LIBRARIES)):$(CURDIR)/tests/torchvision_ops" $(BIN)/pytest tests/test_videos.py $(PYTEST_ARGS)
+
 test-node: $(DEV) ## tests of the server with OpenAI's client for Node.js, which npm installs beside the environment
 	npm install --prefix $(VENV)/node --ignore-scripts --no-audit --no-fund openai@6
 	MAINSPRING_NODE_MODULES="$(VENV)/node/node_modules" $(BIN)/pytest tests/test_http_node.py $(PYTEST_ARGS)
@@ -84,7 +92,7 @@ flashinfer-newest: | $(DEV) ## which of our assumptions the newest FlashInfer st
 test-main: $(DEV) ## both tiers in one run, the random tests with ten times as many examples as in the fast tier
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-all: test-gpu-libraries test-ray test-main ## all tests
+test-all: test-gpu-libraries test-ray test-video test-main ## all tests
 
 lint: $(DEV) ## ruff, mypy, and the length of the latest commit subjects
 	@git log --no-merges -n 50 --format=%s | awk 'length > 72 { print "a commit subject above 72 characters: " $$0; bad = 1 } END { exit bad }'

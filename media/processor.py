@@ -170,6 +170,10 @@ class Processor:
 
     def _token_id(self, modality: str, ids: Sequence[int]) -> int | None:
         """The token whose rows the model replaces, if it is among `ids`."""
+        found = self._own_token_id(modality, ids)
+        return self._own_token_id("image", ids) if found is None and modality == "video" else found  # frames are images
+
+    def _own_token_id(self, modality: str, ids: Sequence[int]) -> int | None:
         named = self._configured(modality)
         own = getattr(self._processor, f"{modality}_token_ids", None)
         named += [at for at in own or () if isinstance(at, int)]
@@ -347,12 +351,12 @@ class Processor:
         self._heard.clear()
         try:
             found = self._processor(text=[text], return_tensors=self._tensors, **given)
-        except ValueError as error:
-            if self._tensors == "pt" or "return_tensors='pt'" not in str(error):
+        except (AttributeError, TypeError, ValueError):
+            if self._tensors == "pt":
                 raise
-            self._tensors = "pt"  # some processors give tensors of torch only
             self._heard.clear()
-            found = self._processor(text=[text], return_tensors=self._tensors, **given)
+            found = self._processor(text=[text], return_tensors="pt", **given)
+            self._tensors = "pt"  # some processors give tensors of torch only
         if len(self._heard) != 1:
             raise InvalidRequestError(f"the checkpoint's processor tokenizes {len(self._heard)} texts for one prompt")
         ids = [int(at) for at in np.asarray(found["input_ids"]).reshape(-1)]

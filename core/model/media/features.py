@@ -26,7 +26,7 @@ Method = Callable[..., Any]
 
 
 class EncodedItem(NamedTuple):
-    modality: str
+    modality: str  # of the method that encoded it
     output: Any  # of the model's method
     inputs: dict[str, torch.Tensor]  # a large one is one value, expanded to the shape that it had
 
@@ -53,6 +53,13 @@ def _methods(model: PreTrainedModel) -> dict[str, tuple[Any, str]]:
         owner = next((part for part in (model.base_model, model) if hasattr(part, name)), None)
         if owner is not None:
             found[modality] = (owner, name)
+    if "image" in found and "video" not in found:
+        from transformers.models.auto import video_processing_auto
+
+        names: Mapping[str, Any] = vars(video_processing_auto)["VIDEO_PROCESSOR_MAPPING_NAMES"]
+        separate = "pixel_values_videos" in inspect.signature(model.base_model.forward).parameters
+        if model.config.model_type in names and not separate:
+            found["video"] = found["image"]  # a frame is an image to it
     return found
 
 
@@ -75,7 +82,8 @@ def encode_item(model: PreTrainedModel, modality: str, arrays: Mapping[str, torc
         output = method(**given, return_dict=True)
     if isinstance(output, Mapping):
         output = type(output)(**{key: value for key, value in output.items() if key not in UNREAD})
-    return EncodedItem(modality, output, {key: _shape_of(x) for key, x in inputs.items()})
+    encoded_as = name.removeprefix("get_").removesuffix("_features")
+    return EncodedItem(encoded_as, output, {key: _shape_of(x) for key, x in inputs.items()})
 
 
 def _shape_of(x: torch.Tensor) -> torch.Tensor:

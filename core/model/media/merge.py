@@ -48,7 +48,7 @@ class MergedPrompt(NamedTuple):
     puts: dict[str, Puts]  # by the argument's name
     deepstack: Puts | None  # values [n, layers, hidden], which are added behind the first layers
     positions: np.ndarray | None  # int64 [axes, length]; None: the index of each token
-    delta: int  # what the position of a token behind the prompt is more than its index
+    delta: np.ndarray | int  # int64 [axes, 1]: what the position of a token behind the prompt is more than its index
     reach: tuple[np.ndarray | None, np.ndarray | None]  # int32 [length] of layers without and with a window: the last
     # token that each one sees; None: itself
     cross: CrossStates | None = None  # what all tokens see beside the prompt
@@ -125,7 +125,7 @@ class Merger:
         positions, delta = self._positions(arguments.get("position_ids"), length)
         return MergedPrompt(length, puts, _deepstack(arguments, length), positions, delta, _reaches(given, length))
 
-    def _positions(self, given: torch.Tensor | None, length: int) -> tuple[np.ndarray | None, int]:
+    def _positions(self, given: torch.Tensor | None, length: int) -> tuple[np.ndarray | None, np.ndarray | int]:
         if given is None:
             return None, 0
         positions = given.reshape(-1, length).cpu().numpy().astype(np.int64)
@@ -134,10 +134,10 @@ class Merger:
         if len(positions) not in (1, self.axes):
             raise UnsupportedModelError(f"positions of a prompt with media have {len(positions)} axes")
         positions = np.broadcast_to(positions, (self.axes, length))
-        delta = int(positions.max()) + 1 - length
-        if not delta and (positions == np.arange(length)).all():
+        if (positions == np.arange(length)).all():
             return None, 0
-        return positions, delta
+        # `generate` goes on behind the last token, though frames of a video may have larger positions.
+        return positions, positions[:, -1:] + 1 - length
 
     # ------------------------------------------------------------------ the model's own forward
 
@@ -149,24 +149,31 @@ class Merger:
         tokens = torch.tensor([list(ids)], device=self.model.device)
         accepted = inspect.signature(module.forward).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        inner = inspect.signature(self._inner.forward).parameters if anything else accepted
+        # the whole model may know arrays by older names, which the part inside of it takes without naming them
+        inner = (
+            {n for m in (self._inner, self.model) for n in inspect.signature(m.forward).parameters} if anything else ()
+        )
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if not items and self.spans != "every":
             return inputs
         for modality in dict.fromkeys(item.modality for item in items):
             inputs |= join_inputs([item for item in items if item.modality == modality])
-        inputs |= {name: self._kinds(tokens, prompt_len or len(ids)) for name in TYPES}
+        kinds = self._kinds(tokens, prompt_len or len(ids), {item.modality for item in items})
+        inputs |= dict.fromkeys(TYPES, kinds)
         inputs["attention_mask"] = torch.ones_like(tokens)
         return {name: x for name, x in inputs.items() if name in accepted or (anything and name in inner)}
 
-    def _kinds(self, tokens: torch.Tensor, prompt_len: int) -> torch.Tensor:
+    def _kinds(self, tokens: torch.Tensor, prompt_len: int, given: set[str]) -> torch.Tensor:
         kinds = torch.zeros_like(tokens)
         if self._whole_prompt:
             kinds[:, prompt_len:] = 1
         else:
             for number, modality in enumerate(MODALITIES, 1):
-                if self._token[modality] is not None:
-                    kinds[tokens == self._token[modality]] = number
+                token = self._token[modality]
+                if given == {"video"} and modality == "image":  # frames of a video may have the tokens of images
+                    number = MODALITIES.index("video") + 1
+                if token is not None:
+                    kinds[tokens == token] = number
         return kinds
 
     @contextmanager
