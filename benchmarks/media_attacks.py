@@ -1,29 +1,38 @@
 """Sends hostile media to a daemon beside a stream, and measures the gaps between the stream's tokens.
 
-    python benchmarks/media_attacks.py --runs 3
+    PYTHONPATH=.venv/video:tests/torchvision_ops python benchmarks/media_attacks.py --runs 3
 
-Each kind of file or URL is sent again and again by a frontend with some in flight. Each run is repeated beside a
-process that burns as much CPU time as the attacker and the media workers did. Bars: each item is refused, no core dies,
-the stream is exact, the 99th percentile of its gaps is at most twice that beside burning, and no media worker has more
-resident memory than `MOST_RESIDENT`.
+torchvision, which video processors need, is in .venv/video after `make test-video`.
 
-The animation of 100,000 frames does not go through the daemon, because a model that takes videos needs torchvision. A
-process with the priority of a media worker decodes it with the worker's function.
+Each kind of file, URL or prompt is sent again and again by a frontend with some in flight. Each run is repeated beside
+a process that burns as much CPU time as the attacker and the media workers did. Bars: each item is refused (a polyglot
+is only an image), no core dies, the stream is exact, the 99th percentile of its gaps is at most twice that beside
+burning, and no media worker has more resident memory than `MOST_RESIDENT`.
+
+Two kinds of URL need another resolver of names, and a server on this machine. A process with the priority of a media
+worker asks the worker's function for them.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import io
+import itertools
 import os
+import socket
 import sys
 import tempfile
+import threading
 import time
+import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import HTTPServer
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -37,39 +46,86 @@ from mainspring.ipc.errors import MainspringError
 from mainspring.ipc.media_client import MediaInput
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.media.__main__ import NICENESS, _take_short_slices
-from mainspring.media.decode import Limits, decode_video
+from mainspring.media.fetch import Fetcher, is_global
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-FRAMES = "100,000 frames"
 IN_FLIGHT = 4
 MOST_RESIDENT = 4 << 30  # bytes: what the process needs, `media.server.FREE_BYTES` and the cache
+REFUSED = "InvalidRequestError"
+HOST = "media.example"
 attacks.TOKENS = 400  # the model has 512 positions
 
 
-def items() -> dict[str, Callable[[], list[MediaInput]]]:
-    """What is sent, by kind."""
+class Sent(NamedTuple):
+    items: Callable[[], list[MediaInput]]
+    prompt: str = "<image>"
+    answer: str = REFUSED
+
+
+def kinds(folder: Path) -> dict[str, Sent]:
+    """What is sent to the daemon, by kind. folder: where the daemon reads files."""
     from media_folders import file_of, picture, tone, wav_of
     from test_media_safety import SVG, gif, png, tiff, webp
 
-    image = lambda content: [MediaInput("image", content)]  # noqa: E731
+    image = lambda content: Sent(lambda: [MediaInput("image", content)])  # noqa: E731
     photo = file_of(picture(0, 2000, 1500), "JPEG")
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("x.svg", SVG)
     return {
-        "PNG bomb": lambda: image(png(13_000, 13_000)),
-        "GIF bomb": lambda: image(gif(16_000, 16_000)),
-        "WebP bomb": lambda: image(webp(16_000, 16_000)),
-        "TIFF bomb": lambda: image(tiff(16_000, 16_000)),
-        FRAMES: lambda: [MediaInput("video", gif(1, 1, 100_000))],
-        "truncated JPEG": lambda: image(photo[: len(photo) // 2]),
-        "SVG": lambda: image(SVG),
-        "0×0": lambda: image(png(0, 0)),
-        "sound as image": lambda: image(wav_of(tone())),
-        "http://127.0.0.1": lambda: image("http://127.0.0.1/x.png"),
-        "http://169.254.169.254": lambda: image("http://169.254.169.254/latest/meta-data/"),
-        "http://[::1]": lambda: image("http://[::1]/x.png"),
-        "file:///etc/passwd": lambda: image("file:///etc/passwd"),
-        "4,000 items": lambda: image(SVG) * 4000,
-        "placeholders of others": lambda: image(photo) * 2,
+        "PNG bomb": image(png(13_000, 13_000)),
+        "GIF bomb": image(gif(16_000, 16_000)),
+        "WebP bomb": image(webp(16_000, 16_000)),
+        "TIFF bomb": image(tiff(16_000, 16_000)),
+        "100,000 frames": Sent(lambda: [MediaInput("video", gif(1, 1, 100_000))], "<video>"),
+        "truncated JPEG": image(photo[: len(photo) // 2]),
+        "polyglot": image(file_of(picture(0)) + archive.getvalue())._replace(answer="accepted"),
+        "SVG": image(SVG),
+        "0×0": image(png(0, 0)),
+        "sound as image": image(wav_of(tone())),
+        "wrong MIME": image("data:image/png;base64," + base64.b64encode(SVG).decode()),
+        "http://127.0.0.1": image("http://127.0.0.1/x.png"),
+        "http://169.254.169.254": image("http://169.254.169.254/latest/meta-data/"),
+        "http://[::1]": image("http://[::1]/x.png"),
+        "file:///etc/passwd": image("file:///etc/passwd"),
+        "symlink out of the folder": image(f"file://{folder}/out.png"),
+        "placeholders in the text": Sent(lambda: [MediaInput("image", photo)], "<image> of <image>"),
+        "4,000 items": Sent(lambda: [MediaInput("image", SVG)] * 4000),
+        "10,000 items": Sent(lambda: [MediaInput("image", SVG)] * 10_000),
     }
+
+
+@contextlib.contextmanager
+def redirecting() -> Iterator[Callable[[], bytes]]:
+    """A host that answers with a redirect to a cloud's metadata."""
+    from test_media_safety import _Answers
+
+    server = HTTPServer(("127.0.0.1", 0), _Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    name = f"{HOST}:{server.server_address[1]}"
+    config = MultiModalConfig(allowed_media_domains=[name])
+    fetcher = Fetcher(config, lambda *_: ["127.0.0.1"], lambda _: True)
+    yield lambda: fetcher.get("image 0", f"http://{name}/redirect")
+    server.shutdown()
+
+
+@contextlib.contextmanager
+def changing() -> Iterator[Callable[[], bytes]]:
+    """A name whose address is public and of this machine, in turn. Only a public one may be connected to."""
+    answers = itertools.cycle([["93.184.215.14"], ["127.0.0.1"]])
+    connect = socket.create_connection
+
+    def stop(address: tuple[str, int], timeout: float) -> socket.socket:
+        assert is_global(address[0]), address
+        raise ConnectionRefusedError("no connection leaves this machine here")
+
+    socket.create_connection = stop  # type: ignore[assignment]
+    fetcher = Fetcher(MultiModalConfig(allowed_media_domains=[HOST]), lambda *_: next(answers))
+    yield lambda: fetcher.get("image 0", f"http://{HOST}/x.png")
+    socket.create_connection = connect
+
+
+FETCHED = {"redirect": redirecting, "name whose address changes": changing}
 
 
 def workers(daemon: int) -> list[psutil.Process]:
@@ -81,8 +137,8 @@ def workers(daemon: int) -> list[psutil.Process]:
     return found
 
 
-def _attack(address: str, kind: str, daemon: int, seconds: float, pipe: Any) -> None:
-    make = items()[kind]
+def _attack(address: str, kind: str, daemon: int, folder: Path, seconds: float, pipe: Any) -> None:
+    sent = kinds(folder)[kind]
     client = SyncClient(Connection(address))
     media = client.media()
     from media_folders import file_of, picture
@@ -93,14 +149,14 @@ def _attack(address: str, kind: str, daemon: int, seconds: float, pipe: Any) -> 
     resident = 0
     cpu = lambda: sum(one.cpu_times().user + one.cpu_times().system for one in workers(daemon))  # noqa: E731
     began, used, theirs = time.monotonic(), time.process_time(), cpu()
-    flying = [media.prepare("<image>", make(), {}) for _ in range(IN_FLIGHT)]
+    flying = [media.prepare(sent.prompt, sent.items(), {}) for _ in range(IN_FLIGHT)]
     while time.monotonic() < began + seconds:
         try:
             flying.pop(0).result(120)
             answers["accepted"] += 1
         except MainspringError as error:
             answers[type(error).__name__] += 1
-        flying.append(media.prepare("<image>", make(), {}))
+        flying.append(media.prepare(sent.prompt, sent.items(), {}))
         if not sum(answers.values()) % 20:
             resident = max([resident, *(one.memory_info().rss for one in workers(daemon))])
     ended = time.monotonic()
@@ -112,22 +168,21 @@ def _attack(address: str, kind: str, daemon: int, seconds: float, pipe: Any) -> 
     client.close()
 
 
-def _decode_frames(_: str, kind: str, daemon: int, seconds: float, pipe: Any) -> None:
-    """`_attack` without the daemon, for a video."""
+def _fetch(_: str, kind: str, daemon: int, folder: Path, seconds: float, pipe: Any) -> None:
+    """`_attack` with the function of a media worker, but without the daemon."""
     os.nice(NICENESS)
     _take_short_slices()
-    (given,) = items()[kind]()
-    limits = Limits(MultiModalConfig().max_media_pixels, MultiModalConfig().max_media_bytes)
     answers: Counter[str] = Counter()
-    began, used = time.monotonic(), time.process_time()
-    while time.monotonic() < began + seconds:
-        try:
-            decode_video("video 0", given.content, lambda total, *_: range(total), limits)
-            answers["accepted"] += 1
-        except MainspringError as error:
-            answers[type(error).__name__] += 1
-    ended = time.monotonic()
-    share = (time.process_time() - used) / (ended - began)
+    with FETCHED[kind]() as fetch:
+        began, used = time.monotonic(), time.process_time()
+        while time.monotonic() < began + seconds:
+            try:
+                fetch()
+                answers["accepted"] += 1
+            except MainspringError as error:
+                answers[type(error).__name__] += 1
+        ended = time.monotonic()
+        share = (time.process_time() - used) / (ended - began)
     answers["MiB resident"] = psutil.Process().memory_info().rss >> 20
     pipe.send(Beside(began, ended, share, answers))
 
@@ -139,20 +194,26 @@ def main() -> int:
     parser.add_argument("--only", help="this kind only")
     add_arguments(parser)
     args = parser.parse_args()
-    from media_models import make
+    from vllm_media_examples import MODELS, make
 
     bars: list[Bar] = []
     details: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = str(make("llava", Path(folder) / "llava"))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "media"
+        folder.mkdir()
+        (folder / "out.png").symlink_to("/etc/passwd")
+        [recipe] = [one for one in MODELS if one.model_type == "llava_onevision"]  # it takes images and videos
+        model = str(make(recipe, Path(temporary) / "model"))
         flags = ("--model", model, "--max-model-len=512", "--dtype=float32", "--kv-cache-memory-bytes=8388608")
-        with Daemon(*flags, threads=args.threads or 1) as daemon:
+        sent = kinds(folder)
+        with Daemon(*flags, f"--allowed-local-media-path={folder}", threads=args.threads or 1) as daemon:
             victim = Victim(daemon.address)
-            for kind in [args.only] if args.only else items():
+            for kind in [args.only] if args.only else [*sent, *FETCHED]:
                 ratios, exact, answers, resident = [], True, Counter[str](), 0
-                attack = _decode_frames if kind == FRAMES else _attack
+                expected = sent[kind].answer if kind in sent else REFUSED
+                given = daemon.address, kind, daemon.pid, folder, args.seconds
                 for _ in range(args.runs):
-                    attacked, one, attacker = victim.gaps_beside(attack, daemon.address, kind, daemon.pid, args.seconds)
+                    attacked, one, attacker = victim.gaps_beside(_attack if kind in sent else _fetch, *given)
                     resident = max(resident, attacker.answers.pop("MiB resident"))
                     burning, other, _ = victim.gaps_beside(_burn, daemon.address, attacker.share, args.seconds)
                     ratios.append(attacked / burning)
@@ -162,7 +223,7 @@ def main() -> int:
                 ratio = median(ratios)
                 told = ", ".join(f"{count:,} × {name}" for name, count in answers.items())
                 bars += [
-                    Bar(kind, told, answers.keys() == {"InvalidRequestError"}),
+                    Bar(kind, told, answers.keys() == {expected}),
                     Bar("… the stream's tokens", "exact" if exact else "not exact", exact),
                     Bar(
                         f"… p99 of the gaps to that beside burning ({MAX_RATIO:g})", f"{ratio:.2f}", ratio <= MAX_RATIO
