@@ -114,8 +114,10 @@ class _Media:
     def offer(self, digests: Any) -> list[bytes]:
         return self._served().items.offer(digests)
 
-    def put(self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any) -> Future[None]:
-        kept = self._served().items.put(arrays, digest, modality, names)
+    def put(
+        self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any, shapes: Any = None
+    ) -> Future[None]:
+        kept = self._served().items.put(arrays, digest, modality, names, shapes)
         if not kept.done():
             self._waits.then(kept, lambda _: None)  # so that the loop looks for room
         return kept

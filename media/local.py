@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from ..ipc.codec import Array
 from ..ipc.config import EngineConfig
 from ..ipc.errors import RequestFailedError
@@ -13,6 +15,7 @@ from ..ipc.media_client import Asked, AskedFor, MediaInput, PreparedPrompt, dige
 from .preparer import Preparer
 
 OFFERED = 1000  # most digests in a call
+PART_BYTES = 200 << 20  # of an array that is sent in parts, because a frame has at most 256 MiB
 Call = Callable[..., Any]  # `CoreClient.call`
 
 
@@ -25,9 +28,18 @@ def deliver(call: Call, preparer: Preparer, digests: Sequence[bytes]) -> list[by
             if (item := kept[digest]) is None:
                 gone.append(digest)
                 continue
-            arrays = [Array(values, values.dtype.name) for values in item.arrays.values()]
-            call("put_media", digest, item.modality, list(item.arrays), arrays=arrays)
+            parts = [(name, part) for name, values in item.arrays.items() for part in _parts(values)]
+            shapes = {name: list(values.shape) for name, values in item.arrays.items() if values.nbytes > PART_BYTES}
+            arrays = [Array(part, part.dtype.name) for _, part in parts]
+            call("put_media", digest, item.modality, [name for name, _ in parts], shapes, arrays=arrays)
     return gone
+
+
+def _parts(values: np.ndarray) -> list[np.ndarray]:
+    if values.nbytes <= PART_BYTES:
+        return [values]
+    flat, step = values.reshape(-1), PART_BYTES // values.itemsize
+    return [flat[start : start + step] for start in range(0, len(flat), step)]
 
 
 class LocalMedia:

@@ -225,6 +225,10 @@ def test_to_reset_the_cache_takes_no_account_of_arrays_that_wait(monkeypatch: py
         ([b"d" * 16, "image", ["x"]], [np.ones(1, np.complex64)], "which no processor makes"),
         ([b"d" * 16, "image", ["x"]], [np.full(1, 7, np.uint8).view(bool)], "no booleans"),
         ([b"d" * 16, "image", ["x"]], [np.ones(400, np.float32)], "the limit is 960: see max_media_pixels"),
+        ([b"d" * 16, "image", ["x"], {"x": "2"}], [np.ones(2)], "with shapes of some"),
+        ([b"d" * 16, "image", ["x"], {"y": [1]}], [np.ones(1)], "the parts of 'y' are not those of"),
+        ([b"d" * 16, "image", ["x", "x"], {"x": [3]}], [np.ones(1)] * 2, "the parts of 'x' are not those of"),
+        ([b"d" * 16, "image", ["x", "x"], {"x": [2]}], [np.ones(1), np.ones(1, np.int32)], "the parts of 'x'"),
     ],
 )
 def test_what_can_be_no_item_is_refused(args: list[Any], arrays: list[np.ndarray], why: str) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mainspring.core.features.media_store import MediaStore
 from mainspring.ipc.config import EngineConfig, ModelConfig, MultiModalConfig
 from mainspring.ipc.errors import InvalidRequestError, MainspringError, UnsupportedModelError
 from mainspring.ipc.media_client import MediaInput
+from mainspring.media import local
 from mainspring.media import preparer as preparers
 from mainspring.media.decode import Limits, decode_sound
 from mainspring.media.local import LocalMedia, deliver
@@ -215,7 +217,8 @@ def test_arrays_go_to_a_core_that_lacks_them(folders: Any) -> None:
         if method == "offer_media":
             return [digest for digest in args[0] if digest not in core]
         assert method == "put_media"
-        digest, modality, names = args
+        digest, modality, names, shapes = args
+        assert not shapes
         core[digest] = modality, {name: array.values for name, array in zip(names, arrays, strict=True)}
         return None
 
@@ -288,6 +291,28 @@ def test_what_is_offered_is_sent_even_if_other_items_take_its_place_meanwhile(fo
     wanted = [item.digest for item in preparer.prepare("<image>", [image(1)], {}).media]
     assert deliver(call, preparer, wanted) == []
     assert sent == wanted
+
+
+def test_arrays_that_are_too_large_for_a_frame_go_in_parts(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "PART_BYTES", 5000)
+    preparer, store = Preparer(config_of(folders("qwen2_vl"))), MediaStore(["image"], 1 << 30)
+    sizes: list[int] = []
+
+    def call(method: str, *args: Any, arrays: Any = ()) -> Any:
+        if method == "offer_media":
+            return store.offer(*args)
+        sizes.extend(array.values.nbytes for array in arrays)
+        return store.put([array.values for array in arrays], *args).result()
+
+    (media,) = preparer.prepare("<|image_pad|>", [image(1)], {}).media
+    assert deliver(call, preparer, [media.digest]) == []
+    assert max(sizes) <= 5000
+    (item,), made = list(store), preparer.arrays(media.digest)
+    assert made is not None
+    assert sum(sizes) == made.num_bytes - len(made.text) - preparers.ITEM_BYTES > 5000
+    for name, array in zip(item.names, item.arrays or (), strict=True):
+        np.testing.assert_array_equal(array, made.arrays[name])
+        assert array.dtype == made.arrays[name].dtype
 
 
 def test_windows_of_a_sound_end_where_it_is_quiet() -> None:

@@ -184,8 +184,11 @@ class MediaStore:
                 item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
         return lacking
 
-    def put(self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any) -> Future[None]:
-        """Take the arrays of an item. The future is done when there is room for them.
+    def put(
+        self, arrays: Sequence[np.ndarray], digest: Any, modality: Any, names: Any, shapes: Any = None
+    ) -> Future[None]:
+        """Take the arrays of an item. The future is done when there is room for them. An array of `shapes` has come in
+        parts, which are flat and in order, and have the same name.
 
         Raises:
             InvalidRequestError: they can't be those of an item.
@@ -193,13 +196,16 @@ class MediaStore:
         _checked_digest(digest)
         if modality not in self._modalities:
             raise InvalidRequestError(f"the modality is {modality!r:.80}; this model takes {self._takes}")
-        size = ITEM_BYTES + _checked_arrays(names, arrays, self._most_bytes)
-        item = self._items.setdefault((digest, modality), StoredItem(digest, modality))
         done: Future[None] = Future()
-        item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
-        if item.is_there or self._is_coming(item):
+        known = self._items.get((digest, modality))
+        if known is not None and (known.is_there or self._is_coming(known)):
+            known.offers, known.until = known.offers + 1, time.monotonic() + WAIT_S
             done.set_result(None)
             return done
+        names, arrays = _joined(names, arrays, shapes or {})
+        size = ITEM_BYTES + _checked_arrays(names, arrays, self._most_bytes)
+        item = self._items.setdefault((digest, modality), StoredItem(digest, modality))
+        item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
         item.array_bytes = size
         self._puts.append(_Put(item, names, arrays, done))
         self.take_puts()
@@ -254,13 +260,27 @@ def _checked_digest(digest: Any) -> bytes:
     return digest
 
 
-def _checked_arrays(names: Any, arrays: Sequence[np.ndarray], most_bytes: int) -> int:
-    """The size of an item's arrays, if these and their names may be what a processor made."""
+def _joined(names: Any, arrays: Sequence[np.ndarray], shapes: Any) -> tuple[list[str], list[np.ndarray]]:
+    """The arrays, with the parts of each of `shapes` put together."""
     try:
-        names = msgspec.convert(names, list[str])
+        names, shapes = msgspec.convert((names, shapes), tuple[list[str], dict[str, list[int]]])
     except msgspec.ValidationError:
-        raise InvalidRequestError("the names of an item's arrays are a list of strings") from None
-    if not names or len(names) != len(arrays) or len(set(names)) != len(names):
+        raise InvalidRequestError("the names of an item's arrays are a list of strings, with shapes of some") from None
+    whole = [(name, array) for name, array in zip(names, arrays, strict=False) if name not in shapes]
+    for name, shape in shapes.items():
+        parts = [array for one, array in zip(names, arrays, strict=False) if one == name]
+        try:
+            whole.append((name, np.concatenate(parts, dtype=parts[0].dtype, casting="no").reshape(shape)))
+        except (IndexError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"the parts of {name!r:.80} are not those of {shape}: {error}") from None
+    if len(names) != len(arrays):
+        raise InvalidRequestError(f"an item has one array for each name; these are {len(arrays)} for {len(names)}")
+    return [name for name, _ in whole], [array for _, array in whole]
+
+
+def _checked_arrays(names: Sequence[str], arrays: Sequence[np.ndarray], most_bytes: int) -> int:
+    """The size of an item's arrays, if these and their names may be what a processor made."""
+    if not names or len(set(names)) != len(names):
         raise InvalidRequestError(f"an item has one array for each name; these are {len(arrays)} for {len(names)}")
     for name, array in zip(names, arrays, strict=True):
         if not name.isidentifier() or len(name) > MAX_NAME:
