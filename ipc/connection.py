@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -398,6 +398,8 @@ class Connection:
             )
             return
         self.reconnections += 1
+        if self.media is not None and ready.media:
+            self.media.move([address_at(self.address, place) for place in ready.media])
         logger.info("connected to epoch %d; %d requests are resumed", ready.epoch, len(self._ledger))
         for entry in self._ledger.values():
             self._send_entry(entry)
@@ -416,6 +418,11 @@ class Connection:
         return not (self._ledger or self._calls)
 
     @property
+    def open_calls(self) -> set[int]:
+        """Ids of the calls without an answer."""
+        return set(self._calls)
+
+    @property
     def lost_since(self) -> float | None:
         """Since when the core does not answer; None: it does."""
         return None if self._ready is not None else self.lost_at
@@ -424,6 +431,13 @@ class Connection:
         """Go on with a request that another connection has given up."""
         self._ledger.put(entry)
         self._send_entry(entry)
+
+    def take_over_calls(self, other: Connection, ids: Iterable[int]) -> None:
+        """Ask what another connection has asked, under the same ids."""
+        for call_id in ids:
+            self._calls[call_id] = asked = other._calls.pop(call_id)
+            if self._ready is not None:
+                self._send_call(asked)
 
     def give_up(self) -> list[Entry]:
         """The requests of a connection that is lost. They are forgotten here."""

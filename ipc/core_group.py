@@ -17,6 +17,8 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+from msgspec.structs import replace
+
 from .config import EngineConfig
 from .errors import EngineDeadError
 from .media_workers import MediaWorkers
@@ -47,6 +49,8 @@ class CoreGroup:
         drain_timeout: float = 0.0,
         claim: Callable[[str], None] = lambda address: None,
     ) -> None:
+        if not endpoints.token:
+            endpoints = replace(endpoints, worker_token=secrets.token_bytes(16))
         self._endpoints, self._claim = endpoints, claim
         self._runtime_dir, self._drain_timeout = runtime_dir, drain_timeout
         self._lock = threading.Lock()  # guards the members and their number
@@ -135,9 +139,12 @@ class CoreGroup:
 
     def stop(self) -> None:
         """Let all cores finish their requests, as `Supervisor.stop`. A signal handler may call this."""
-        self._stopping = True
+        again, self._stopping = self._stopping, True
         for one in list(self.supervisors.values()):
-            one.stop()
+            if again:
+                one.stop()
+            else:
+                one.stop_once()
 
     # ------------------------------------------------------------------ more cores, or fewer
 
@@ -157,7 +164,7 @@ class CoreGroup:
             leaving = [self.supervisors[number] for number in range(count, before) if number in self.supervisors]
         self._siblings.listen(dict.fromkeys(range(count, before)))
         for one in leaving:
-            threading.Timer(LEAVE_SECONDS, one.stop).start()
+            threading.Timer(LEAVE_SECONDS, one.stop_once).start()
 
     def _join(self, number: int, earlier: threading.Thread | None) -> None:
         """Start a further core, and keep it running."""

@@ -237,9 +237,11 @@ class Cores:
         one = self._all.pop(number)
         self._leaving.discard(number)
         self._sockets_before += one.num_sockets + 1
+        parts = {asked.parts.pop(number, None) for asked in self._asked.values()}
+        if alone := one.open_calls - parts:  # they were asked of this core only
+            among = [other for other in self._all.values() if other.error is None] or list(self._all.values())
+            next((other for other in among if other.ready_at is not None), among[0]).take_over_calls(one, alone)
         one.leave()
-        for asked in self._asked.values():
-            asked.parts.pop(number, None)
 
     def _join(self) -> None:
         """Make one result of the results of all cores."""

@@ -33,7 +33,7 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     job: int
     prompt: str | list[int]
-    contents: list[Content]
+    contents: Annotated[list[Content], msgspec.Meta(max_length=MAX_MEDIA_ITEMS)]
     kwargs: dict[str, Any]
     add_special_tokens: bool
 

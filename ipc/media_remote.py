@@ -21,13 +21,12 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import zmq
 
 from .errors import EngineDeadError, InvalidRequestError, MainspringError, ProtocolError, RequestFailedError, from_wire
 from .link import Link
 from .media_client import Asked, AskedFor, MediaInput, PreparedPrompt, digests_of
 from .media_messages import DELIVERIES, Answer, Content, Deliver, Prepare, ResetCache, decode_answer, encode_order
-from .messages import MediaItem
+from .messages import MAX_MEDIA_ITEMS, MediaItem
 from .transport import MAX_MESSAGE_BYTES, Waker, readable
 
 logger = logging.getLogger(__name__)
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.1  # interval between two attempts to reach a worker
 START_SECONDS = 120.0  # longest wait for a worker that does not answer at all
 MAX_ATTEMPTS = 20  # times that an item is prepared for one delivery, because those of other prompts took its place
+MAX_SENDS = 100  # times that a message is sent to workers that die before they answer
 KEPT_HOMES = 10_000  # items of which it is remembered which worker had them
 Failed = Callable[[Sequence[MediaItem], MainspringError], None]
 
@@ -47,6 +47,7 @@ class _Job:
     frames: list[Any]
     done: Callable[[Answer], None]
     failed: Callable[[MainspringError], None]
+    times: int = 0  # that a worker died that had got it
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +65,8 @@ class _Exchange:
 
     def __init__(self, addresses: Sequence[str], keys: tuple[str, str, str] | None) -> None:
         self._workers, self._keys = [_Worker(address) for address in addresses], keys
-        self._lock = threading.Lock()  # guards the list of new jobs
+        self._addresses = list(addresses)  # those that the workers are to have
+        self._lock = threading.Lock()  # guards the lists of new jobs and of addresses
         self._new: list[tuple[int, _Job]] = []
         self._waker, self.closed, self._pid = Waker(), False, os.getpid()
         self._thread: threading.Thread | None = None
@@ -79,12 +81,19 @@ class _Exchange:
                 self._thread.start()
         self._waker.wake()
 
+    def move(self, addresses: Sequence[str]) -> None:
+        """Go on with the workers at these addresses."""
+        with self._lock:
+            self._addresses = list(addresses)
+        self._waker.wake()
+
     def spare(self, wanted: int) -> int:
         """The worker `wanted`, or the one with the fewest unanswered messages if `wanted` has several more."""
+        workers = self._workers
         with self._lock:
             open_ = Counter(number for number, _ in self._new)
-        open_.update({number: len(one.jobs) for number, one in enumerate(self._workers)})
-        least = min(range(len(self._workers)), key=open_.__getitem__)
+        open_.update({number: len(one.jobs) for number, one in enumerate(workers)})
+        least = min(range(len(workers)), key=open_.__getitem__)
         return wanted if open_[wanted] <= open_[least] + 1 else least
 
     def stop(self) -> None:
@@ -98,9 +107,14 @@ class _Exchange:
     def _run(self) -> None:
         try:
             self._serve()
-        except zmq.ZMQError:
-            if threading.main_thread().is_alive():  # otherwise the program ends, and has closed the sockets
-                raise
+        except BaseException as error:
+            if not threading.main_thread().is_alive():  # the program ends, and has closed the sockets
+                return
+            logger.exception("the thread that talks with media workers failed")
+            while not self.closed:
+                self._end_all(EngineDeadError(f"the thread that talks with media workers failed: {error!r:.200}"))
+                with self._lock:
+                    self.closed = not self._new  # whoever was told may have sent more
 
     def _serve(self) -> None:
         while not self.closed:
@@ -111,23 +125,42 @@ class _Exchange:
             )
             self._waker.clear()
             with self._lock:
-                new, self._new = self._new, []
+                new, self._new, addresses = self._new, [], self._addresses
+            if addresses != [one.address for one in self._workers]:
+                self._replace_workers(addresses)
             for number, job in new:
-                worker = self._workers[number]
-                worker.jobs[job.number] = job
+                self._workers[number % len(self._workers)].jobs[job.number] = job
+            for number, job in new:
+                worker = self._workers[number % len(self._workers)]
                 if worker.link is None:
                     worker.link = Link(worker.address, self._keys)
                 worker.link.send(job.frames)
             for worker in self._workers:
                 if worker.link is not None:
                     self._look_at(worker, worker.link)
-        error = EngineDeadError("the engine was shut down")
+        self._end_all(EngineDeadError("the engine was shut down"))
+
+    def _end_all(self, error: EngineDeadError) -> None:
         for worker in self._workers:
             if worker.link is not None:
                 worker.link.close(0)
             self._give_up(worker, error)
-        for _, job in self._new:
+        with self._lock:
+            new, self._new = self._new, []
+        for _, job in new:
             job.failed(error)
+
+    def _replace_workers(self, addresses: Sequence[str]) -> None:
+        """Send to other workers what was not answered."""
+        before, self._workers = self._workers, [_Worker(address) for address in addresses]
+        for number, old in enumerate(before):
+            self._workers[number % len(addresses)].jobs |= old.jobs
+            if old.link is not None:
+                old.link.close(0)
+        for worker in self._workers:
+            for job in worker.jobs.values():
+                worker.link = worker.link or Link(worker.address, self._keys)
+                worker.link.send(job.frames)
 
     def _look_at(self, worker: _Worker, link: Link) -> None:
         link.read_events()
@@ -143,9 +176,7 @@ class _Exchange:
         link.read_events()
         now = time.monotonic()
         if link.lost and now - link.opened_at >= RECONNECT_SECONDS:
-            link.open()
-            for job in worker.jobs.values():
-                link.send(job.frames)
+            self._send_again(worker, link)
         if link.reached or not worker.jobs:
             worker.waits_since = None
         elif worker.waits_since is None:
@@ -153,6 +184,19 @@ class _Exchange:
         elif now - worker.waits_since > START_SECONDS:
             why = f": {link.trouble}" if link.trouble else ""
             self._give_up(worker, EngineDeadError(f"no media worker answers at {worker.address}{why}"))
+
+    @staticmethod
+    def _send_again(worker: _Worker, link: Link) -> None:
+        """Reconnect. What a worker has got so often that it may be what workers die of is given up."""
+        reached = link.reached
+        link.open()
+        for number, job in list(worker.jobs.items()):
+            job.times += reached
+            if job.times < MAX_SENDS:
+                link.send(job.frames)
+            else:
+                del worker.jobs[number]
+                job.failed(RequestFailedError(f"media workers died {MAX_SENDS} times while this was unanswered"))
 
     @staticmethod
     def _give_up(worker: _Worker, error: MainspringError) -> None:
@@ -193,6 +237,11 @@ class RemoteMedia:
         self._lock = threading.RLock()  # guards all of these
         self._end = weakref.finalize(self, self._exchange.stop)
 
+    def move(self, addresses: Sequence[str]) -> None:
+        """Another daemon serves, whose workers are there."""
+        self._count = len(addresses)
+        self._exchange.move(addresses)
+
     def prepare(
         self,
         prompt: str | list[int],
@@ -220,6 +269,8 @@ class RemoteMedia:
     def _prepare(
         self, asked: Asked, worker: int, done: Callable[[PreparedPrompt], None], fail: Callable[[MainspringError], None]
     ) -> None:
+        if len(asked.inputs) > MAX_MEDIA_ITEMS:
+            return fail(InvalidRequestError(f"{len(asked.inputs)} media items; the limit is {MAX_MEDIA_ITEMS}"))
         contents, frames = [], list[Any]()
         for given in asked.inputs:
             content, dtype, shape = given.content, "", list[int]()
@@ -260,7 +311,7 @@ class RemoteMedia:
         digest = blake2b(data, digest_size=8).digest()
         with self._lock:
             worker = self._homes.pop(digest, None)
-            if worker is None:
+            if worker is None or worker >= self._count:
                 worker = self._exchange.spare(int.from_bytes(digest, "little") % self._count)
             self._homes[digest] = worker
             if len(self._homes) > KEPT_HOMES:

@@ -131,7 +131,6 @@ class MediaWorkers:
                     self._account(one, one.process)
 
     def _start(self, one: _Worker) -> None:
-        os.pwrite(one.mark, bytes(DIGEST_BYTES), 0)
         launch = MediaLaunch(
             self.config,
             self._endpoints,
@@ -143,6 +142,7 @@ class MediaWorkers:
             self._item_seconds,
         )
         try:
+            os.pwrite(one.mark, bytes(DIGEST_BYTES), 0)
             with tempfile.TemporaryFile(prefix="mainspring-media-") as message:
                 message.write(msgspec.msgpack.encode(launch))
                 message.seek(0)

@@ -404,13 +404,13 @@ class CoreServer:
         if origin in self._by_origin:
             raise ProtocolError("a second Hello on one connection")
         session = hello.session or os.urandom(SESSION_BYTES)
-        if key:  # only connections with the same key are of the same session
+        if key and self._endpoints.secret_key:  # only connections with the same key are of the same session
             session = blake2b(session, key=str(frame.get("User-Id")).encode(), digest_size=SESSION_BYTES).digest()
         for before in [peer for peer in self._peers.values() if peer.session == session]:
             self._turn_out(before, "another connection took over its session")
         number = next(i for i in range(len(self._numbers) + 1) if i not in self._numbers)
         self._numbers.add(number)
-        name = printable(key.name if key else hello.client_name)[:MAX_NAME]
+        name = printable((key and key.name) or hello.client_name)[:MAX_NAME]
         admin = key.admin if key else bool(self._endpoints.token or origin[0])
         peer = self._peers[number] = self._by_origin[origin] = _Peer(origin, number, session, name, admin)
         weight = min(hello.weight, key.weight if key else MAX_WEIGHT)

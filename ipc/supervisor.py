@@ -165,6 +165,11 @@ class Supervisor:
                 self._process.send_signal(signal.SIGTERM if self._stops == 1 else signal.SIGKILL)
         self._waker.wake()
 
+    def stop_once(self) -> None:
+        """`stop`, unless it was called before."""
+        if not self._stops:
+            self.stop()
+
     # ------------------------------------------------------------------ starting
 
     def _start_core(self) -> None:

@@ -39,6 +39,7 @@ class Endpoints(msgspec.Struct, frozen=True):
     secret_key: str = ""  # the server's CURVE key in Z85; empty: no CURVE
     allowed_keys: str = ""  # path of the list of public keys, read anew for each connection
     token: bytes = b""  # a secret that every Hello must hold; then every connection is an admin's
+    worker_token: bytes = b""  # a secret of the daemon's own processes, whose connections are an admin's
 
     def of(self, number: int) -> Endpoints:
         """Those of core `number` of a group, whose first core listens here."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
+import resource
 import signal
 import struct
 import sys
@@ -16,6 +18,8 @@ from ..ipc import logs
 from ..ipc.media_messages import MediaLaunch
 from ..ipc.transport import wait_for_parent
 from .server import MediaServer
+
+logger = logging.getLogger(__name__)
 
 NICENESS = 19  # so that the core's steps do not wait for it
 SLICE_NS = 100_000  # the shortest that Linux takes
@@ -29,7 +33,13 @@ def main() -> None:
     logs.set_up("media")
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=MediaLaunch)
     threading.Thread(target=_end_with_parent, args=(launch.parent_pid,), name="mainspring-parent", daemon=True).start()
-    MediaServer(launch).run()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # libzmq ends the process when a connection finds none left
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        MediaServer(launch).run()
+    except BaseException:
+        logger.critical("the media worker failed", exc_info=True)
+        os._exit(1)  # other threads may wait for what does not come any more
 
 
 def _take_short_slices() -> None:

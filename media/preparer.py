@@ -155,7 +155,9 @@ class Preparer:
         self._kept.begin()
         kwargs = {**self._config.mm_processor_kwargs, **kwargs}
         if self.processor.is_encoder_decoder:
-            return self._beside(self.processor.decoder_ids(prompt), inputs, kwargs)
+            with self._guard(_hash(_bytes_of(prompt))):
+                ids = self.processor.decoder_ids(prompt)
+            return self._beside(ids, inputs, kwargs)
         if any(given.modality == ENCODER_TEXT for given in inputs):
             raise InvalidRequestError("a prompt has a text for an encoder, but this model is no encoder-decoder model")
         if not prompt and len(inputs) == 1 and not self.processor.has_place(inputs[0].modality):
@@ -172,7 +174,8 @@ class Preparer:
         if together:
             return self._together(prompt, order, places, kwargs)
         items = [self._item(at, given, kwargs) for at, given in enumerate(order)]
-        ids = self._expand(prompt, [item for _, item in items], places, add_special_tokens)
+        with self._guard(_hash(_bytes_of(prompt))):
+            ids = self._expand(prompt, [item for _, item in items], places, add_special_tokens)
         return PreparedPrompt(ids, locate(ids, items, places))
 
     def _beside(self, ids: list[int] | None, inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]) -> PreparedPrompt:
@@ -422,6 +425,10 @@ def _sequences(ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
     size = len(wanted)
     first = wanted[0] if wanted else None
     return [at for at, one in enumerate(ids) if one == first and list(ids[at : at + size]) == list(wanted)]
+
+
+def _bytes_of(prompt: str | list[int]) -> bytes:
+    return str(prompt).encode("utf-8", "surrogatepass")
 
 
 def _hash(*parts: Any) -> bytes:

@@ -13,7 +13,7 @@ import resource
 import signal
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +56,7 @@ from .preparer import Preparer
 logger = logging.getLogger(__name__)
 
 FETCHES = 8  # prompts with URLs that are fetched at once, so that a slow host does not hold up the others
+FETCHES_OF_ONE = 4  # of one frontend
 FREE_BYTES = 3 << 30  # address space that preparing may take, beside what the process has when it begins
 QUEUED_BYTES = 512 << 20  # of messages that wait to be prepared; above, frontends have to wait
 RECEIVE_QUEUE = 2  # messages of a frontend that libzmq holds, because QUEUED_BYTES does not count these
@@ -87,6 +88,8 @@ class MediaServer:
         self._began: tuple[float, bytes, int] | None = None  # when the item in work began, its frontend and job
         self._job: tuple[bytes, int] = (b"", 0)
         self._fetching = ThreadPoolExecutor(FETCHES, "mainspring-fetch")
+        self._to_fetch: dict[bytes, deque[_Waiting]] = {}  # by frontend
+        self._fetches = Counter[bytes]()  # under way, by frontend
         self._outbox: SimpleQueue[tuple[bytes, Answer]] = SimpleQueue()
         self._waker = Waker()
         self._givers: dict[int, _Giver] = {}
@@ -159,27 +162,54 @@ class MediaServer:
         """Queue a prompt, when what its URLs name is here."""
         try:
             inputs = _inputs(order.contents, contents)
-        except MainspringError as error:
-            return self._answer(origin, Answer(order.job, wire_name(error), wire_text(error)))
+        except (MainspringError, MemoryError) as error:
+            return self._answer(origin, _failure(order.job, error))
         waiting = _Waiting(origin, order, inputs, size + sum(len(content) for content in contents))
-        if any(content.url and content.url[:5].lower() != "data:" for content in order.contents):
-            self._fetching.submit(self._fetch, waiting)
+        fetches = any(content.url and content.url[:5].lower() != "data:" for content in order.contents)
+        with self._arrived:
+            self._waiting_bytes += waiting.num_bytes
+            if fetches:
+                self._to_fetch.setdefault(origin, deque()).append(waiting)
+        if fetches:
+            self._fetch_next(origin)
         else:
             self._queue(waiting)
 
+    def _fetch_next(self, origin: bytes) -> None:
+        """Fetch what a frontend's prompts name, few at once, so that all frontends get threads."""
+        with self._arrived:
+            mine = self._to_fetch.get(origin)
+            if not mine or self._fetches[origin] >= FETCHES_OF_ONE:
+                return
+            self._fetches[origin] += 1
+            self._fetching.submit(self._fetch, mine.popleft())
+            if not mine:
+                del self._to_fetch[origin]
+
     def _fetch(self, waiting: _Waiting) -> None:
         try:
-            waiting.inputs = self._preparer.fetched(waiting.inputs)
+            inputs = self._preparer.fetched(waiting.inputs)
         except Exception as error:
-            answer = Answer(waiting.order.job, wire_name(error), wire_text(error))
-            return self._answer(waiting.origin, answer)
-        waiting.num_bytes += sum(len(given.content) for given in waiting.inputs if isinstance(given.content, bytes))
-        self._queue(waiting)
+            with self._arrived:
+                self._waiting_bytes -= waiting.num_bytes
+            self._answer(waiting.origin, _failure(waiting.order.job, error))
+        else:
+            before, waiting.inputs = waiting.inputs, inputs
+            fetched = (now.content for old, now in zip(before, inputs, strict=True) if now is not old)
+            more = sum(len(content) for content in fetched)
+            with self._arrived:
+                waiting.num_bytes += more
+                self._waiting_bytes += more
+            self._queue(waiting)
+        with self._arrived:
+            self._fetches[waiting.origin] -= 1
+            if not self._fetches[waiting.origin]:
+                del self._fetches[waiting.origin]
+        self._fetch_next(waiting.origin)
 
     def _queue(self, waiting: _Waiting) -> None:
         with self._arrived:
             self._waiting.setdefault(waiting.origin, deque()).append(waiting)
-            self._waiting_bytes += waiting.num_bytes
             self._arrived.notify()
 
     def _answer(self, origin: bytes, answer: Answer) -> None:
@@ -231,13 +261,10 @@ class MediaServer:
         try:
             limit_memory(self._preparer)
             prepared = self._preparer.prepare(order.prompt, waiting.inputs, order.kwargs, order.add_special_tokens)
-        except MemoryError:
-            text = "this prompt needs more memory than a media worker may use"
-            return Answer(order.job, InvalidRequestError.__name__, text)
         except Exception as error:
-            if not isinstance(error, MainspringError):
+            if not isinstance(error, MainspringError | MemoryError):
                 logger.exception("a prompt can't be prepared")
-            return Answer(order.job, wire_name(error), wire_text(error))
+            return _failure(order.job, error)
         windows = list(prepared.windows)
         return Answer(order.job, token_ids=prepared.token_ids, media=prepared.media, windows=windows)
 
@@ -301,9 +328,10 @@ class _Owner:
     """A core that the supervisor of this process starts again: it is waited for as long as this process lives."""
 
     def __init__(self, endpoints: Endpoints) -> None:
+        # over ipc frames of the other address are limited more
         address = endpoints.address if endpoints.secret_key else endpoints.admin_address or endpoints.address
         self.address = address.replace("//*:", "//127.0.0.1:")
-        self.token = endpoints.token
+        self.token = endpoints.worker_token or endpoints.token
 
     def dead_error(self) -> EngineDeadError | None:
         return None
@@ -314,10 +342,16 @@ class _Owner:
 
 def _connect(endpoints: Endpoints) -> Connection:
     keys = None
-    if endpoints.secret_key:  # the daemon's own key may do all
+    if endpoints.secret_key:
         public = zmq.curve_public(endpoints.secret_key.encode()).decode()
         keys = public, endpoints.secret_key, public
     return Connection(_Owner(endpoints), name=f"media worker {os.getpid()}", keys=keys, connect_timeout=LOAD_SECONDS)
+
+
+def _failure(job: int, error: Exception) -> Answer:
+    if isinstance(error, MemoryError):
+        error = InvalidRequestError("this prompt needs more memory than a media worker may use")
+    return Answer(job, wire_name(error), wire_text(error))
 
 
 def _inputs(contents: Sequence[Content], frames: Sequence[Any]) -> list[MediaInput]:

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -266,6 +267,41 @@ def test_frontends_of_a_daemon_share_its_media_workers(llava: Model) -> None:
             assert len(list(filter(runs_media, psutil.Process(daemon.process.pid).children(recursive=True)))) == 1
         finally:
             daemon.end()
+
+
+@pytest.mark.slow
+def test_media_go_on_over_tcp_when_another_daemon_takes_the_place(llava: Model) -> None:
+    """Without keys, too. The media workers of the next daemon have another port."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    started: list[Daemon] = []
+
+    def start(folder: Path) -> None:
+        started.append(Daemon(folder, "--model", str(llava.folder), "--insecure", *flags, listen=address))
+        started[-1].ready_line()
+
+    async def test(folder: Path) -> None:
+        start(folder)
+        async with AsyncLLMEngine.connect(address) as engine:
+            count = 200
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            tokens: list[int] = []
+            async for output in engine.generate(llava.prompt("c:first"), params, "first"):
+                tokens = ids(output)
+                if len(started) == 1:
+                    started[0].end()
+                    await asyncio.to_thread(start, folder)
+            assert tokens == llava.tokens("c:first", count)
+            async for output in engine.generate(llava.prompt("d:what is it?"), GREEDY, "second"):
+                tokens = ids(output)
+            assert tokens == llava.tokens("d:what is it?", COUNT)
+
+    with short_folder() as folder:
+        try:
+            asyncio.run(asyncio.wait_for(test(folder), 300))
+        finally:
+            started[-1].end()
 
 
 @pytest.mark.slow

@@ -46,12 +46,12 @@ from mainspring.ipc.media_messages import (
     encode_order,
     most_bytes,
 )
-from mainspring.ipc.media_remote import RemoteMedia, _Job, _Worker
+from mainspring.ipc.media_remote import MAX_SENDS, RemoteMedia, _Job, _Worker
 from mainspring.ipc.media_workers import MediaWorkers
 from mainspring.ipc.messages import AddRequest, Ready, Sampling
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import Endpoints, address_at, make_dealer
-from mainspring.media.server import MediaServer, _inputs
+from mainspring.media.server import FETCHES_OF_ONE, MediaServer, _inputs
 from media_folders import file_of, picture, save_folder
 from stand_in_core import StandInCore, StandInOwner
 from wire import eventually
@@ -96,8 +96,9 @@ class MediaCore(StandInCore):
         if method == "put_media":
             assert self.is_admin[frontend]
             time.sleep(self.put_seconds)
-            digest, modality, names = decode_value(args)
+            digest, modality, names, shapes = decode_value(args)
             assert len(names) == len(arrays)
+            assert not shapes
             self.items[digest], self.sizes[digest] = (modality, names), sum(array.nbytes for array in arrays)
             self.puts.append(digest)
             self._begin()
@@ -688,6 +689,71 @@ def test_data_urls_do_not_wait_for_hosts(llava: Path) -> None:
         server._admit(b"frontend", Prepare(job, "<image>", [Content("image", url)], {}, True), [], 10)
     assert [waiting.order.job for waiting in server._waiting[b"frontend"]] == [0, 1]
     assert [waiting.order.job for _, waiting in fetched] == [2]
+
+
+def test_a_frontend_with_many_urls_leaves_threads_to_others_and_counts_what_waits(llava: Path) -> None:
+    server = MediaServer(MediaLaunch(config_of(llava), Endpoints("ipc:///nowhere"), 0, -1, -1, ""))
+    fetched: list[Any] = []
+    server._fetching.submit = lambda *asked: fetched.append(asked)
+    for origin, count in ((b"one", 9), (b"other", 1)):
+        for job in range(count):
+            content = Content("image", "https://media.example/x.png")
+            server._admit(origin, Prepare(job, "<image>", [content], {}, True), [], 10)
+    assert [waiting.origin for _, waiting in fetched] == [b"one"] * FETCHES_OF_ONE + [b"other"]
+    assert server._waiting_bytes == 100
+    while fetched:
+        fetch, waiting = fetched.pop(0)
+        fetch(waiting)  # refused: no domain is allowed
+    assert server._outbox.qsize() == 10
+    assert server._waiting_bytes == 0
+    assert not server._fetches
+    assert not server._to_fetch
+
+
+class Dying:
+    """A link to workers that die as soon as they have got a message."""
+
+    lost, reached, trouble, opened_at = True, True, "", 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def open(self) -> None: ...
+
+    def send(self, frames: Any) -> None:
+        self.sent.append(frames)
+
+    def read_events(self) -> None: ...
+
+    def receive(self) -> None: ...
+
+
+def test_what_workers_die_of_is_not_sent_for_ever() -> None:
+    media = RemoteMedia([f"ipc://{tempfile.gettempdir()}/nobody"])
+    failed: list[Any] = []
+    link, worker = Dying(), _Worker("", jobs={1: _Job(1, [], lambda answer: None, failed.append)})
+    for _ in range(100):
+        media._exchange._look_at(worker, link)
+    assert not worker.jobs
+    assert len(link.sent) == MAX_SENDS - 1
+    assert "media workers died" in str(failed[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light")
+def test_what_was_asked_goes_to_the_workers_of_the_next_daemon(llava: Path) -> None:
+    """Over tcp they have other ports, and there may be more or fewer of them."""
+    first, then = (MediaWorkers(config_of(llava, media_workers=n), Endpoints("tcp://127.0.0.1:1234")) for n in (1, 2))
+    addresses = [[f"tcp://127.0.0.1:{place}" for place in one.places] for one in (first, then)]
+    media = RemoteMedia(addresses[0])
+    asked = [media.prepare("<image>", [image(seed)], {}) for seed in range(3)]  # the first does not start
+    media.move(addresses[1])
+    then.start()
+    later = [media.prepare("<image>", [image(seed)], {}) for seed in range(3)]
+    assert [one.result(PATIENCE_S) for one in asked] == [one.result(PATIENCE_S) for one in later]
+    media.close()
+    first.close()
+    then.close()
 
 
 class Silent:
