@@ -29,6 +29,7 @@ from .transport import RECEIVE_QUEUE, Waker
 logger = logging.getLogger(__name__)
 
 FAILURES = 3  # failed handshakes in a row after which there is a warning
+RECONNECT_SECONDS = 0.1  # between two attempts to reach a core
 LOOK_SECONDS = 1.0  # interval of checks of a link, beside its events
 END_SECONDS = 5.0  # that a rank has to end after it has closed its link
 COMMAND = [sys.executable, "-P", "-m", "mainspring.core.rank"]  # of a rank; the descriptor of its link follows
@@ -80,6 +81,7 @@ class RankAgent:
                     if offered and self._stop_at is None:
                         logger.warning("the core at %s is gone; waiting for the next one", self._address)
                     self._kill()
+                    time.sleep(max(0.0, self._link.opened_at + RECONNECT_SECONDS - time.monotonic()))
                     self._link.open()
                     offered = False
                 elif self._link.reached and not offered:

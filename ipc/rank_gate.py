@@ -228,7 +228,9 @@ class RankGate:
             self._receive()
             if self._monitor in found:
                 self._monitor.recv_multipart()
-                self._probes = [time.monotonic() + after for after in PROBES_S]
+                now = time.monotonic()
+                first = min([*self._probes, now + PROBES_S[0]])  # not delayed by further disconnections
+                self._probes = [first, now + PROBES_S[1]]
             self._find_lost()
         for agent in [*self._taken, *self._offers]:
             self._send(agent, END)
