@@ -170,11 +170,12 @@ class EngineCore:
             model_facts = msgspec.structs.replace(
                 model_facts, media=taken.modalities, encoder_input=taken.encoder_input
             )
+        scored = PROMPT_LOGITS if scheduler.enable_chunked_prefill else scheduler.max_num_batched_tokens
         self._checks = RequestCheck(
             model_facts,
             config,
             facts.accepts_embeddings,
-            MAX_LOGPROBS // (scheduler.max_num_seqs + PROMPT_LOGITS),
+            MAX_LOGPROBS // (scheduler.max_num_seqs + scored),
         )
         self.lifecycle = Lifecycle(
             self.scheduler,

@@ -427,6 +427,70 @@ def test_a_frontend_that_does_not_read_gives_way() -> None:
     serve(engine)
 
 
+def test_no_more_requests_give_way_than_have_to() -> None:
+    engine = engine_with_media(weights=[1.0, 1.0], media_bytes=ROW * 8 * 2)
+    for seed in (1, 2, 3):
+        engine.add(**prompt_with(seed), max_tokens=20, frontend=0)
+        engine.bring()
+        for _ in range(3):
+            engine.step()
+    engine.set_credit(0, False)
+    other = engine.add(**prompt_with(4), frontend=1)
+    engine.run()
+    assert other in engine.finished
+    assert engine.stats.num_preemptions == 1
+    engine.set_credit(0, True)
+    serve(engine)
+
+
+def test_a_request_with_items_gets_a_slot_beside_a_flood_that_has_all() -> None:
+    engine = engine_with_media(weights=[1.0, 1.0], max_num_seqs=2)
+    flood = [engine.add([1 + i, 2], 60, frontend=0) for i in range(6)]
+    for _ in range(4):
+        engine.step()
+    key = engine.add(**prompt_with(1), max_tokens=3, frontend=1)
+    engine.bring()
+    for _ in range(12):
+        engine.step()
+    assert key in engine.finished
+    assert not engine.finished.keys() & set(flood)
+    serve(engine)
+
+
+def test_nobody_waits_behind_a_request_that_lost_its_turn_when_nothing_is_computed() -> None:
+    engine = engine_with_media(weights=[1.0, 1.0], media_bytes=ROW * 8 * 4, max_model_len=128)
+    first = engine.add(**prompt_with(1), max_tokens=72, frontend=0)
+    engine.bring()
+    engine.step()
+    engine.add(**prompt_with(2, 3, 4, 5), frontend=1)  # it waits for all of the cache
+    engine.bring()
+    for _ in range(68):
+        engine.step()
+    assert first not in engine.finished
+    engine.set_credit(1, False)
+    other = engine.add(**prompt_with(6), frontend=0)
+    engine.run()
+    assert other in engine.finished
+    engine.set_credit(1, True)
+    serve(engine)
+
+
+def test_items_that_take_more_memory_than_was_told_are_reserved_as_much() -> None:
+    limit = ROW * 40 * 6
+    engine = engine_with_media(media_bytes=limit, max_num_batched_tokens=64, max_model_len=128, num_blocks=200)
+    assert engine.media is not None
+    engine.encodes = lambda number: Encoded(number, 3 * ROW * 40)
+    engine.add(**prompt_with(1, length=40))
+    serve(engine)
+    for seed in range(2, 8):
+        engine.add(**prompt_with(seed, length=40), max_tokens=12)
+        engine.bring()
+    for _ in range(40):
+        engine.step()
+        assert engine.media._num_bytes <= limit
+    serve(engine)
+
+
 def test_an_item_that_cannot_be_encoded_ends_the_requests_that_name_it_and_no_other() -> None:
     engine = engine_with_media()
     works = engine.encodes

@@ -319,6 +319,8 @@ def test_an_aborted_request_ends_without_a_vector(checkpoint: Make) -> None:
         assert (output.finished, output.finish_reason) == (True, "abort")  # type: ignore[attr-defined]
         assert output.outputs.data.size == 0  # type: ignore[attr-defined]
         pooled.vectors(engine, pooled.prompts(30))
+        worker = engine.engine_core.core.worker  # type: ignore[attr-defined]
+        assert len(worker._sequences) <= 1, "it keeps what the slots of ended requests had"
 
 
 def test_embeddings_as_prompts_are_computed_as_their_tokens(checkpoint: Make) -> None:

@@ -31,6 +31,8 @@ from .media_store import BYTES_OF_PIXEL, MediaStore, StoredItem
 
 Wait = tuple[Future[None], Callable[[Any], None]]  # as in adapters.py
 OUT_OF_MEMORY = OutOfMemoryError.__name__
+TELLING_TOKENS = 32  # length from which an item tells how much memory a token takes; of a shorter one it is the grids
+MOST_TIMES_TOLD = 8  # that an item is reckoned to take, of what the worker told; a client may name any length
 PATIENCE_STEPS = 64  # for which others may take room in the encoder's cache before a request that waits for more of it
 AFTER_CHANGE = (
     "the weights have changed, and its media would have to be encoded again, but they are not kept: send it again"
@@ -56,8 +58,10 @@ class EncoderCache(Feature):
         self.items = MediaStore(facts.modalities, BYTES_OF_PIXEL * config.max_media_pixels)
         self.fail: Callable[[Request, str, str], None] = lambda request, error, text: None
         self.give_way: Callable[[Request], bool] = lambda request: False  # without credit: leave the slot
+        self.has_credit: Callable[[Request], bool] = lambda request: True
         self.due: list[StoredItem] = []  # to encode in the step that is being made
         self._facts, self._budget, self._suspects, self._control = facts, budget, suspects, control
+        self._row_bytes = facts.row_bytes  # or what the items so far have taken, if that is more
         self._most_bytes = int(config.mm_encoder_cache_gb * (1 << 30))
         self._num_bytes = 0  # taken or reserved in the encoder's cache
         self._held: dict[Request, list[StoredItem]] = {}
@@ -130,11 +134,13 @@ class EncoderCache(Feature):
 
     def _waits_behind(self, request: Request, step: int) -> bool:
         """Whether a request leaves room to the one that waits longest. That one loses its turn if the scheduler has
-        not considered it for 8 steps, as when its frontend has no credit."""
+        not considered it for 8 steps, or can't, because its frontend has no credit."""
         first = self._first
         if first is request:
             self._asked = step
-        elif first is not None and (first.finished or first in self._held or step > self._asked + 8):
+        elif first is not None and (
+            first.finished or first in self._held or step > self._asked + 8 or not self.has_credit(first)
+        ):
             self._first = None
         return self._first not in (None, request) and step - self._since >= PATIENCE_STEPS
 
@@ -192,6 +198,9 @@ class EncoderCache(Feature):
                 self._end(item, one.error, one.text)
                 continue
             item.encoded, item.lacked = True, False
+            if item.length >= TELLING_TOKENS:
+                told = min(-(-one.num_bytes // item.length), MOST_TIMES_TOLD * self._facts.row_bytes)
+                self._row_bytes = max(self._row_bytes, told)
             self._num_bytes += one.num_bytes - item.num_bytes
             item.num_bytes = one.num_bytes
             self._num_encoded += 1
@@ -223,7 +232,7 @@ class EncoderCache(Feature):
 
     def _reserve(self, item: StoredItem) -> None:
         if not item.num_bytes:
-            item.num_bytes = item.length * self._facts.row_bytes
+            item.num_bytes = item.length * self._row_bytes
             self._num_bytes += item.num_bytes
 
     def _let_go(self, request: Request) -> None:
@@ -236,7 +245,7 @@ class EncoderCache(Feature):
         """Whether there is room for what the encoder makes of items, beside those that are encoded. If no request holds
         anything, there is room for one, however large its items are. Those of frontends that do not read their messages
         give way."""
-        needed = sum(item.length * self._facts.row_bytes for item in items if not item.num_bytes)
+        needed = sum(item.length * self._row_bytes for item in items if not item.num_bytes)
         if self._evict(needed, items) or self._is_idle:
             return True
         for request in list(self._held):
@@ -247,7 +256,9 @@ class EncoderCache(Feature):
                     self.fail(
                         request, wire_name(OverloadedError()), "its media were dropped while nobody read its tokens"
                     )
-        return self._evict(needed, items) or self._is_idle
+                if self._evict(needed, items) or self._is_idle:
+                    return True
+        return False
 
     @property
     def _is_idle(self) -> bool:

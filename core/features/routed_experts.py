@@ -45,6 +45,8 @@ class RoutedExperts(Feature):
 
     def routed(self, plan: StepPlan, result: StepResult, alive: np.ndarray, ends: np.ndarray) -> list[RoutedRows]:
         found: list[RoutedRows] = []
+        if not plan.slots.size:  # a step that only encodes media
+            return found
         experts = result.experts
         assert experts is not None, "the worker does not record experts"
         firsts = np.cumsum(plan.counts) - plan.counts

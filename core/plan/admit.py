@@ -7,6 +7,7 @@ from collections import Counter
 
 from .fair_share import Frontend
 from .need import cut, cuts_are_ruled
+from .preemption import giver_for
 from .request import Request
 from .room import extend, free_for, make_room
 from .state import SchedulerState
@@ -34,11 +35,12 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
     ceiling = min((state.fair.share(state.fair.of(f)) for f in lacking), default=math.inf)
     deferring: list[Frontend] = []
     refused: list[Request] = []  # by a feature
+    takers: dict[int, bool] = {}  # whether a frontend could take a slot from another
     num_refused, its_share = Counter[int](), 0  # by frontend; of the most, counted at the first one
     while budget > 0 and (frontend := state.fair.next_waiting(closed)) is not None:
         request = frontend.peek()
         assert request is not None, "next_waiting named a frontend with nobody waiting"
-        if not state.may_run(request, fetch=bool(state.running.free_slots)):
+        if not state.may_run(request, fetch=_may_get_slot(state, request, takers)):
             refused.append(frontend.pop())
             its_share = its_share or max(LEAST_REFUSED, MOST_DEFERRED // sum(one.competes for one in state.fair))
             num_refused[frontend.id] += 1
@@ -78,6 +80,17 @@ def admit(state: SchedulerState, budget: int, quotas: dict[int, int] | None, clo
         frontend.undefer()
     for request in refused:
         state.fair.push(request)
+
+
+def _may_get_slot(state: SchedulerState, request: Request, takers: dict[int, bool]) -> bool:
+    """Whether a slot is free, or could be taken from another frontend's request, so that it is worth to fetch what
+    `request` needs."""
+    if state.running.free_slots or not (request.media or request.lora):
+        return bool(state.running.free_slots)
+    if (found := takers.get(request.frontend)) is None:
+        found = giver_for(state, request, slots=True, but=state.running.admitted) is not None
+        takers[request.frontend] = found
+    return found
 
 
 def _most(

@@ -99,6 +99,7 @@ class Scheduler:
         """Prompts may have media. Called before any request is added."""
         self.attach(media)
         self.state.media, media.fail, media.give_way = media, self._fail_media, self._give_way
+        media.has_credit = lambda request: self.fair.of(request.frontend).credit
 
     def _fail_media(self, request: Request, error: str, text: str) -> None:
         self.state.suspects.clear(request)

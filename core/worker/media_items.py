@@ -135,10 +135,10 @@ class MediaItems:
     def _verify_once(self, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
         assert self._verify is not None
         for modality in {item.modality for item in items} or {"text"}:
-            if modality not in self._verified:
-                self._verified[modality] = None
+            if modality not in self._verified:  # an error of another kind, as of memory, tells nothing
                 try:
                     self._verify(ids, items, merged)
+                    self._verified[modality] = None
                 except UnsupportedModelError as error:
                     self._verified[modality] = error
             if (refusal := self._verified[modality]) is not None:

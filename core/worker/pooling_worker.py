@@ -189,6 +189,9 @@ class PoolingWorker(LocalWorker):
 
     def _compute(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
         """The hidden states that are wanted of a step, and how many of them belong to each sequence."""
+        for slot in plan.released.tolist():
+            self._sequences.pop(slot, None)
+            self._rows.pop(slot, None)
         for sequence in plan.admitted:
             self._sequences[sequence.slot], self._rows[sequence.slot] = sequence, []
         if self._runner is not None:
