@@ -101,10 +101,12 @@ def test_numbers_scales_and_zeros_are_read_as_they_are(group: int) -> None:
 
 def test_an_awq_checkpoint_is_built_as_the_plain_model_that_it_stands_for(tmp_path: Path) -> None:
     path, plain, values = make_awq(tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     backend = ReferenceBackend()
     backend.name = "native"
     model = load_model(ModelConfig(model=str(path)), LoadConfig(), CPU, backend=backend)
     assert model.dtype == torch.float16
+    assert model.eos_token_ids == (7, 9)
     for name, value in values.items():
         assert torch.equal(model.parameters.get(name), value), name
     of_plain = load_model(ModelConfig(model=str(plain)), LoadConfig(), CPU)

@@ -108,6 +108,7 @@ def _some_experts(module: nn.Module, group: RankGroup | OneRank, homes: Homes | 
     own: Any = module.forward
     held = next(p for p in module._parameters.values() if p is not None and p.dim() > 1).shape[0]
     if hasattr(module, "num_experts"):
+        module.mainspring_num_experts = module.num_experts  # of all ranks, whose numbers the module is given
         module.num_experts = held  # type: ignore[assignment]
 
     def forward(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:

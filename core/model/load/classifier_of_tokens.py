@@ -46,7 +46,8 @@ def classifier_of_tokens(
     prefix = generating.base_model_prefix
     tensors = {f"{prefix}.{name}": tensor for name, tensor in generating.base_model.state_dict().items()}
     tensors["score.weight"] = head
-    model = model_of_tensors(str(model_config.model), known[type(config)], config, tensors, model_config)
+    path = str(model_config.model)
+    model = model_of_tensors(path, known[type(config)], config, tensors, model_config, load_config)
     return model.to(device)  # type: ignore[no-any-return]
 
 

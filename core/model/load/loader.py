@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import (
@@ -355,7 +355,8 @@ def build_model(
                 raise UnsupportedModelError(f"load_format {form!r} is for models of transformers' own classes")
             tensors = read_mistral(own, config) if own else read_parts(Path(path), *place)
             with reading(cuts_of, part) if is_part else nullcontext():
-                found = model_of_tensors(path, auto._model_mapping[type(config)], config, tensors, model_config)
+                kind = auto._model_mapping[type(config)]
+                found = model_of_tensors(path, kind, config, tensors, model_config, load_config)
             return cast("PreTrainedModel", found.to(device))
     if load_config.load_format != "dummy":
         with (
@@ -417,13 +418,18 @@ def _quantized_model(
     """The plain model that the weights of a quantized checkpoint stand for, and those weights."""
     with _reading_weights(model_config, load_config) as path:
         tensors, weights = read_quantized(form, path, model_config.revision or "main", load_config.download_dir)
-        return model_of_tensors(path, model_class, config, tensors, model_config), weights
+        return model_of_tensors(path, model_class, config, tensors, model_config, load_config), weights
 
 
 def model_of_tensors(
-    path: str, model_class: Any, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], model_config: ModelConfig
+    path: str,
+    model_class: Any,
+    config: PreTrainedConfig,
+    tensors: dict[str, torch.Tensor],
+    model_config: ModelConfig,
+    load_config: LoadConfig,
 ) -> Any:
-    """The model that has these tensors as its parameters."""
+    """The model that has these tensors as its parameters, with the checkpoint's generation config."""
     loaded = model_class.from_pretrained(
         None,
         config=config,
@@ -433,7 +439,12 @@ def model_of_tensors(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # `_complete` names them
     )
-    return _complete(path, *loaded)
+    model = _complete(path, *loaded)
+    if model.can_generate():
+        where: dict[str, Any] = {"revision": model_config.revision or "main", "cache_dir": load_config.download_dir}
+        with suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(path, **where)
+    return model
 
 
 def _loads_by_own_code(config: PreTrainedConfig, auto: Any) -> bool:
@@ -464,6 +475,8 @@ def _reading_weights(model_config: ModelConfig, load_config: LoadConfig, own_cod
         raise
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: {_first_line(error)}") from error
+    except KeyError as error:  # of an index file
+        raise UnsupportedModelError(f"the weights of {name!r} could not be loaded: they lack {error}") from error
 
 
 def _damage(name: str, error: Exception) -> str:

@@ -57,24 +57,39 @@ def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[N
             state_dict = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}  # mapped
         if state_dict is not None and part is not None:
             places = {name: names.in_model(name)[0] for name in state_dict}
+            own = set(places.values())
             kept = {name: place for name, place in places.items() if place not in part.others}
+            kept = {name: place for name, place in kept.items() if part.moved.get(place) not in own}
             state_dict = {part.moved.get(place, name): state_dict[name] for name, place in kept.items()}
+        tied = dict(getattr(model, "all_tied_weights_keys", {})) if cuts else {}
+        found: dict[str, tuple[str, Any]] = {}  # place → name and tensor, as far as parameters are tied
         if state_dict is not None or not files:
+            if tied and state_dict is not None:
+                found = {names.in_model(name)[0]: (name, tensor) for name, tensor in state_dict.items()}
+                state_dict = dict(state_dict)
+                _read_once(tied, found, state_dict)
             return load(model, state_dict, files, wanted, *more)
         with ExitStack() as stack:
-            for path in files:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+            opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+            keys = [key for file in opened for key in file.keys()]  # noqa: SIM118  # it is no dict
+            own = {names.in_model(key)[0] for key in keys} if part is not None else set()
+            for file in opened:
                 for key in file.keys():  # noqa: SIM118  # it is no dict
                     name, (place, pattern) = key, names.in_model(key)
                     if part is not None and place in part.others:
                         continue
                     if part is not None and place in part.moved:
+                        if part.moved[place] in own:
+                            continue
                         name = place = part.moved[place]
                     tensor = file.get_slice(key)
+                    if place in tied or place in tied.values():
+                        found[place] = name, tensor
                     if (cut := cuts.get(place)) is not None:
                         tensor = names.part_of(tensor, key, pattern, cut)
                     if tensor is not None:
                         tensors[name] = tensor
+            _read_once(tied, found, tensors)
             return load(model, tensors, None, wanted, *more)
 
     def set_part(model: PreTrainedModel, name: str, value: torch.Tensor, *more: Any) -> None:
@@ -96,6 +111,20 @@ def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[N
             stack.callback(setattr, owner, function, vars(owner)[function])
             setattr(owner, function, replacement)
         yield
+
+
+def _read_once(tied: Mapping[str, str], found: Mapping[str, tuple[str, Any]], tensors: dict[str, Any]) -> None:
+    """Leave one tensor of those that are equal and whose parameters are tied. transformers compares them when they are
+    read: a part and a whole would be untied. tied: a parameter → the one whose values it has."""
+    for target, source in tied.items():
+        if target not in found:
+            continue
+        name, whole = found[target]
+        if source not in found:
+            tensors[source] = whole
+        elif not torch.equal(whole[:], found[source][1][:]):
+            continue
+        tensors.pop(name, None)
 
 
 class _Names:

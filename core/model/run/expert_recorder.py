@@ -56,7 +56,7 @@ class ExpertRecorder:
             )
         self.num_routed_layers = len(layers)
         self.shape = len(cast(nn.ModuleList, model.get_submodule(name))), widths.pop()
-        most = max(getattr(call.module, "num_experts", _MOST_IN_A_BYTE + 1) for call in found.values())
+        most = max(_num_experts(call.module) for call in found.values())
         self.dtype = torch.uint8 if most <= _MOST_IN_A_BYTE else torch.int16
         self._rows: torch.Tensor | None = None
         for layer, (module, place, _) in zip(layers, found.values(), strict=True):
@@ -76,6 +76,12 @@ class ExpertRecorder:
         if self._rows is not None:
             numbers = args[place] if isinstance(place, int) else kwargs[place]
             self._rows[: len(numbers), layer] = numbers
+
+
+def _num_experts(module: nn.Module) -> int:
+    """Of all ranks; one more than fit in a byte if it is not known."""
+    own: Any = getattr(module, "num_experts", _MOST_IN_A_BYTE + 1)
+    return int(getattr(module, "mainspring_num_experts", own))
 
 
 def _calls(model: PreTrainedModel) -> dict[str, _Call]:
