@@ -13,6 +13,7 @@ from .request.outputs import RequestOutput
 from .request.prompts import TextPrompt, TokensPrompt, with_processor_kwargs
 from .request_queue import Progress
 from .text.chat_media import media_of, take_media
+from .text.chat_template import template_messages
 
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
@@ -148,7 +149,7 @@ class ChatMethods:
         prompts: list[str | TextPrompt | TokensPrompt] = []
         for at, conversation in enumerate(conversations):
             with names_prompt(at, len(conversations)):
-                prompt = chat_prompt(self.get_tokenizer(), conversation, **options)
+                prompt = chat_prompt(self.get_tokenizer(), template_messages(conversation), **options)
                 prompts += with_processor_kwargs([prompt], mm_processor_kwargs)
         return prompts
 

@@ -437,6 +437,14 @@ def test_variables_of_a_template_win_over_arguments(llm: LLM) -> None:
     assert made["prompt"] == "HiFalse"
 
 
+def test_templates_get_the_arguments_of_tool_calls_as_objects(llm: LLM) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    conversation: Any = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    (made,) = llm.preprocess_chat(conversation, chat_template=template)
+    assert made["prompt"] == '{"city": "Oslo"}'
+
+
 @pytest.mark.parametrize("messages", [5, [{"role": "user", "content": HALF}], "hello"])
 def test_a_conversation_is_text(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError):

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from daemons import short_folder
+from mainspring.engine.text.chat_template import template_messages
 from mainspring.engine.text.response_reader import Piece
 from mainspring.web.exchange import Answer, Request
 from mainspring.web.failures import HttpError
 from mainspring.web.forwarding import Forwarding
 from mainspring.web.messages_api import MessagesBody, _Blocks, _chat_body
-from mainspring.web.reading import template_messages
 from mainspring.web.response_items import Items, chat_messages
 from mainspring.web.response_store import ResponseStore, Stored
 from mainspring.web.responses_api import ResponsesApi

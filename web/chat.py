@@ -11,13 +11,14 @@ import msgspec
 from ..engine.chat_methods import chat_prompt as conversation_prompt
 from ..engine.request.outputs import CompletionOutput, RequestOutput
 from ..engine.request.prompts import Prompt, TokensPrompt, with_processor_kwargs
+from ..engine.text.chat_template import template_messages
 from ..ipc.params import SamplingParams
 from .bodies import ChatBody, form_of, sampling_params
 from .exchange import Answer, Events, Request, answer, event, json_of
 from .failures import HttpError
 from .logprobs import chat_logprobs
 from .reader import MessageReader, delta_of, read_whole
-from .reading import Reading, template_messages
+from .reading import Reading
 from .service import Service, finish_reason, made, new_id, usage_of
 
 if TYPE_CHECKING:

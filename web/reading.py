@@ -3,14 +3,11 @@ tools of the request."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from ..engine.text.response_formats import (
     REASONING_FORMATS,
@@ -160,24 +157,3 @@ def _written(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> lis
     for form in () if tools is None else tools.forms:
         texts += [form.start, form.call, form.between, form.end, *form.params]
     return [*texts, *(() if tools is None else tools.dropped)]
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: arguments of calls as objects, which the API has as texts."""
-    return [
-        {**message, "tool_calls": _calls(message["tool_calls"])} if message.get("tool_calls") else {**message}
-        for message in messages
-    ]
-
-
-def _calls(calls: Any) -> Any:
-    if not isinstance(calls, list):
-        raise InvalidRequestError("tool_calls of a message must be a list")
-    found = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # a model wrote it; it is shown as it is
-                call = {**call, "function": {**function, "arguments": msgspec.json.decode(text or "{}")}}
-        found.append(call)
-    return found

@@ -61,7 +61,12 @@ def serve(options: ServeOptions, engine: EngineConfig | dict[str, Any], on_ready
         listener = stack.enter_context(_listener(options))
         counters = stack.enter_context(shared_file(options.workers))
         url = _url(options, listener)
-        settings = {} if isinstance(engine, EngineConfig) else dict(engine)
+        settings: dict[str, Any]
+        if isinstance(engine, EngineConfig):
+            model = engine.model_config
+            settings = {"tokenizer_mode": model.tokenizer_mode, "skip_tokenizer_init": model.skip_tokenizer_init}
+        else:
+            settings = dict(engine)
         name = settings.pop("served_model_name", None)
         adapters = stack.enter_context(adapters_file(options.lora_modules or ()))
         files = counters.fileno(), adapters.fileno(), listener.detach()

@@ -6,6 +6,7 @@ copies of what the caller passed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -80,6 +81,31 @@ def render_chat(
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, SyntaxError) as error:
         raise InvalidRequestError(f"the chat template refused the conversation: {error}") from error
     return _cut_at_mark(text, final) if continue_final_message else text
+
+
+def template_messages(messages: Any) -> Any:
+    """Messages as chat templates expect them: arguments of calls as objects, which OpenAI's API has as texts."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return messages  # who renders them will say what is wrong
+    return [
+        {**message, "tool_calls": _calls(message["tool_calls"])}
+        if isinstance(message, Mapping) and message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _calls(calls: Any) -> Any:
+    if not isinstance(calls, list):
+        raise InvalidRequestError("tool_calls of a message must be a list")
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # a model wrote it; it is shown as it is
+                call = {**call, "function": {**function, "arguments": msgspec.json.decode(text or "{}")}}
+        found.append(call)
+    return found
 
 
 def _checked(conversation: Any) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...ipc.config import ModelConfig
-from ...ipc.errors import InvalidArgumentError, ModelNotFoundError
+from ...ipc.errors import ModelNotFoundError
 from ...ipc.params import SamplingParams
+from ...ipc.tokenizer_files import generation_folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -27,8 +28,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def generation_config(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """The generation config of the checkpoint, or of the folder named instead, with the user's overrides."""
     given = model.generation_config
-    if given not in ("auto", "none") and not (folder := Path(given).expanduser()).is_dir():
-        raise InvalidArgumentError(f"generation_config is {given!r}; it must be 'auto', 'none' or a folder")
+    if given not in ("auto", "none"):
+        folder = generation_folder(given)
     found = {} if given == "none" else read_json(folder / "generation_config.json")
     return {**found, **model.override_generation_config}
 
