@@ -83,6 +83,8 @@ def requests_of(source: Path) -> Iterator[Line]:
     Raises:
         InvalidArgumentError: the file or a line can't be read, or a line asks for what a batch can't have.
     """
+    if source.exists() and not source.is_file():
+        raise InvalidArgumentError(f"{source} is no regular file, and a batch is read several times")
     decoder = msgspec.json.Decoder(Line)
     try:
         file = source.open("rb")

@@ -12,7 +12,7 @@ from ..engine.llm import LLM
 from ..engine.llm_engine import LLMEngine
 from ..engine.request.outputs import CompletionOutput
 from ..engine.request.prompts import Prompt
-from ..ipc.errors import InvalidRequestError, OverloadedError, RequestFailedError
+from ..ipc.errors import InvalidRequestError, NotSupportedError, OverloadedError, RequestFailedError
 from ..ipc.params import SamplingParams
 
 _DEMO_QUESTIONS = (
@@ -97,7 +97,7 @@ def _answer(engine: LLMEngine, params: SamplingParams, messages: list[dict[str, 
         messages.append({"role": "assistant", "content": answer.text.strip()})
     except KeyboardInterrupt:
         messages.pop()
-    except (InvalidRequestError, OverloadedError, RequestFailedError) as error:
+    except (InvalidRequestError, NotSupportedError, OverloadedError, RequestFailedError) as error:
         messages.pop()
         print(f"{error} (/new begins a new conversation)", file=sys.stderr)
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from .config import ModelConfig
-from .errors import ModelNotFoundError, ProtocolError
+from .errors import InvalidArgumentError, ModelNotFoundError, ProtocolError
 
 PATTERNS = (
     "tokenizer*.json",
@@ -28,7 +28,8 @@ PATTERNS = (
     "chat_template.json",
     "chat_templates/*.jinja",
 )
-MODEL_PATTERNS = ("config.json", "generation_config.json")
+GENERATION = "generation_config.json"
+MODEL_PATTERNS = ("config.json", GENERATION)
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.txt", "*.tiktoken", "*.py"]
 _WEIGHT_INDEXES = ["*.index.json"]
 
@@ -64,7 +65,7 @@ def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]
     """The files that a frontend of this model needs: name → content.
 
     Raises:
-        ModelNotFoundError: as `checkpoint_folder`.
+        ModelNotFoundError, InvalidArgumentError: as `checkpoint_folder` and `generation_folder`.
     """
     folder = checkpoint_folder(str(model.model), model.revision, download_dir)
     tokenizer = folder
@@ -74,7 +75,23 @@ def read_files(model: ModelConfig, download_dir: str | None) -> dict[str, bytes]
     for place, patterns in ((folder, MODEL_PATTERNS), (tokenizer, PATTERNS)):
         for path in sorted(path for pattern in patterns for path in place.glob(pattern) if path.is_file()):
             found[path.relative_to(place).as_posix()] = path.read_bytes()
+    if model.generation_config not in ("auto", "none"):
+        place = generation_folder(model.generation_config)
+        found.pop(GENERATION, None)
+        if (path := place / GENERATION).is_file():
+            found[GENERATION] = path.read_bytes()
     return found
+
+
+def generation_folder(given: str) -> Path:
+    """The folder that `generation_config` names.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    if not (folder := Path(given).expanduser()).is_dir():
+        raise InvalidArgumentError(f"generation_config is {given!r}; it must be 'auto', 'none' or a folder")
+    return folder
 
 
 class _TokenizerFile(msgspec.Struct):

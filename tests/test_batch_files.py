@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import time
@@ -53,6 +54,12 @@ def test_a_wrong_line_is_refused_before_anything_is_asked(tmp_path: Path, lines:
         list(batch.requests_of(write(tmp_path / "in", lines)))
     with pytest.raises(InvalidArgumentError, match="can't be read: No such file"):
         list(batch.requests_of(tmp_path / "none"))
+
+
+def test_a_pipe_is_refused_because_it_can_be_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidArgumentError, match="is no regular file"):
+        next(batch.requests_of(tmp_path / "pipe"))
 
 
 def test_a_torn_last_line_is_cut_off_and_the_others_are_kept(tmp_path: Path) -> None:

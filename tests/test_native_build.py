@@ -121,9 +121,13 @@ def test_a_library_of_the_wheel_is_loaded_without_a_compiler_unless_the_sources_
     made = native_build.ship(tiny_sources / "shipped")
     assert {path.name.rpartition("-")[0] for path in made} == {"avx512_bf16", "avx512", "avx2"}
 
-    def no_compiler() -> native_build.Compiler:
+    def no_compiler(*_: object) -> native_build.Compiler:
         raise BackendUnavailableError("no compiler")
 
+    with monkeypatch.context() as old:  # a compiler that does not know the flag of such a processor
+        old.setattr(native_build, "compile_library", no_compiler)
+        cpu_with(old, *next(one for one in native_build.LEVELS if one.name == "avx2").needs, "avx_vnni")
+        assert native_build.build(native_build.choose_level()) in made
     monkeypatch.setattr(native_build, "find_compiler", no_compiler)
     for level in (level for level in native_build.LEVELS if "avx2" in level.needs):
         cpu_with(monkeypatch, *level.needs, "avx512_vnni", "avx_vnni")  # the last has no library of its own

@@ -13,7 +13,7 @@ import pytest
 import mainspring
 from mainspring.core.loop import EngineCore
 from mainspring.ipc.config import EngineConfig, ModelConfig
-from mainspring.ipc.errors import ModelNotFoundError, ProtocolError
+from mainspring.ipc.errors import InvalidArgumentError, ModelNotFoundError, ProtocolError
 from mainspring.ipc.tokenizer_files import cached_folder, digest_of, read_files
 
 DEMO = Path(mainspring.__path__[0]) / "demo" / "model"
@@ -43,6 +43,14 @@ def test_another_tokenizers_files_stand_in_for_the_models_own(tmp_path: Path) ->
     files = read_files(ModelConfig(model=str(DEMO), tokenizer=str(tmp_path)), None)
     assert files["tokenizer.json"] == b"other"
     assert files["config.json"] == (DEMO / "config.json").read_bytes()
+
+
+def test_another_folders_generation_config_stands_in_for_the_models_own(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{}")
+    files = read_files(ModelConfig(model=str(DEMO), generation_config=str(tmp_path)), None)
+    assert files["generation_config.json"] == b"{}"
+    with pytest.raises(InvalidArgumentError, match="it must be 'auto', 'none' or a folder"):
+        read_files(ModelConfig(model=str(DEMO), generation_config="/nowhere"), None)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"null", "half"])

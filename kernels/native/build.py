@@ -219,11 +219,17 @@ def build(level: Level) -> Path:
     if (shipped := _shipped(level, flags)).exists():
         return shipped
     try:
-        compiler, runtime = find_compiler(), find_runtime()
-    except BackendUnavailableError:
+        return _made(level, flags)
+    except BackendUnavailableError as error:
         if (plain := _shipped(level, _flags_of(level, frozenset()))).exists():  # slower products of bytes
+            logger.info("the wheel's native kernels serve: %s", error)
             return plain
         raise
+
+
+def _made(level: Level, flags: Sequence[str]) -> Path:
+    """The library that was kept, or a new one. Raises as `build`."""
+    compiler, runtime = find_compiler(), find_runtime()
     whole = _digest(flags, *compiler.command, compiler.version, runtime, shutil.which(compiler.command[0]) or "")
     path = cache_folder() / f"{level.name}-{whole}.so"
     start = time.perf_counter()
