@@ -77,8 +77,8 @@ test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are 
 test-ray: $(RAY_LIBRARIES) ## tests of engines, cores and ranks in a Ray of several nodes on this machine (about 3 minutes; Ray takes 240 MB)
 	PYTHONPATH="$(RAY_LIBRARIES)" $(BIN)/pytest tests/test_ray.py $(PYTEST_ARGS)
 
-test-video: $(VIDEO_LIBRARIES) ## tests of videos from a file to the tokens, with transformers' video processors
-	PYTHONPATH="$(abspath $(VIDEO_LIBRARIES)):$(CURDIR)/tests/torchvision_ops" $(BIN)/pytest tests/test_videos.py $(PYTEST_ARGS)
+test-video: $(VIDEO_LIBRARIES) ## tests of images and videos with processors of transformers that need torchvision
+	PYTHONPATH="$(abspath $(VIDEO_LIBRARIES)):$(CURDIR)/tests/torchvision_ops" $(BIN)/pytest tests/test_processors.py $(PYTEST_ARGS)
 
 test-node: $(DEV) ## tests of the server with OpenAI's client for Node.js, which npm installs beside the environment
 	npm install --prefix $(VENV)/node --ignore-scripts --no-audit --no-fund openai@6

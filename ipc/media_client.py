@@ -12,6 +12,8 @@ from .messages import MediaItem
 if TYPE_CHECKING:
     import numpy as np
 
+TOKEN_KINDS = "mainspring_token_kinds"  # one more array of an item: tokens and the kinds that its processor gives them
+
 
 class MediaInput(NamedTuple):
     """An item as the user gave it.

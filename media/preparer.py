@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ipc.config import ENCODER_TEXT, MODALITIES, MOST_ITEMS, EngineConfig, MultiModalConfig
 from ..ipc.errors import InvalidRequestError
-from ..ipc.media_client import MediaInput, PreparedPrompt
+from ..ipc.media_client import TOKEN_KINDS, MediaInput, PreparedPrompt
 from ..ipc.messages import MAX_MEDIA_ITEMS, MediaItem
 from ..ipc.tokenizer_files import checkpoint_folder
 from .decode import (
@@ -175,7 +175,8 @@ class Preparer:
             return self._together(prompt, order, places, kwargs)
         items = [self._item(at, given, kwargs) for at, given in enumerate(order)]
         with self._guard(_hash(_bytes_of(prompt))):
-            ids = self._expand(prompt, [item for _, item in items], places, add_special_tokens)
+            adds = add_special_tokens and self.processor.adds_special_tokens
+            ids = self._expand(prompt, [item for _, item in items], places, adds)
         return PreparedPrompt(ids, locate(ids, items, places))
 
     def _beside(self, ids: list[int] | None, inputs: Sequence[MediaInput], kwargs: Mapping[str, Any]) -> PreparedPrompt:
@@ -302,7 +303,7 @@ class Preparer:
             digest = names[0] if len(order) == 1 else _hash(every, str(at).encode())
             self._kept.put(digest, Prepared(given.modality, "", ids[start:end].count(token), arrays))
             media.append(MediaItem(digest, given.modality, start, end - start))
-        return PreparedPrompt(ids, media)
+        return PreparedPrompt(ids, _widened(ids, media, [_tokens_of(arrays) for arrays in parts]))
 
     # ------------------------------------------------------------------ items
 
@@ -400,7 +401,29 @@ def locate(ids: Sequence[int], items: Sequence[tuple[bytes, Prepared]], places: 
             first, last = positions[start], positions[start + item.rows - 1]
             found.append(MediaItem(digest, item.modality, first, last + 1 - first))
             start += item.rows
-    return sorted(found, key=lambda item: item.offset)
+    tokens = {digest: _tokens_of(item.arrays) for digest, item in items}
+    found.sort(key=lambda item: item.offset)
+    return _widened(ids, found, [tokens[item.digest] for item in found])
+
+
+def _tokens_of(arrays: Mapping[str, np.ndarray]) -> set[int]:
+    """The tokens that the processor counts as an item's, if these are more than those that its rows replace."""
+    return set(arrays[TOKEN_KINDS][:, 0].tolist()) if TOKEN_KINDS in arrays else set()
+
+
+def _widened(ids: Sequence[int], media: Sequence[MediaItem], tokens: Sequence[set[int]]) -> list[MediaItem]:
+    """The items, in order, with those of `tokens` that are beside them."""
+    ends = [item.offset for item in media[1:]] + [len(ids)]
+    found: list[MediaItem] = []
+    for item, mine, most in zip(media, tokens, ends, strict=True):
+        start, end = item.offset, item.offset + item.length
+        least = found[-1].offset + found[-1].length if found else 0
+        while start > least and ids[start - 1] in mine:
+            start -= 1
+        while end < most and ids[end] in mine:
+            end += 1
+        found.append(MediaItem(item.digest, item.modality, start, end - start))
+    return found
 
 
 def _runs(ids: Sequence[int], token: int, count: int) -> list[tuple[int, int]]:

@@ -19,9 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..ipc.errors import InvalidRequestError, MainspringError, NotSupportedError, UnsupportedModelError
+from ..ipc.media_client import TOKEN_KINDS
 from .decode import Frames, facts_of
 
-OF_TEXT = frozenset("input_ids attention_mask token_type_ids mm_token_type_ids text_replacement_offsets labels".split())
+OF_TEXT = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+    | {"text_replacement_offsets", "labels"}
+)
 NOT_FOR_THE_MODEL = OF_TEXT | {"video_metadata", "num_crops", "rows", "cols"}
 # arguments that would replace what the engine gives, or name files, hosts and devices
 RESERVED = frozenset(
@@ -35,6 +39,7 @@ _COMMON = {
     "video": ("<video>", "<|video|>", "<|video_pad|>"),
     "audio": ("<audio>", "<|audio|>", "<|AUDIO|>", "<|audio_pad|>", "[AUDIO]"),
 }
+KINDS = {"image": 1, "video": 2, "audio": 3}  # numbers in the `mm_token_type_ids` of transformers
 DEFAULT_FRAMES = 32  # of a video, if its processor does not choose
 
 
@@ -43,6 +48,7 @@ class Expanded(NamedTuple):
 
     text: str  # in the place of its placeholder
     arrays: dict[str, np.ndarray]  # as the model's forward names them
+    kinds: frozenset[tuple[int, int]] = frozenset()  # see `_Heard`
 
 
 class Way(Enum):
@@ -65,6 +71,7 @@ class _Heard(NamedTuple):
     text: str  # what its tokenizer was given
     ids: list[int]
     arrays: dict[str, np.ndarray]
+    kinds: frozenset[tuple[int, int]]  # tokens that it says are of media, and their numbers (`KINDS`)
 
 
 class Processor:
@@ -83,7 +90,9 @@ class Processor:
         self._tokenizer = getattr(self._processor, "tokenizer", self._processor)
         self._tensors = "np"
         self._heard: list[str] = []
-        _listen(self._tokenizer, self._heard)
+        self._adds: list[bool] = []  # whether the tokenizer was told to add special tokens
+        self.adds_special_tokens = True  # to prompts
+        _listen(self._tokenizer, self._heard, self._adds)
         config = folder / "config.json"
         self._config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
         self.is_encoder_decoder = bool(self._config.get("is_encoder_decoder"))  # then items have no tokens in prompts
@@ -210,7 +219,7 @@ class Processor:
         with self._lock, _refusing(modality):
             if (found := self._alone(modality, place.placeholder, item, kwargs, place.nested)) is None:
                 raise InvalidRequestError(f"the checkpoint's processor treats this {modality} item unlike its probe")
-            return found
+            return found._replace(arrays={**found.arrays, **self._token_kinds(found.kinds, modality)})
 
     def _alone(
         self, modality: str, placeholder: str, item: Any, kwargs: Mapping[str, Any], nested: bool
@@ -218,7 +227,7 @@ class Processor:
         heard = self._call(f"{_BEFORE}{placeholder}{_BETWEEN}{_AFTER}", {modality: [item]}, kwargs, {modality: nested})
         head, tail = _BEFORE, f"{_BETWEEN}{_AFTER}"
         inner = heard.text[len(head) : -len(tail)]
-        return Expanded(inner, heard.arrays) if inner and heard.text == head + inner + tail else None
+        return Expanded(inner, heard.arrays, heard.kinds) if inner and heard.text == head + inner + tail else None
 
     def own_prompt(self, modality: str, item: Any, kwargs: Mapping[str, Any]) -> Expanded | None:
         """The prompt that the processor makes of an item alone, and its arrays; None: it makes no prompts of items.
@@ -293,6 +302,15 @@ class Processor:
         first = self._config.get("decoder_start_token_id")
         return [first, *ids] if isinstance(first, int) and first not in ids else ids
 
+    def _token_kinds(self, said: frozenset[tuple[int, int]], modality: str) -> dict[str, np.ndarray]:
+        """int64 [tokens, 2]: tokens of media and their kinds, as one more array of an item; nothing if they are as a
+        core takes them. The token that its rows replace is of its modality's kind: in a whole prompt, tokens around a
+        frame may tell it from an image."""
+        token = self.place(modality).token_id
+        kinds = {(one, KINDS[modality] if one == token else number) for one, number in said}
+        usual = len(kinds) < 2 and self._own_token_id(modality, [token]) is not None
+        return {TOKEN_KINDS: np.array(sorted(kinds), np.int64)} if kinds and not usual else {}
+
     def together(
         self, prompt: str, items: Sequence[tuple[str, Any]], kwargs: Mapping[str, Any]
     ) -> tuple[list[int], list[dict[str, np.ndarray]]]:
@@ -308,7 +326,8 @@ class Processor:
         parts = _split(heard.arrays, len(items))
         if parts is None:
             raise NotSupportedError("this checkpoint's processor takes one item in a prompt")
-        return heard.ids, parts
+        kinds = self._token_kinds(heard.kinds, modality)
+        return heard.ids, [{**part, **kinds} for part in parts]
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
@@ -359,9 +378,12 @@ class Processor:
             self._tensors = "pt"  # some processors give tensors of torch only
         if len(self._heard) != 1:
             raise InvalidRequestError(f"the checkpoint's processor tokenizes {len(self._heard)} texts for one prompt")
+        self.adds_special_tokens = all(self._adds)
         ids = [int(at) for at in np.asarray(found["input_ids"]).reshape(-1)]
         arrays = {key: _array(value) for key, value in found.items() if key not in NOT_FOR_THE_MODEL}
-        return _Heard(self._heard[0], ids, arrays)
+        numbers = np.asarray(found.get("mm_token_type_ids", [])).reshape(-1).tolist()
+        kinds = frozenset((token, number) for token, number in zip(ids, numbers, strict=False) if number)
+        return _Heard(self._heard[0], ids, arrays, kinds)
 
 
 class _Missing:
@@ -429,12 +451,14 @@ def _parameters(cls: Any) -> set[str]:
     return set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs", "args"}
 
 
-def _listen(tokenizer: Any, heard: list[str]) -> None:
-    """Write down each text that the tokenizer is called with."""
+def _listen(tokenizer: Any, heard: list[str], adds: list[bool]) -> None:
+    """Write down each text that the tokenizer is called with, and whether it is to add special tokens, if that is
+    said."""
     own = type(tokenizer)
 
     def call(self: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         heard.extend([text] if isinstance(text, str) else text or [])
+        adds[:] = [kwargs["add_special_tokens"]] if "add_special_tokens" in kwargs else []
         return own.__call__(self, text, *args, **kwargs)
 
     tokenizer.__class__ = type(own.__name__, (own,), {"__call__": call})
@@ -487,7 +511,8 @@ def _probe(modality: str, number: int, rate: int) -> Any:
 
 def _array(value: Any) -> np.ndarray:
     if hasattr(value, "detach"):  # a tensor
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
     found = np.ascontiguousarray(value)
     if found.dtype.kind not in "biuf":
         raise InvalidRequestError(f"the checkpoint's processor gives an array of {found.dtype}")
@@ -520,9 +545,16 @@ def _split(arrays: Mapping[str, np.ndarray], count: int) -> list[dict[str, np.nd
 
 
 def _agree(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].shape == other[name].shape and np.array_equal(one[name], other[name]) for name in one
-    )
+    return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+
+
+def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether they hold the same numbers, or the same indices counted from another one on."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.dtype.kind == "i" and one.size and not np.array_equal(one < 0, other < 0):
+        return False
+    return np.array_equal(one, other) or (one.dtype.kind == "i" and len(np.unique((one - other)[one >= 0])) == 1)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ....ipc.errors import UnsupportedModelError
+from ....ipc.media_client import TOKEN_KINDS
 from ..run.attention import attention_set
 from ..run.cross_attention import CrossStates
 from .features import MODALITIES, EncodedItem, encode_item, feature_methods, join_inputs, join_outputs
@@ -158,22 +159,23 @@ class Merger:
             return inputs
         for modality in dict.fromkeys(item.modality for item in items):
             inputs |= join_inputs([item for item in items if item.modality == modality])
-        kinds = self._kinds(tokens, prompt_len or len(ids), {item.modality for item in items})
+        told = [pair for item in items if TOKEN_KINDS in item.inputs for pair in item.inputs[TOKEN_KINDS].tolist()]
+        kinds = self._kinds(tokens, prompt_len or len(ids), told)
         inputs |= dict.fromkeys(TYPES, kinds)
         inputs["attention_mask"] = torch.ones_like(tokens)
         return {name: x for name, x in inputs.items() if name in accepted or (anything and name in inner)}
 
-    def _kinds(self, tokens: torch.Tensor, prompt_len: int, given: set[str]) -> torch.Tensor:
+    def _kinds(self, tokens: torch.Tensor, prompt_len: int, told: Sequence[Sequence[int]]) -> torch.Tensor:
+        """told: tokens and their kinds, as the items' processor has them."""
         kinds = torch.zeros_like(tokens)
         if self._whole_prompt:
             kinds[:, prompt_len:] = 1
         else:
             for number, modality in enumerate(MODALITIES, 1):
-                token = self._token[modality]
-                if given == {"video"} and modality == "image":  # frames of a video may have the tokens of images
-                    number = MODALITIES.index("video") + 1
-                if token is not None:
-                    kinds[tokens == token] = number
+                if self._token[modality] is not None:
+                    kinds[tokens == self._token[modality]] = number
+            for token, number in told:
+                kinds[tokens == token] = number
         return kinds
 
     @contextmanager
