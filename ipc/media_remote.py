@@ -89,10 +89,10 @@ class _Exchange:
 
     def spare(self, wanted: int) -> int:
         """The worker `wanted`, or the one with the fewest unanswered messages if `wanted` has several more."""
-        workers = self._workers
         with self._lock:
+            workers = self._workers
             open_ = Counter(number for number, _ in self._new)
-        open_.update({number: len(one.jobs) for number, one in enumerate(workers)})
+            open_.update({number: len(one.jobs) for number, one in enumerate(workers)})
         least = min(range(len(workers)), key=open_.__getitem__)
         return wanted if open_[wanted] <= open_[least] + 1 else least
 
@@ -124,12 +124,12 @@ class _Exchange:
                 (self._waker.fd, *(fd for link in links for fd in link.fds)), RECONNECT_SECONDS if waiting else None
             )
             self._waker.clear()
-            with self._lock:
-                new, self._new, addresses = self._new, [], self._addresses
-            if addresses != [one.address for one in self._workers]:
+            if (addresses := self._addresses) != [one.address for one in self._workers]:
                 self._replace_workers(addresses)
-            for number, job in new:
-                self._workers[number % len(self._workers)].jobs[job.number] = job
+            with self._lock:  # so that `spare` counts each job
+                new, self._new = self._new, []
+                for number, job in new:
+                    self._workers[number % len(self._workers)].jobs[job.number] = job
             for number, job in new:
                 worker = self._workers[number % len(self._workers)]
                 if worker.link is None:

@@ -44,7 +44,8 @@ class StandInProcessor:
     """Takes images, each of which is four tokens and one array."""
 
     PLACEHOLDER, TOKEN, ROWS = "<image>", 300, 4
-    is_encoder_decoder, sampling_rate, window, settings = False, 16_000, None, b"stand-in"
+    is_encoder_decoder, adds_special_tokens = False, True
+    sampling_rate, window, settings = 16_000, None, b"stand-in"
 
     def __init__(self, folder: Path, trust_remote_code: bool = False) -> None: ...
 
