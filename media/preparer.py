@@ -415,7 +415,7 @@ def _widened(ids: Sequence[int], media: Sequence[MediaItem], tokens: Sequence[se
     """The items, in order, with those of `tokens` that are beside them."""
     ends = [item.offset for item in media[1:]] + [len(ids)]
     found: list[MediaItem] = []
-    for item, mine, most in zip(media, tokens, ends, strict=True):
+    for item, mine, most in zip(media, tokens, ends, strict=False):
         start, end = item.offset, item.offset + item.length
         least = found[-1].offset + found[-1].length if found else 0
         while start > least and ids[start - 1] in mine:
