@@ -205,7 +205,7 @@ class RequestCheck(NamedTuple):
             if min(wanted, size) > self.max_carried:
                 raise InvalidRequestError(
                     f"{name} asks for more than a step's outputs can carry for all of max_num_seqs, "
-                    f"{self.config.scheduler_config.max_num_seqs}, and of prompts that are not chunked: lower that"
+                    f"{self.config.scheduler_config.max_num_seqs}: lower that, or set enable_chunked_prefill"
                 )
 
     def _check_embeds(self, message: AddRequest, shape: Sequence[int]) -> None:

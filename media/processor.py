@@ -88,10 +88,12 @@ class Processor:
     def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
         self._processor = _load(folder, trust_remote_code)
         self._tokenizer = getattr(self._processor, "tokenizer", self._processor)
-        self._tensors = "np"
+        # The kind of tensors that it gives, by modalities. The first call that succeeds decides: if a later one could
+        # change it, the same item might get other bits.
+        self._tensors: dict[frozenset[str], str] = {}
         self._heard: list[str] = []
         self._adds: list[bool] = []  # whether the tokenizer was told to add special tokens
-        self.adds_special_tokens = True  # to prompts
+        self.adds_special_tokens = True  # whether the processor lets the tokenizer add them to prompts
         _listen(self._tokenizer, self._heard, self._adds)
         config = folder / "config.json"
         self._config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
@@ -368,14 +370,16 @@ class Processor:
             name = {"image": "images", "video": "videos", "audio": "audio"}[modality]
             given[name] = [values] if nested[modality] else values
         self._heard.clear()
+        tensors = self._tensors.get(frozenset(items))
         try:
-            found = self._processor(text=[text], return_tensors=self._tensors, **given)
+            found = self._processor(text=[text], return_tensors=tensors or "np", **given)
         except (AttributeError, TypeError, ValueError):
-            if self._tensors == "pt":
+            if tensors is not None:
                 raise
+            tensors = "pt"  # some processors give tensors of torch only
             self._heard.clear()
-            found = self._processor(text=[text], return_tensors="pt", **given)
-            self._tensors = "pt"  # some processors give tensors of torch only
+            found = self._processor(text=[text], return_tensors=tensors, **given)
+        self._tensors[frozenset(items)] = tensors or "np"
         if len(self._heard) != 1:
             raise InvalidRequestError(f"the checkpoint's processor tokenizes {len(self._heard)} texts for one prompt")
         self.adds_special_tokens = all(self._adds)
@@ -545,16 +549,9 @@ def _split(arrays: Mapping[str, np.ndarray], count: int) -> list[dict[str, np.nd
 
 
 def _agree(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
-
-
-def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether they hold the same numbers, or the same indices counted from another one on."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.dtype.kind == "i" and one.size and not np.array_equal(one < 0, other < 0):
-        return False
-    return np.array_equal(one, other) or (one.dtype.kind == "i" and len(np.unique((one - other)[one >= 0])) == 1)
+    return one.keys() == other.keys() and all(
+        one[name].shape == other[name].shape and np.array_equal(one[name], other[name]) for name in one
+    )
 
 
 @contextlib.contextmanager

@@ -328,7 +328,7 @@ class _Owner:
     """A core that the supervisor of this process starts again: it is waited for as long as this process lives."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        # over ipc frames of the other address are limited more
+        # over ipc, frames that come to the address of all frontends have a lower limit
         address = endpoints.address if endpoints.secret_key else endpoints.admin_address or endpoints.address
         self.address = address.replace("//*:", "//127.0.0.1:")
         self.token = endpoints.worker_token or endpoints.token

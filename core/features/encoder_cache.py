@@ -31,8 +31,8 @@ from .media_store import BYTES_OF_PIXEL, MediaStore, StoredItem
 
 Wait = tuple[Future[None], Callable[[Any], None]]  # as in adapters.py
 OUT_OF_MEMORY = OutOfMemoryError.__name__
-TELLING_TOKENS = 32  # length from which an item tells how much memory a token takes; of a shorter one it is the grids
-MOST_TIMES_TOLD = 8  # that an item is reckoned to take, of what the worker told; a client may name any length
+MEASURED_TOKENS = 32  # only an item of so many tokens shows what a token takes: in a shorter one the grids take more
+MOST_FACTOR = 8  # a token counts at most so many times what the worker told, because a client may claim any length
 PATIENCE_STEPS = 64  # for which others may take room in the encoder's cache before a request that waits for more of it
 AFTER_CHANGE = (
     "the weights have changed, and its media would have to be encoded again, but they are not kept: send it again"
@@ -58,7 +58,7 @@ class EncoderCache(Feature):
         self.items = MediaStore(facts.modalities, BYTES_OF_PIXEL * config.max_media_pixels)
         self.fail: Callable[[Request, str, str], None] = lambda request, error, text: None
         self.give_way: Callable[[Request], bool] = lambda request: False  # without credit: leave the slot
-        self.has_credit: Callable[[Request], bool] = lambda request: True
+        self.has_credit: Callable[[Request], bool] = lambda request: True  # whether its frontend has
         self.due: list[StoredItem] = []  # to encode in the step that is being made
         self._facts, self._budget, self._suspects, self._control = facts, budget, suspects, control
         self._row_bytes = facts.row_bytes  # or what the items so far have taken, if that is more
@@ -198,9 +198,9 @@ class EncoderCache(Feature):
                 self._end(item, one.error, one.text)
                 continue
             item.encoded, item.lacked = True, False
-            if item.length >= TELLING_TOKENS:
-                told = min(-(-one.num_bytes // item.length), MOST_TIMES_TOLD * self._facts.row_bytes)
-                self._row_bytes = max(self._row_bytes, told)
+            if item.length >= MEASURED_TOKENS:
+                taken = min(-(-one.num_bytes // item.length), MOST_FACTOR * self._facts.row_bytes)
+                self._row_bytes = max(self._row_bytes, taken)
             self._num_bytes += one.num_bytes - item.num_bytes
             item.num_bytes = one.num_bytes
             self._num_encoded += 1

@@ -51,8 +51,8 @@ def load_draft(config: EngineConfig, target: PagedModel, target_layout: KVLayout
         hf_overrides={},
         config_format="auto",
     )
-    own = config.load_config.load_format in ("sharded_state", "mistral")  # the target's, not the draft's
-    config = replace(config, load_config=replace(config.load_config, load_format="auto")) if own else config
+    if config.load_config.load_format in ("sharded_state", "mistral"):  # the form of the target's files only
+        config = replace(config, load_config=replace(config.load_config, load_format="auto"))
     backend = choose_backend(config.device_config, target.device)
     model, _ = load_paged(config, wanted, target.device, backend)
     if model.vocab_size != target.vocab_size:

@@ -135,7 +135,7 @@ class MediaItems:
     def _verify_once(self, ids: list[int], items: list[EncodedItem], merged: MergedPrompt) -> None:
         assert self._verify is not None
         for modality in {item.modality for item in items} or {"text"}:
-            if modality not in self._verified:  # an error of another kind, as of memory, tells nothing
+            if modality not in self._verified:  # other errors, such as a lack of memory, say nothing about it
                 try:
                     self._verify(ids, items, merged)
                     self._verified[modality] = None

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 OPERATORS = ("nms", "qnms")
-_declared: list[Any] = []  # they exist as long as this object
+_kept: list[Any] = []  # the operators exist as long as what declared them
 
 
 class _Declare(importlib.abc.MetaPathFinder):
@@ -20,13 +20,13 @@ class _Declare(importlib.abc.MetaPathFinder):
         if name != "torchvision":
             return
         sys.meta_path.remove(self)
-        import torch
+        from torch import library, version
 
-        if torch.version.cuda is None:
-            library = torch.library.Library("torchvision", "DEF")
+        if version.cuda is None:
+            declared = library.Library("torchvision", "DEF")
             for operator in OPERATORS:
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _declared.append(library)
+                declared.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _kept.append(declared)
 
 
 sys.meta_path.insert(0, _Declare())

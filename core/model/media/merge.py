@@ -137,7 +137,7 @@ class Merger:
         positions = np.broadcast_to(positions, (self.axes, length))
         if (positions == np.arange(length)).all():
             return None, 0
-        # `generate` goes on behind the last token, though frames of a video may have larger positions.
+        # `generate` counts on from the last token, although frames of a video may have larger positions.
         return positions, positions[:, -1:] + 1 - length
 
     # ------------------------------------------------------------------ the model's own forward
