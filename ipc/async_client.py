@@ -14,7 +14,7 @@ from .client import ConnectedClient
 from .codec import Array
 from .connection import Connection, result_of
 from .cores import Cores
-from .errors import MainspringError, WrongEventLoopError
+from .errors import EngineDeadError, MainspringError, WrongEventLoopError
 from .messages import AddRequest, MediaItem, Outputs
 
 T = TypeVar("T")
@@ -35,17 +35,35 @@ class AsyncClient(ConnectedClient):
         self._watched: tuple[int, ...] = ()  # descriptors that the loop watches
         self._watched_socket = 0  # number of the socket they belong to
         self._timer: asyncio.TimerHandle | None = None  # while the connection is lost
+        self._take: Callable[[Outputs], None] | None = None  # see `deliver_to`
+        self._lost: Callable[[EngineDeadError], None] | None = None
+        self._delivers = False  # whether the loop will call `_deliver`
 
     async def add_request(
         self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None
     ) -> None:
+        self.send_request(request, tensors, rank)
+
+    def send_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
+        """As `add_request`, which never waits. For callbacks of the loop."""
         self._enter()
         self._connection.add_request(request, tensors, rank)
         self._take_in()
 
     async def abort(self, handles: Sequence[int]) -> None:
+        self.send_abort(handles)
+
+    def send_abort(self, handles: Sequence[int]) -> None:
+        """As `abort`, which never waits."""
         self._enter()
         self._connection.abort(handles)
+        self._take_in()
+
+    def deliver_to(self, take: Callable[[Outputs], None], lost: Callable[[EngineDeadError], None]) -> None:
+        """Call `take` with all outputs as they come, one in a round of the loop, so that nobody needs `get_outputs`: no
+        task has to be woken for them. When the core is gone for good, `lost` gets the error, and that ends it."""
+        self._enter()
+        self._take, self._lost = take, lost
         self._take_in()
 
     async def get_outputs(self) -> Outputs:
@@ -128,12 +146,22 @@ class AsyncClient(ConnectedClient):
             for fd in self._watched:
                 loop.remove_reader(fd)
             for fd in fds:
-                loop.add_reader(fd, self._take_in)
+                loop.add_reader(fd, self._readable)
             self._watched, self._watched_socket = fds, socket
 
+    def _readable(self) -> None:
+        self._look()
+        if not self._delivers:
+            self._deliver()
+
     def _take_in(self) -> None:
-        """Receive, and wake the tasks that wait for a message. A zmq descriptor signals a change only once, so every
-        send is followed by this."""
+        """Receive, and let the loop deliver. A zmq descriptor signals a change only once, so every send is followed by
+        this."""
+        self._look()
+        self._deliver_soon()
+
+    def _look(self) -> None:
+        """Receive, and wake the tasks that wait for a message."""
         changed = self._receive()
         connection = self._connection
         self._watch_only(connection.fds)
@@ -143,6 +171,24 @@ class AsyncClient(ConnectedClient):
             for waiter in self._waiters:
                 if not (waiter.done() or waiter.get_loop().is_closed()):  # the engine may be closed after its loop
                     waiter.set_result(None)
+
+    def _deliver(self) -> None:
+        """Deliver the first outputs, and let the loop deliver the others."""
+        self._delivers, outputs, error = False, self._connection.outputs, self._connection.error
+        if self._take is not None and outputs:
+            self._take(outputs.popleft())
+        elif self._lost is not None and error is not None:
+            lost, self._take, self._lost = self._lost, None, None
+            lost(error)
+        self._deliver_soon()
+
+    def _deliver_soon(self) -> None:
+        connection, loop = self._connection, self._loop
+        if self._take is None or self._delivers or not (connection.outputs or connection.error is not None):
+            return
+        if loop is not None and not loop.is_closed():  # the engine may be closed after its loop
+            self._delivers = True
+            loop.call_soon(self._deliver)
 
     def _look_again(self) -> None:
         self._timer = None

@@ -15,6 +15,7 @@ from mainspring.ipc import async_client
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import EngineDeadError, InvalidRequestError, WrongEventLoopError
+from mainspring.ipc.messages import Outputs
 from stand_in_core import StandInOwner, stand_in
 from wire import PROMPTLY, request, take
 
@@ -87,6 +88,44 @@ def test_a_cancelled_wait_loses_no_outputs(owner: StandInOwner, run: Run) -> Non
         outputs = await asyncio.wait_for(client.get_outputs(), PROMPTLY)
         assert outputs.token_ids == [100]
         client.close()
+
+    run(main())
+
+
+def test_outputs_are_delivered_one_in_a_round_and_then_the_end(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        tokens: dict[int, list[int]] = defaultdict(list)
+        rounds: list[int] = []
+        ended, lost, number = asyncio.Event(), asyncio.Event(), 0
+
+        async def count_rounds() -> None:
+            nonlocal number
+            while True:
+                number += 1
+                await asyncio.sleep(0)
+
+        def taken(outputs: Outputs) -> None:
+            take(outputs, tokens)
+            rounds.append(number)
+            if outputs.finished:
+                client.send_abort([1])  # a client may send while it takes
+            if any(one.handle == 1 for one in outputs.finished):
+                ended.set()
+
+        errors: list[EngineDeadError] = []
+        client.deliver_to(taken, lambda error: (errors.append(error), lost.set())[1])
+        client.send_request(request(0, max_tokens=20))
+        client.send_request(request(1, max_tokens=10**9))
+        counting = asyncio.create_task(count_rounds())
+        assert await client.call("echo", 5) == [5]
+        await asyncio.wait_for(ended.wait(), 30)
+        assert tokens[0] == list(range(100, 120))
+        assert len(set(rounds)) >= len(rounds) - 1, "each has its own round, but for the first"
+        client.close()
+        await asyncio.wait_for(lost.wait(), PROMPTLY)
+        assert len(errors) == 1
+        counting.cancel()
 
     run(main())
 

@@ -78,27 +78,38 @@ class ScriptedClient:
         self.closed = 0
         self.error: EngineDeadError | None = None
         self._said: deque[Outputs] = deque()
-        self._news = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._delivers = False
+        self._take: Callable[[Outputs], None]
+        self._lost: Callable[[EngineDeadError], None] | None = None
 
-    async def add_request(
-        self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None
-    ) -> None:
+    def send_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
         if self.error is not None:
             raise self.error
         self.added.append(request)
 
-    async def abort(self, handles: Sequence[int]) -> None:
+    def send_abort(self, handles: Sequence[int]) -> None:
         if self.error is not None:
             raise self.error
         self.aborted += handles
 
-    async def get_outputs(self) -> Outputs:
-        while not self._said:
-            if self.error is not None:
-                raise self.error
-            self._news.clear()
-            await self._news.wait()
-        return self._said.popleft()
+    def deliver_to(self, take: Callable[[Outputs], None], lost: Callable[[EngineDeadError], None]) -> None:
+        self._loop, self._take, self._lost = asyncio.get_running_loop(), take, lost
+        self._deliver_soon()
+
+    def _deliver_soon(self) -> None:
+        if self._loop is not None and not self._loop.is_closed() and not self._delivers:
+            self._delivers = True
+            self._loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self._delivers = False
+        if self._said:
+            self._take(self._said.popleft())
+            self._deliver_soon()
+        elif self.error is not None and self._lost is not None:
+            lost, self._lost = self._lost, None
+            lost(self.error)
 
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         self.calls.append((method, *args))
@@ -111,11 +122,11 @@ class ScriptedClient:
     def say(self, *tokens: tuple[int, int], finished: Sequence[Finished] = (), started: Sequence[Started] = ()) -> None:
         handles, token_ids = [handle for handle, _ in tokens], [token for _, token in tokens]
         self._said.append(Outputs(handles, token_ids, finished=[*finished], started=[*started]))
-        self._news.set()
+        self._deliver_soon()
 
     def die(self, reason: str = "the core is gone") -> None:
         self.error = EngineDeadError(reason)
-        self._news.set()
+        self._deliver_soon()
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -259,6 +270,69 @@ def test_a_slow_reader_gets_outputs_merged_into_one(engine: AsyncLLMEngine, run:
     run(main())
 
 
+def test_text_alone_passes_while_the_stream_is_waited_for(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        passed: list[tuple[str, list[int]]] = []
+        takes = True
+
+        def take(text: str, token_ids: list[int]) -> bool:
+            if takes:
+                passed.append((text, token_ids))
+            return takes
+
+        stream = engine.generate([5], DELTAS, "a")
+        await stream.begin()
+        stream.pass_text(take)
+        handle, found = core(engine).added[0].handle, []
+        core(engine).say((handle, 40))  # nobody waits
+        await turns()
+        found.append(await anext(stream))
+        reading = asyncio.ensure_future(anext(stream))
+        await turns()
+        core(engine).say((handle, 41), (handle, 42))
+        core(engine).say((handle, 43))
+        await turns()
+        assert not reading.done()
+        takes = False
+        core(engine).say((handle, 44))
+        found.append(await reading)
+        takes = True
+        reading = asyncio.ensure_future(anext(stream))
+        await turns()
+        core(engine).say((handle, 45))
+        core(engine).say((handle, 46), finished=[Finished(handle, "length")])
+        found.append(await reading)
+        assert [ids for _, ids in passed] == [[41, 42], [43], [45]]
+        assert [one.outputs[0].token_ids for one in found] == [[40], [44], [46]]
+        decode = (await engine.get_tokenizer()).decode
+        assert [text for text, _ in passed] == [decode(ids) for _, ids in passed]
+        assert found[-1].finished
+
+    run(main())
+
+
+def test_what_a_taker_of_text_raises_comes_out_of_its_stream(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        def take(text: str, token_ids: list[int]) -> bool:
+            raise ValueError("broken")
+
+        other = await begun(engine, collected(engine.generate([5], DELTAS, "other")))
+        stream = engine.generate([5], DELTAS, "a")
+        await stream.begin()
+        stream.pass_text(take)
+        reading = asyncio.ensure_future(anext(stream))
+        await turns()
+        handles = [one.handle for one in core(engine).added]
+        core(engine).say(*((handle, 40) for handle in handles))
+        with pytest.raises(ValueError, match="broken"):
+            await reading
+        assert core(engine).aborted == handles[1:]
+        core(engine).say((handles[0], 41), finished=[Finished(handles[0], "length")])
+        assert [one.outputs[0].token_ids for one in await other] == [[40], [41]]
+
+    run(main())
+
+
 def test_a_stop_string_ends_the_stream_and_aborts_in_the_core(engine: AsyncLLMEngine, run: Run) -> None:
     async def main() -> None:
         tokenizer = await engine.get_tokenizer()
@@ -269,20 +343,6 @@ def test_a_stop_string_ends_the_stream_and_aborts_in_the_core(engine: AsyncLLMEn
         (output,) = await task
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "b")
         assert core(engine).aborted == [handle]
-
-    run(main())
-
-
-def test_reading_outputs_leaves_other_tasks_their_turns(engine: AsyncLLMEngine, run: Run) -> None:
-    async def main() -> None:
-        task = await begun(engine, collected(engine.generate([5], GREEDY, "a")))
-        handle = core(engine).added[0].handle
-        for _ in range(500):  # all at once: a reader that never yields would take them all in one turn of the loop
-            core(engine).say((handle, 50))
-        await turns(5)
-        assert core(engine)._said
-        await engine.abort("a")
-        await task
 
     run(main())
 
@@ -473,13 +533,13 @@ def test_a_request_of_which_only_a_part_could_be_sent_is_aborted(
 ) -> None:
     client = core(engine)
 
-    async def add_request(request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
+    def send_request(request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
         if len(client.added) == 2:
             raise OSError("no more")
         client.added.append(request)
 
     async def main() -> None:
-        monkeypatch.setattr(client, "add_request", add_request)
+        monkeypatch.setattr(client, "send_request", send_request)
         with pytest.raises(OSError, match="no more"):
             await anext(engine.generate([5], SamplingParams(n=3), "a"))
         assert client.aborted == [1, 2, 3]
@@ -857,7 +917,7 @@ def test_shutdown_is_done_once_however_it_comes_and_ends_every_stream(
         engine.shutdown()
         assert client.closed == 1
         assert engine._reader is not None
-        assert engine._reader.done()
+        assert not engine._reader._reads
         engine = AsyncLLMEngine.from_engine_args(EngineArgs())
         client, gone = core(engine), weakref.ref(engine)
         await engine.check_health()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mainspring.core.model.media.float_products import PRODUCTS, fast_products
+from mainspring.core.model.run.float_products import PRODUCTS, fast_products
 
 CPU = torch.device("cpu")
 

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,14 +20,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
+from mainspring.engine.args import EngineArgs
+from mainspring.engine.async_llm_engine import AsyncLLMEngine
 from mainspring.engine.request.outputs import Logprob
+from mainspring.engine.text.response_formats import REASONING_FORMATS
+from mainspring.engine.text.response_reader import ResponseReader
 from mainspring.ipc import errors
+from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
-from mainspring.web import protocol, serve_options, worker
+from mainspring.ipc.messages import Finished
+from mainspring.ipc.params import RequestOutputKind, SamplingParams
+from mainspring.web import chat, completions, protocol, serve_options, worker
 from mainspring.web.app import App
 from mainspring.web.bodies import ChatBody, CompletionBody, listed_inputs, sampling_params
 from mainspring.web.counters import Counters, shared_file
-from mainspring.web.exchange import Answer, Events, Request, answer, event
+from mainspring.web.exchange import DIRECT, Answer, Events, Request, answer, event
 from mainspring.web.failures import HttpError, http_error
 from mainspring.web.logprobs import chat_logprobs, completion_logprobs
 from mainspring.web.openapi import document
@@ -35,6 +43,7 @@ from mainspring.web.reader import Piece, delta_of, read_whole
 from mainspring.web.router import Router
 from mainspring.web.service import Service, together
 from mainspring.web.tenants import Tenant, Tenants, digest, load_api_keys
+from test_async_llm_engine import ScriptedClient
 from test_detokenizer import LLAMA, PLAIN_BYTES, WORDPIECE
 
 
@@ -381,6 +390,115 @@ def test_connections_that_end_together_are_closed_in_several_rounds() -> None:
 
     with asyncio.Runner(loop_factory=worker.loop_factory()) as runner:
         runner.run(asyncio.wait_for(run(), 20))
+
+
+def test_parts_that_go_without_asgi_are_chunks_like_the_others() -> None:
+    takes = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        direct = scope["extensions"][DIRECT]
+        takes.append(direct.takes_parts)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(2):
+            takes.append(direct.takes_parts)
+            direct.write_part(b"hello")
+            await send({"type": "http.response.body", "body": b" world, ", "more_body": True})
+        direct.flow.pause_writing()
+        takes.append(direct.takes_parts)
+        direct.flow.resume_writing()
+        await send({"type": "http.response.body", "body": b"bye"})
+        takes.append(direct.takes_parts)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        return await reader.readuntil(b"0\r\n\r\n")
+
+    said = b"5\r\nhello\r\n8\r\n world, \r\n"
+    assert on_a_connection(app, talk) == said + said + b"3\r\nbye\r\n0\r\n\r\n"
+    assert takes == [False, True, True, False, False]
+
+
+def test_an_answer_whose_length_is_told_has_no_parts_without_asgi() -> None:
+    takes = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        takes.append(scope["extensions"][DIRECT].takes_parts)
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        return await reader.readuntil(b"ok")
+
+    assert on_a_connection(app, talk).endswith(b"ok")
+    assert takes == [False]
+
+
+class Written:
+    """What a handler sends directly and as events, in order."""
+
+    def __init__(self, takes_parts: bool) -> None:
+        self.takes_parts, self.all, self.direct = takes_parts, b"", 0
+
+    def write_part(self, part: bytes) -> None:
+        assert part
+        self.all += part
+        self.direct += 1
+
+
+@pytest.mark.parametrize("kind", ["chat", "reasoning", "completion"])
+def test_a_stream_is_the_same_with_and_without_direct_parts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Outputs of several kinds: text, a part of a character, several tokens, a pause of the client, the end."""
+    monkeypatch.setattr(AsyncClient, "launch", ScriptedClient)
+    steps = ["<think>", "I ", "see", "</think>", "Hello", " w\u00f6rld", "!", " <b>", " end"]
+
+    async def answer_of(direct: Written | None, pauses: bool) -> tuple[bytes, int]:
+        engine: Any = AsyncLLMEngine.from_engine_args(EngineArgs())
+        tokens = [engine.tokenizer.encode(text, add_special_tokens=False) for text in steps]
+        params = SamplingParams(max_tokens=1000, output_kind=RequestOutputKind.DELTA)
+        stream = engine.generate([5], params, "r")
+        await stream.begin()
+        request: Any = SimpleNamespace(direct=direct, num_tokens=0)
+        made: Any
+        if kind == "completion":
+            sent = completions._Sent(CompletionBody(prompt="x", stream=True), "m", [("", "")], [stream])
+            sent.id, sent.created = "c", 1
+            made = completions._events(request, sent)
+        else:
+            body = msgspec.json.decode(b'{"messages": [], "stream": true}', type=ChatBody)
+            readers = partial(ResponseReader, None, REASONING_FORMATS["deepseek_r1"], {}, "")
+            talk = chat.Conversation("c", "m", 1, body, stream, readers if kind == "reasoning" else None, None)
+            made = chat._events(request, talk)
+        written = direct or Written(False)
+
+        async def read() -> None:
+            async for part in made:
+                written.all += part
+
+        task, client = asyncio.ensure_future(read()), engine.engine_core
+        (handle,) = (one.handle for one in client.added)
+        for number, ids in enumerate(tokens):
+            if direct is not None and pauses:
+                direct.takes_parts = number % 3 != 0
+            half = len(ids) // 2
+            for some in (ids[:half], ids[half:]):
+                client.say(*((handle, token) for token in some))
+                for _ in range(10):
+                    await asyncio.sleep(0)
+        client.say(finished=[Finished(handle, "length")])
+        await task
+        engine.shutdown()
+        return written.all, request.num_tokens
+
+    def run(direct: Written | None, pauses: bool = False) -> tuple[bytes, int]:
+        return asyncio.run(asyncio.wait_for(answer_of(direct, pauses), 60))
+
+    expected, all_parts, some_parts = run(None), Written(True), Written(True)
+    assert expected[0].count(b"data: ") > 6
+    assert run(all_parts) == expected
+    assert run(some_parts, pauses=True) == expected
+    assert 0 < some_parts.direct < all_parts.direct
 
 
 def on_a_connection(

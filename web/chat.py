@@ -221,7 +221,23 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
         usage = {"usage": usage_of([last], generated)} if every and last is not None else pending
         return event({**head, "choices": [choice], **usage})
 
-    stream = cast("RequestStream", talk.stream)
+    def pass_on(text: str, token_ids: list[int]) -> bool:
+        nonlocal generated
+        if not (begun[0] and direct is not None and direct.takes_parts):
+            return False
+        if not own:
+            part = starts[0] + json_of(text) + tail if text else b""
+        else:
+            part = b"".join(chunk(0, delta_of(piece)) for piece in own[0].read(text, token_ids))
+        if part:
+            direct.write_part(part)
+        generated += len(token_ids)
+        request.num_tokens = generated
+        return True
+
+    stream, direct = cast("RequestStream", talk.stream), request.direct
+    if body.num_choices == 1 and not (body.logprobs or body.return_token_ids or every):
+        stream.pass_text(pass_on)
     try:
         async for output in stream:
             last = output

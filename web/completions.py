@@ -172,6 +172,20 @@ async def _events(request: Request, sent: _Sent) -> AsyncIterator[bytes]:
     starts = [open_head % index for index in range(width * len(sent.streams))]
     begun = [False] * len(starts)
     generated, last = 0, dict[int, RequestOutput]()
+
+    def pass_on(text: str, token_ids: list[int]) -> bool:
+        nonlocal generated
+        if direct is None or not direct.takes_parts:
+            return False
+        if text:
+            direct.write_part(starts[0] + json_of(text) + tail)
+        generated += len(token_ids)
+        request.num_tokens = generated
+        return True
+
+    direct = request.direct
+    if plain and len(starts) == 1:
+        sent.streams[0].pass_text(pass_on)
     outputs = together(sent.streams)
     try:
         async for number, output in outputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -24,6 +24,21 @@ EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C's trace context
 
 
+class Direct(Protocol):
+    """Sends parts of the answer that is being streamed without ASGI, whose `send` needs a task. The server gives it as
+    the extension `DIRECT` of the scope."""
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the answer has begun, and the client is there and reads fast enough."""
+
+    def write_part(self, part: bytes) -> None:
+        """Send bytes, at least one, if it `takes_parts`."""
+
+
+DIRECT = "mainspring.direct"
+
+
 class Request:
     """A request whose body was read and decoded.
 
@@ -32,9 +47,10 @@ class Request:
         tenant: whose key came with the request.
         size: bytes of the body.
         num_tokens: tokens generated for it, which the handler counts for the access log.
+        direct: None: the server has none.
     """
 
-    __slots__ = ("_query", "headers", "id", "method", "num_tokens", "params", "path", "size", "tenant")
+    __slots__ = ("_query", "direct", "headers", "id", "method", "num_tokens", "params", "path", "size", "tenant")
 
     def __init__(self, scope: Mapping[str, Any], tenant: Tenant, params: Mapping[str, str], size: int) -> None:
         self.method: str = scope["method"]
@@ -44,6 +60,7 @@ class Request:
         self.id = request_id(self.headers.get("x-request-id", ""))
         self.tenant, self.params, self.size = tenant, params, size
         self.num_tokens = 0
+        self.direct: Direct | None = scope.get("extensions", {}).get(DIRECT)
 
     @property
     def query_string(self) -> bytes:

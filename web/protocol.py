@@ -10,6 +10,8 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from .exchange import DIRECT
+
 MAX_HEADER_BYTES = 64 << 10  # of a request, its first line included
 MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
@@ -113,9 +115,22 @@ class LimitedProtocol(HttpToolsProtocol):
         self._rest = b""
         self.cycle = self._running  # uvicorn tells this one that the client has left
         super().connection_lost(exc)
+        self.cycle = self._running = None  # type: ignore[assignment]  # its scope refers to this object
+
+    @property
+    def takes_parts(self) -> bool:
+        """See `exchange.Direct`."""
+        one = self._running
+        begun = one is not None and bool(one.chunked_encoding) and not one.response_complete
+        return begun and not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_part(self, part: bytes) -> None:
+        """See `exchange.Direct`."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]
         super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> Any:

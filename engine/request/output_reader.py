@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...ipc.async_client import AsyncClient
 from ...ipc.errors import DuplicateRequestError, EngineDeadError, WrongEventLoopError
-from ...ipc.messages import AddRequest
+from ...ipc.messages import AddRequest, Outputs
 from .output_processor import OutputProcessor, Processed
 from .request_state import RequestState, Signal
 
@@ -39,13 +39,14 @@ class OutputReader:
     def __init__(self, client: AsyncClient, processor: OutputProcessor) -> None:
         self._client, self._processor = client, processor
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._reads = False
+        self._ended = asyncio.Event()  # no more outputs will come
         self._preparing: dict[str, asyncio.Future[Any]] = {}  # requests whose media are prepared, by id
         self._idle = asyncio.Event()  # nothing is in flight
         self._idle.set()
 
     def enter(self) -> None:
-        """Start the reading task, unless it runs.
+        """Begin to read, unless that was done.
 
         Raises:
             WrongEventLoopError: called from another loop than before.
@@ -54,18 +55,17 @@ class OutputReader:
         if self._loop not in (None, loop):
             raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
         self._loop = loop
-        if self.done():
-            self._task = loop.create_task(self._read())
-
-    def done(self) -> bool:
-        return self._task is None or self._task.done()
+        if not self._reads:
+            self._reads = True
+            self._ended.clear()
+            self._client.deliver_to(self._take, self._lost)
 
     async def send(self, state: RequestState, messages: Sequence[AddRequest], tensors: Sequence[np.ndarray]) -> None:
         state.output_ready = Signal(asyncio.get_running_loop())
         self._idle.clear()
         try:
             for message in messages:
-                await self._client.add_request(message, tensors, state.source.data_parallel_rank)
+                self._client.send_request(message, tensors, state.source.data_parallel_rank)
         except BaseException:
             await self.end([state.source.request_id])
             raise
@@ -122,7 +122,7 @@ class OutputReader:
         for request_id in request_ids:
             if (waiter := self._preparing.pop(request_id, None)) is not None:
                 waiter.cancel()
-        await self._settle(self._processor.abort(request_ids, time.monotonic()))
+        self._settle(self._processor.abort(request_ids, time.monotonic()))
 
     def end_from_anywhere(self, state: RequestState) -> None:
         """Abort a request whose stream was collected as garbage, in whatever thread that happened."""
@@ -147,35 +147,40 @@ class OutputReader:
                 await self._idle.wait()
 
     async def ended(self) -> None:
-        """Wait for the end of the reading task. It ends when the client is closed."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        """Wait until no more outputs will come, as after the client was closed."""
+        if self._reads:
+            await self._ended.wait()
 
-    async def _read(self) -> None:
-        """Process all outputs until the core is gone."""
+    def _take(self, outputs: Outputs) -> None:
         try:
-            while True:
-                outputs = await self._client.get_outputs()
-                await self._settle(self._processor.process(outputs, time.monotonic()))
-                await asyncio.sleep(0)  # let other tasks run even if the next outputs are there already
+            self._settle(self._processor.process(outputs, time.monotonic()))
         except Exception as error:
             if not isinstance(error, EngineDeadError):
                 logger.exception("reading outputs failed")
-            for state in self._processor.forget(error, time.monotonic()):  # no stream may wait for ever
-                state.connection_error = error
-                state.output_ready.set()
-            self._idle.set()
+            self._fail(error)
+
+    def _lost(self, error: EngineDeadError) -> None:
+        self._reads = False
+        self._fail(error)
+        self._ended.set()
+
+    def _fail(self, error: Exception) -> None:
+        for state in self._processor.forget(error, time.monotonic()):  # no stream may wait for ever
+            state.connection_error = error
+            state.output_ready.set()
+        self._idle.set()
 
     def _rest(self) -> None:
         if not len(self._processor) and not self._preparing:
             self._idle.set()
 
-    async def _settle(self, processed: Processed) -> None:
+    def _settle(self, processed: Processed) -> None:
         for state in processed.changed:
-            state.output_ready.set()
+            if state.direct is None or not state.passes():
+                state.output_ready.set()
         self._rest()
         for message in processed.adds:
-            await self._client.add_request(message)
+            self._client.send_request(message)
         if processed.aborts:
             with contextlib.suppress(EngineDeadError):  # these requests have ended here already
-                await self._client.abort(processed.aborts)
+                self._client.send_abort(processed.aborts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,11 +127,25 @@ class Completion:
             self.finish_reason is not None and not self._shown_end
         )
 
+    @property
+    def new_text(self) -> str:
+        """What no output has shown."""
+        return "".join(self._texts[self._shown_text :])
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens that outputs have shown."""
+        return self._shown_tokens
+
+    def text_shown(self) -> None:
+        """Count all text and tokens so far as shown."""
+        self._shown_text, self._shown_tokens = len(self._texts), len(self.token_ids)
+
     def output(self, delta: bool) -> CompletionOutput:
         first, params, reason = self._shown_tokens if delta else 0, self.request.source.params, self.finish_reason
         self._shown_end, self._shown_tokens = reason is not None, len(self.token_ids)
         if delta:
-            text = "".join(self._texts[self._shown_text :])
+            text = self.new_text
             self._shown_text = len(self._texts)
         else:
             self._texts = ["".join(self._texts)]
@@ -166,6 +180,11 @@ class Signal:
         self._loop, self._is_set = loop, False
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a task waits that nothing has woken so far."""
+        return self._waiter is not None and not self._waiter.done()
+
     def set(self) -> None:
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
@@ -185,6 +204,8 @@ class RequestState:
     """A request and its completions."""
 
     output_ready: Signal  # set by the async engine: an output can be made, or there is a `connection_error`
+    direct: Callable[[str, list[int]], bool] | None = None  # see `RequestStream.pass_text`
+    direct_error: Exception | None = None  # that it raised
 
     def __init__(
         self, source: EngineCoreRequest, handles: Sequence[int], tokenizer: Tokenizer | None, now: float
@@ -245,6 +266,21 @@ class RequestState:
         return self.stream_interval == 1 or any(
             completion.is_due(self.stream_interval) for completion in self.completions
         )
+
+    def passes(self) -> bool:
+        """Give new text to `direct`, if that is all there is to show and the stream's user waits for it. False: an
+        output has to be made."""
+        one = self.completions[0]
+        if one.finish_reason is not None or self.direct is None or not self.output_ready.is_awaited:
+            return False
+        try:
+            if not self.direct(one.new_text, one.token_ids[one.num_shown :]):
+                return False
+        except Exception as error:  # which belongs to the stream's user, not to the other requests
+            self.direct, self.direct_error = None, error
+            return False
+        one.text_shown()
+        return True
 
     def _best(self) -> list[Completion]:
         """The `n` completions with the largest sum of log probabilities, of `best_of`."""

@@ -49,6 +49,9 @@ class RequestStream:
             await self.aclose()
             raise
         state.output_ready.clear()
+        if state.direct_error is not None:
+            await self.aclose()
+            raise state.direct_error
         if state.connection_error is not None:
             self._ended = StopAsyncIteration()
             raise state.connection_error.with_traceback(None)
@@ -61,6 +64,18 @@ class RequestStream:
         elif output.finished:
             self._ended = StopAsyncIteration()
         return output
+
+    def pass_text(self, take: Callable[[str, list[int]], bool]) -> None:
+        """Give text that comes alone to `take`, at once and without making an output, which takes three times as long.
+        The iterator must be waited for meanwhile: it gives all else, like the first and the last output, and what
+        `take` has answered with False. For begun requests with one completion and outputs of kind DELTA, without log
+        probabilities.
+
+        Args:
+            take: called from the event loop with new text and tokens. What it raises, the iterator raises.
+        """
+        assert self._state is not None
+        self._state.direct = take
 
     async def aclose(self) -> None:
         """End the stream. The request is aborted unless it has ended. A second call does nothing."""

@@ -243,11 +243,9 @@ def is_row_invariant(model: PreTrainedModel) -> bool:
 
 def isolate_rows(model: PreTrainedModel, backend: Backend) -> list[str]:
     """Do what makes rows independent of each other; → lines for ``--explain-model``."""
-    if model.device.type != "cuda":
-        return make_row_invariant(model)
-    if backend.deterministic:
+    if backend.deterministic or model.device.type == "cpu":  # where torch's product may be many times slower
         route_products(model, backend.linear)
-    return []
+    return [] if model.device.type == "cuda" else make_row_invariant(model)
 
 
 def check_rows(model: PreTrainedModel, refuse: bool) -> list[str]:

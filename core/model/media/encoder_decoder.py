@@ -22,9 +22,9 @@ from ....ipc.errors import InvalidRequestError, UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE
 from ..run.attention import attention_set
 from ..run.cross_attention import CrossAttention, CrossStates, cross_attention_of
+from ..run.float_products import fast_products
 from ..run.positions import longest_sequence, positions_given, receivers
 from .features import EncodedItem
-from .float_products import fast_products
 from .merge import MergedPrompt
 
 PROBE = "mainspring_cross_probe"

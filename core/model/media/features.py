@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ....ipc.errors import InvalidRequestError
-from .float_products import fast_products
+from ..run.float_products import fast_products
 from .inner_encoder import add_methods
 
 MODALITIES = ("image", "video", "audio")

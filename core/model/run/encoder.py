@@ -27,6 +27,7 @@ from ..learn.fuse_match import LOGITS_TOLERANCE, deviations
 from ..learn.probe import HARMLESS, MaskFunction
 from ..learn.random_texts import random_texts
 from .attention import attention_set
+from .float_products import fast_products
 
 IMPLEMENTATION = "mainspring_encoder"
 LENGTHS = (150, 13)  # tokens of the sequences that are compared: the first crosses the windows in use
@@ -134,7 +135,8 @@ class EncoderModel:
             rows["token_type_ids"] = types if self.num_types > 1 else np.zeros_like(types)
         inputs: dict[str, Any] = {name: self._copies.bring(torch.from_numpy(row)[None]) for name, row in rows.items()}
         self._step.sequences = sequences
-        hidden: torch.Tensor = self.model(**inputs)[0][0]
+        with fast_products(self.device, self.dtype):
+            hidden: torch.Tensor = self.model(**inputs)[0][0]
         return hidden[:total]
 
 
