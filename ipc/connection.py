@@ -316,10 +316,14 @@ class Connection:
         self.check_process()
         changed, link = False, self._link
         while self.error is None:
-            link.read_events()
+            came = self._ready is None
+            if came:
+                link.read_events()
             while (message := self._receive_one()) is not None:
-                changed = True
+                came = changed = True
                 self._take(message)
+            if not came:  # else this is called again; to look takes a third as long as to receive
+                link.read_events()
             turned_away = self._ready is None and time.monotonic() - link.opened_at < LOST_POLL_SECONDS
             if not link.lost or turned_away:  # wait before the next attempt
                 break

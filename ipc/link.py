@@ -70,7 +70,10 @@ class Link:
         """The frames of the next message; None if there is none."""
         if not self._sockets or not _readable(self._sockets[0]):
             return None
-        return [frame.buffer for frame in self._sockets[0].recv_multipart(zmq.NOBLOCK, copy=False)]
+        frames = [self._sockets[0].recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:  # `recv_multipart` asks the socket instead, and takes half as long again
+            frames.append(self._sockets[0].recv(zmq.NOBLOCK, copy=False))
+        return [frame.buffer for frame in frames]
 
     def read_events(self) -> None:
         """Update `reached`, `lost` and `trouble`."""
