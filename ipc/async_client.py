@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .client import ConnectedClient
 from .codec import Array
@@ -16,6 +14,9 @@ from .connection import Connection, result_of
 from .cores import Cores
 from .errors import EngineDeadError, MainspringError, WrongEventLoopError
 from .messages import AddRequest, MediaItem, Outputs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 _LOOP_SECONDS = 5.0  # until a loop that runs in another thread counts as blocked

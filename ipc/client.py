@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from .codec import Array
 from .config import EngineConfig
 from .connection import Connection, CoreOwner
-from .core_group import EmbeddedCores
 from .cores import Cores
 from .errors import EngineDeadError, MainspringError
 from .media_client import MediaClient
 from .messages import AddRequest, MediaItem, ModelFacts, Outputs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SIBLINGS_SECONDS = 1.0  # longest wait for the other cores of a group at the start
 
@@ -118,6 +118,8 @@ class ConnectedClient:
         Raises:
             MainspringError: the core did not start.
         """
+        from .core_group import EmbeddedCores  # brings the supervisor and numpy, which a daemon's frontends don't need
+
         core = EmbeddedCores(config)
         try:
             return cls(connect(core))

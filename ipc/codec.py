@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from .errors import InvalidRequestError, ProtocolError
 from .messages import KIND_OF, KINDS, PROTOCOL_VERSION, Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_BODY_BYTES = 256 << 20
 MAX_FRAMES = 16
@@ -56,7 +58,12 @@ class Envelope(NamedTuple):
 def encode(message: Any, instance_id: bytes, epoch: int, tensors: Sequence[np.ndarray] = ()) -> list[Any]:
     """Frames for a multipart send. Arrays are passed on as they are and must stay unchanged until sent."""
     header = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, KIND_OF[type(message)], instance_id, epoch)
-    return [header, _encoder.encode(message), *(np.ascontiguousarray(t).data for t in tensors)]
+    frames: list[Any] = [header, _encoder.encode(message)]
+    if tensors:
+        import numpy as np
+
+        frames += [np.ascontiguousarray(tensor).data for tensor in tensors]
+    return frames
 
 
 def decode(frames: Sequence[Frame], max_body_bytes: int = MAX_BODY_BYTES) -> Envelope:
@@ -101,6 +108,8 @@ def read_body(kind: int, body: Frame, decoder: msgspec.msgpack.Decoder[Any] | No
 
 def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
     """The array that a message refers to, as a read-only view of its frame. bfloat16 is returned as uint16."""
+    import numpy as np
+
     if not 0 <= tensor.frame < len(frames):
         raise ProtocolError(f"tensor frame {tensor.frame} of {len(frames)}")
     names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8"}

@@ -16,10 +16,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import numpy as np
 import zmq
 
 from . import codec
@@ -66,6 +65,9 @@ from .messages import (
 )
 from .routing import check_rank
 from .transport import address_at, ipc_path, lock_holder, make_dealer, readable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 

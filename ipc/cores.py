@@ -10,9 +10,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from .codec import Array, decode_value, encode_value
@@ -24,6 +23,9 @@ from .media_remote import Failed, RemoteMedia
 from .messages import AddRequest, CorePlace, MediaItem, ModelFacts, UtilityResult
 from .routing import check_rank, choose, prefix_of
 from .transport import address_at, ipc_path, readable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from .messages import AddRequest, Finished, Outputs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Epoch = tuple[bytes, int, int]  # of a core: instance, number, epoch
 

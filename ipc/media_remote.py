@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from .errors import EngineDeadError, InvalidRequestError, MainspringError, ProtocolError, RequestFailedError, from_wire
 from .link import Link
@@ -28,6 +26,9 @@ from .media_client import Asked, AskedFor, MediaInput, PreparedPrompt, digests_o
 from .media_messages import DELIVERIES, Answer, Content, Deliver, Prepare, ResetCache, decode_answer, encode_order
 from .messages import MAX_MEDIA_ITEMS, MediaItem
 from .transport import MAX_MESSAGE_BYTES, Waker, readable
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +275,9 @@ class RemoteMedia:
         contents, frames = [], list[Any]()
         for given in asked.inputs:
             content, dtype, shape = given.content, "", list[int]()
-            if isinstance(content, np.ndarray):
+            if not isinstance(content, bytes | str):
+                import numpy as np
+
                 values = np.ascontiguousarray(content)
                 dtype, shape = values.dtype.name, list(values.shape)
                 content = values.tobytes()
@@ -305,8 +308,8 @@ class RemoteMedia:
         if self._count == 1 or not asked.inputs:
             return 0
         content = asked.inputs[0].content
-        if isinstance(content, np.ndarray):
-            content = np.ascontiguousarray(content).tobytes()
+        if not isinstance(content, bytes | str):
+            content = content.tobytes()
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         digest = blake2b(data, digest_size=8).digest()
         with self._lock:

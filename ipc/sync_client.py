@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .client import ConnectedClient
 from .codec import Array
@@ -17,6 +15,9 @@ from .errors import MainspringError
 from .messages import AddRequest, MediaItem, Outputs
 from .saving import SavesWeights
 from .transport import Waker, readable, seconds_left
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
