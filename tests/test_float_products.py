@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
+from mainspring.core.model.run.encoder import EncoderModel
 from mainspring.core.model.run.float_products import PRODUCTS, fast_products
+from mainspring.kernels.contract import SequenceOffsets
 
 CPU = torch.device("cpu")
 
@@ -51,6 +55,23 @@ def test_only_products_are_changed(dtype: torch.dtype) -> None:
         assert not called
         torch.matmul(x, x)
     assert set(called) & PRODUCTS == {torch.matmul}
+
+
+@torch.inference_mode()
+def test_encoders_of_texts_compute_in_float32(dtype: torch.dtype) -> None:
+    types = set()
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types_, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is nn.functional.linear:
+                types.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = EncoderModel(BertModel(BertConfig(**sizes, intermediate_size=48)).to(dtype).eval())
+    with Seen():
+        hidden = encoder.forward(np.arange(5), SequenceOffsets.of([3, 2], range(2)), [0, 0])
+    assert (hidden.dtype, types) == (dtype, {torch.float32})
 
 
 def test_where_the_processor_has_instructions_and_for_float32_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

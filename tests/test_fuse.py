@@ -21,6 +21,7 @@ from mainspring.core.model.learn.row_invariant import (
     ELEMENTWISE,
     RowInvariant,
     is_row_invariant,
+    isolate_rows,
     make_row_invariant,
     route_products,
     stray_products,
@@ -414,6 +415,23 @@ def test_products_that_do_not_go_through_the_backend_are_seen(name: str, stray: 
     route_products(model, backend.linear)
     assert stray_products(model) == stray
     assert (logits_of(model, token_ids(24)) - before).abs().max() <= 1e-5 * before.std()
+
+
+def test_on_a_cpu_layers_that_fusing_left_alone_are_computed_by_the_backend() -> None:
+    """torch's own product may be many times slower: that of 16-bit numbers without instructions for them."""
+    model, weights = build("gpt_neox"), set()
+
+    class Seen(ReferenceBackend):
+        def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            weights.add(id(weight))
+            return super().linear(x, weight, bias)
+
+    before = logits_of(model, token_ids(24))
+    isolate_rows(model, Seen())
+    weights.clear()
+    after = logits_of(model, token_ids(24))
+    assert weights == {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    torch.testing.assert_close(after, before)
 
 
 class Router(nn.Linear):
