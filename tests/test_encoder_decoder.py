@@ -27,6 +27,7 @@ from mainspring import (
     SamplingParams,
 )
 from mainspring.benchmarks import architectures_media
+from mainspring.core.model.load.loader import page
 from mainspring.core.model.media import encoder_decoder
 from mainspring.core.model.media.encoder_decoder import cross_states
 from mainspring.core.model.run.cross_attention import CrossStates
@@ -118,6 +119,15 @@ def test_relatives_have_the_tokens_of_transformers(name: str, tmp_path: Path) ->
     for case in CASES:
         assert ids(found[case]) == model.tokens(case), case
     assert model.tokens("a:") != model.tokens("b:"), "the encoder's input has no effect"
+
+
+def test_of_two_vocabularies_tokens_are_chosen_from_the_decoders() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    words = {"vocab_size": 64, "decoder_vocab_size": 96, "share_encoder_decoder_embeddings": False}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    model = transformers.MarianMTModel(transformers.MarianConfig(**sizes, **words, **tokens)).eval()
+    assert page(model, 64).vocab_size == 96
 
 
 @pytest.mark.parametrize("name", ["moonshine", "canary"])

@@ -252,6 +252,24 @@ def test_verification_catches_an_attention_that_computes_something_else(
         load(path)
 
 
+def llama4(floor_scale: int) -> Any:
+    """One of whose layers has no rotary embedding."""
+    fields = {**SIZES, "head_dim": 16, "intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+    more = {"attention_chunk_size": 32, "floor_scale": floor_scale, "attn_scale": 5.0, "no_rope_layers": [0, 1]}
+    return random_model("llama4_text", **fields, **more)
+
+
+@torch.inference_mode()
+def test_attention_that_is_scaled_by_position_does_not_take_rows_for_positions() -> None:
+    model, ids = llama4(32), torch.arange(2, 33)
+    alone = model(ids[None]).logits[0]
+    found = paged_logits(page(model, 32), [ids] * 3, [[Chunk(each, 0, 31) for each in range(3)]], ReferenceBackend())
+    for logits in found:
+        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match="set max_model_len"):
+        page(llama4(16), 32)
+
+
 def test_a_convolution_over_the_tokens_is_refused(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     mlp = model.model.layers[1].mlp

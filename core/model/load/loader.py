@@ -59,7 +59,7 @@ from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
 from .quantized import CutWeights, PackedWeights, read_quantized, settle_quantization
 from .quantized_forms import SUPPORTED, Form
-from .refuse import refuse_config, refuse_stateful, trial_run
+from .refuse import refuse_config, refuse_stateful, settle_temperature, trial_run
 from .sharded_state import read_parts
 from .sliced_reading import CutsOf, reading
 
@@ -174,6 +174,7 @@ def page(
         given = merger or decoder
         merges, no_media = merger_of(model) if given is None else (given, [])
         notes = freeze_rope(model, limit) if limit else []
+        settle_temperature(model, limit)
         learn_indexers(model)
         states = learn_states(model)
         if states is not None:

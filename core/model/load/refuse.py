@@ -39,6 +39,19 @@ def refuse_stateful(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent state that is not in its cache")
 
 
+def settle_temperature(model: PreTrainedModel, longest: int | None) -> None:
+    """Llama 4's attention scales queries from position `floor_scale` - 1 on, and takes a row's number in the pass for its
+    position. No token that is computed stands there if sequences have `floor_scale` tokens at most."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale"):
+            if longest is None or longest > module.floor_scale:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} scales its attention by position from {module.floor_scale} on, which is "
+                    "not supported: set max_model_len to that"
+                )
+            module.attn_temperature_tuning = False  # type: ignore[assignment]
+
+
 def refuse_encoder_class(model_class: type[PreTrainedModel]) -> None:
     """Refuse an encoder by its class: there is no learning of its attention or positions."""
     name = model_class.__name__

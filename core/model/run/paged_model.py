@@ -54,7 +54,8 @@ class PagedModel:
         self.sources: list[int] = [call.source for call in calls]
         self.max_position = longest_sequence(self.config)
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = self.config.vocab_size
+        # of the decoder, where an encoder has another one
+        self.vocab_size: int = getattr(self.config, "decoder_vocab_size", None) or self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
         self.parameters = fused.parameters  # each parameter of the checkpoint in its present place
         self.notes = notes  # lines for --explain-model
