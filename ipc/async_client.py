@@ -74,7 +74,7 @@ class AsyncClient(ConnectedClient):
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs that were received and that `get_outputs` has not returned yet."""
+        """The number of outputs that were received and not taken yet."""
         return len(self._connection.outputs)
 
     async def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:

@@ -318,14 +318,14 @@ class Connection:
         self.check_process()
         changed, link = False, self._link
         while self.error is None:
-            came = self._ready is None
-            if came:
+            connected = self._ready is not None
+            if not connected:
                 link.read_events()
-            while (message := self._receive_one()) is not None:
-                came = changed = True
-                self._take(message)
-            if not came:  # else this is called again; to look takes a third as long as to receive
+            came = self._take_all()
+            if connected and not came:  # with each message, to look would take a third of the time that it takes
                 link.read_events()
+                came = link.lost and self._take_all()  # what came before the end
+            changed = changed or came
             turned_away = self._ready is None and time.monotonic() - link.opened_at < LOST_POLL_SECONDS
             if not link.lost or turned_away:  # wait before the next attempt
                 break
@@ -335,6 +335,14 @@ class Connection:
             self.error = self._reason_to_give_up()
             changed = changed or self.error is not None
         return changed
+
+    def _take_all(self) -> bool:
+        """Take all messages that are there; whether there were some."""
+        came = False
+        while (message := self._receive_one()) is not None:
+            came = True
+            self._take(message)
+        return came
 
     def _take(self, message: Any) -> None:
         match message:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import EngineDeadError, InvalidRequestError, MainspringError, ProtocolError, RequestFailedError, from_wire
 from .link import Link
@@ -26,9 +26,6 @@ from .media_client import Asked, AskedFor, MediaInput, PreparedPrompt, digests_o
 from .media_messages import DELIVERIES, Answer, Content, Deliver, Prepare, ResetCache, decode_answer, encode_order
 from .messages import MAX_MEDIA_ITEMS, MediaItem
 from .transport import MAX_MESSAGE_BYTES, Waker, readable
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -412,7 +412,7 @@ def test_products_that_do_not_go_through_the_backend_are_seen(name: str, stray: 
     before = logits_of(model, token_ids(24))
     assert stray_products(model) > stray
     fuse_model(model, backend)
-    route_products(model, backend.linear)
+    route_products(model.modules(), backend.linear)
     assert stray_products(model) == stray
     assert (logits_of(model, token_ids(24)) - before).abs().max() <= 1e-5 * before.std()
 
@@ -451,7 +451,7 @@ def test_a_subclass_of_a_linear_layer_keeps_its_own_forward_and_its_product_is_r
         shapes.append(weight.shape)
         return OwnProducts().linear(x, weight, bias)
 
-    route_products(model, linear)
+    route_products(model.modules(), linear)
     found = router(x)
     assert shapes == [(8, 64)]
     assert torch.equal(found.indices, expected.indices)

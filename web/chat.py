@@ -236,7 +236,7 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
         return True
 
     stream, direct = cast("RequestStream", talk.stream), request.direct
-    if body.num_choices == 1 and not (body.logprobs or body.return_token_ids or every):
+    if direct is not None and body.num_choices == 1 and not (body.logprobs or body.return_token_ids or every):
         stream.pass_text(pass_on)
     try:
         async for output in stream:

@@ -184,7 +184,7 @@ async def _events(request: Request, sent: _Sent) -> AsyncIterator[bytes]:
         return True
 
     direct = request.direct
-    if plain and len(starts) == 1:
+    if direct is not None and plain and len(starts) == 1:
         sent.streams[0].pass_text(pass_on)
     outputs = together(sent.streams)
     try:

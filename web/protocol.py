@@ -115,7 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._rest = b""
         self.cycle = self._running  # uvicorn tells this one that the client has left
         super().connection_lost(exc)
-        self.cycle = self._running = None  # type: ignore[assignment]  # its scope refers to this object
+        self.cycle = self._running = self.scope = None  # type: ignore[assignment]  # the scope refers to this object
 
     @property
     def takes_parts(self) -> bool:

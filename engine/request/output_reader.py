@@ -56,9 +56,9 @@ class OutputReader:
             raise WrongEventLoopError("this engine belongs to another event loop; make one for each loop")
         self._loop = loop
         if not self._reads:
-            self._reads = True
             self._ended.clear()
             self._client.deliver_to(self._take, self._lost)
+            self._reads = True
 
     async def send(self, state: RequestState, messages: Sequence[AddRequest], tensors: Sequence[np.ndarray]) -> None:
         state.output_ready = Signal(asyncio.get_running_loop())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, Backend
+from ..media.features import feature_methods
 from ..run.fused import FusedMLP, FusedRMSNorm
 from .fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 
@@ -196,17 +197,30 @@ def _inside(mode: Callable[[], TorchFunctionMode], forward: Function) -> Functio
     return wrapped
 
 
-def route_products(model: PreTrainedModel, linear: Function) -> None:
-    """Let every linear layer that fusing left alone be computed by `linear`, a backend's.
+def route_products(modules: Iterable[nn.Module], linear: Function) -> None:
+    """Let every linear layer that fusing and ranks left alone be computed by `linear`, a backend's.
 
     A subclass of ``nn.Linear`` may compute more than the product: the routers of Phimoe and Llama 4 also choose the
     experts. Its own forward still runs, and only the product inside it is computed by `linear`.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            plain = is_plain_linear(module)
-            forward = routed(module, linear) if plain else _inside(partial(RoutedProducts, linear), module.forward)
-            module.forward = forward  # type: ignore[method-assign]
+    for module in modules:
+        if is_plain_linear(module):
+            module.forward = routed(module, linear)  # type: ignore[arg-type]
+        elif isinstance(module, nn.Linear) and not _has_forward(module):
+            module.forward = _inside(partial(RoutedProducts, linear), module.forward)  # type: ignore[method-assign]
+
+
+def _has_forward(module: nn.Linear) -> bool:
+    """Whether fusing or ranks gave a plain layer another forward, which calls a backend."""
+    return type(module).forward is nn.Linear.forward and "forward" in vars(module)
+
+
+def _of_tokens(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that compute tokens. Those of encoders, whose items have thousands of rows, have `fast_products`."""
+    apart = feature_methods(model) or getattr(model.config, "is_encoder_decoder", False)
+    yield from (model.get_decoder() if apart else model).modules()
+    if apart and (head := model.get_output_embeddings()) is not None:
+        yield head
 
 
 def routed(module: nn.Linear, linear: Function) -> Function:
@@ -243,9 +257,12 @@ def is_row_invariant(model: PreTrainedModel) -> bool:
 
 def isolate_rows(model: PreTrainedModel, backend: Backend) -> list[str]:
     """Do what makes rows independent of each other; → lines for ``--explain-model``."""
-    if backend.deterministic or model.device.type == "cpu":  # where torch's product may be many times slower
-        route_products(model, backend.linear)
-    return [] if model.device.type == "cuda" else make_row_invariant(model)
+    if model.device.type != "cuda":
+        route_products(_of_tokens(model), backend.linear)  # torch's product may be many times slower
+        return make_row_invariant(model)
+    if backend.deterministic:
+        route_products(model.modules(), backend.linear)
+    return []
 
 
 def check_rows(model: PreTrainedModel, refuse: bool) -> list[str]:

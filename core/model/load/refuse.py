@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -40,14 +41,15 @@ def refuse_stateful(model: PreTrainedModel) -> None:
 
 
 def settle_temperature(model: PreTrainedModel, longest: int | None) -> None:
-    """Llama 4's attention scales queries from position `floor_scale` - 1 on, and takes a row's number in the pass for its
-    position. No token that is computed stands there if sequences have `floor_scale` tokens at most."""
+    """Llama 4's attention scales queries from position `floor_scale` - 1 on, and takes a row's number in the pass for
+    its position. No token that is computed stands there if sequences have `floor_scale` tokens at most."""
     for module in model.modules():
-        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale"):
-            if longest is None or longest > module.floor_scale:
+        first: Any = getattr(module, "floor_scale", None)
+        if first is not None and getattr(module, "attn_temperature_tuning", False):
+            if longest is None or longest > first:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} scales its attention by position from {module.floor_scale} on, which is "
-                    "not supported: set max_model_len to that"
+                    f"{type(model).__name__} scales its attention by position from {first} on, which is not "
+                    "supported: set max_model_len to that"
                 )
             module.attn_temperature_tuning = False  # type: ignore[assignment]
 

@@ -24,6 +24,7 @@ from ..learn.fuse_match import LOGITS_TOLERANCE, deviations
 from ..learn.random_texts import random_texts
 from ..run.attention import attention_set
 from ..run.encoder import EncoderModel
+from ..run.float_products import fast_products
 from .features import EncodedItem, encode_item, feature_methods
 
 LENGTHS = (40, 13)  # tokens of the texts that are compared
@@ -91,7 +92,8 @@ class DualEncoder(EncoderModel):
         hidden = calls[0].hidden.new_zeros(1, -(-total // ROW_MULTIPLE) * ROW_MULTIPLE, self.hidden_size)
         hidden[0, :total] = torch.cat([call.hidden[0] for call in calls])
         self._step.sequences = sequences
-        return _states(calls[0].of(self._layers, hidden))[0, :total]
+        with fast_products(self.device, self.dtype):
+            return _states(calls[0].of(self._layers, hidden))[0, :total]
 
     @torch.inference_mode()
     def pool(self, token_ids: np.ndarray, rows: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ from ..media.dual_encoder import DualEncoder, is_dual_encoder
 from ..media.retrieval import RetrievalMerger
 from .attention import attention_set
 from .encoder import EncoderModel, is_causal, verify_encoder
+from .float_products import fast_products
 from .paged_model import PagedModel
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -244,7 +245,7 @@ def _with_first_task(pooling: PoolingModel, pooler: PoolerConfig) -> PoolingMode
 
 
 def _dual_encoder(model: PreTrainedModel, pooler: PoolerConfig) -> PoolingModel:
-    with trial_run(type(model).__name__):
+    with trial_run(type(model).__name__), fast_products(model.device, model.dtype):
         encoder = DualEncoder(model)
         notes = make_row_invariant(encoder.model) if model.device.type == "cpu" else []
         notes += [encoder.verify(), *check_rows(encoder.model, refuse=False)]
@@ -256,11 +257,12 @@ def _dual_encoder(model: PreTrainedModel, pooler: PoolerConfig) -> PoolingModel:
 def _encoder(model: PreTrainedModel, notes: list[str]) -> EncoderModel:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     notes += freeze_rope(model, limit) if limit else []
-    if model.device.type == "cpu":
-        notes += make_row_invariant(model)
-    encoder = EncoderModel(model)
-    notes.append(verify_encoder(encoder))
-    notes += check_rows(model, refuse=False)
+    with fast_products(model.device, model.dtype):  # which it is served with
+        if model.device.type == "cpu":
+            notes += make_row_invariant(model)
+        encoder = EncoderModel(model)
+        notes.append(verify_encoder(encoder))
+        notes += check_rows(model, refuse=False)
     return encoder
 
 
