@@ -222,8 +222,8 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
                 ready, self._ready = self._ready, []
                 ready += [state.output() for state in processed.changed]
                 with contextlib.suppress(EngineDeadError):  # the next step() raises it
-                    for message in processed.adds:
-                        self.engine_core.add_request(message)
+                    for message, rank in processed.adds:
+                        self.engine_core.add_request(message, rank=rank)
                 return self._validated(ready)
 
     def _validated(self, outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -51,7 +51,7 @@ from mainspring.ipc.errors import (
     WrongEventLoopError,
     WrongProcessError,
 )
-from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs, Started
+from mainspring.ipc.messages import AddRequest, Finished, Logprobs, ModelFacts, Outputs, Started
 from stand_in_core import StandInOwner, stand_in
 
 EOS = 2
@@ -72,6 +72,7 @@ class ScriptedClient:
         self.config = config
         self.model = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=64, dtype="float32", eos_token_ids=[EOS])
         self.added: list[AddRequest] = []
+        self.ranks: list[int | None] = []
         self.aborted: list[int] = []
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, deque[Any]] = {}
@@ -87,6 +88,7 @@ class ScriptedClient:
         if self.error is not None:
             raise self.error
         self.added.append(request)
+        self.ranks.append(rank)
 
     def send_abort(self, handles: Sequence[int]) -> None:
         if self.error is not None:
@@ -242,6 +244,24 @@ def test_several_completions_come_in_one_stream(engine: AsyncLLMEngine, run: Run
             ([50], "length"), ([51], "length"), ([52], "length")
         ]  # fmt: skip
         assert (first.finished, last.finished) == (False, True)
+
+    run(main())
+
+
+def test_each_round_of_a_beam_search_goes_to_the_core_of_the_first(engine: AsyncLLMEngine, run: Run) -> None:
+    async def main() -> None:
+        params = SamplingParams(n=1, best_of=2, use_beam_search=True, temperature=0.0, max_tokens=2)
+        first = await begun(engine, collected(engine.generate([5], params, "a", data_parallel_rank=1)))
+        (sent,) = core(engine).added
+        ids, values = np.array([[50, 50, 51]], "<i4"), np.array([[-1, -1, -2]], "<f4")
+        likeliest = Logprobs(3, ids.tobytes(), values.tobytes(), np.array([1], "<i4").tobytes(), rows=[0])
+        ended = [Finished(sent.handle, "length")]
+        core(engine)._said.append(Outputs([sent.handle], [50], finished=ended, logprobs=[likeliest]))
+        core(engine)._deliver_soon()
+        await settled(lambda: len(core(engine).added) == 3)
+        assert core(engine).ranks == [1, 1, 1]
+        await engine.abort("a")
+        await first
 
     run(main())
 

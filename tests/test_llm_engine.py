@@ -60,7 +60,7 @@ class ScriptedClient:
         self.closed = 0
         self.dead = False
 
-    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+    def add_request(self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None) -> None:
         if self.dead:
             raise EngineDeadError("the core is gone")
         self.added.append(request)

@@ -179,8 +179,8 @@ class OutputReader:
             if state.direct is None or not state.passes():
                 state.output_ready.set()
         self._rest()
-        for message in processed.adds:
-            self._client.send_request(message)
+        for message, rank in processed.adds:
+            self._client.send_request(message, rank=rank)
         if processed.aborts:
             with contextlib.suppress(EngineDeadError):  # these requests have ended here already
                 self._client.send_abort(processed.aborts)
