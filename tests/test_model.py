@@ -133,6 +133,16 @@ def test_chosen_rows_and_embeddings_give_the_logits_of_the_whole(llama: Path) ->
     torch.testing.assert_close(calls[0][0], whole[15])
 
 
+def test_a_parameter_that_a_function_replaces_stays_where_kernels_read_it(llama: Path) -> None:
+    model = load(llama)
+    norm = model.model.get_decoder().norm
+    address, doubled = norm.weight.data_ptr(), 2 * norm.weight
+    with model.unpacked():
+        norm.weight.data = doubled.clone()
+    assert norm.weight.data_ptr() == address
+    assert torch.equal(norm.weight, doubled)
+
+
 # --- Masks ----------------------------------------------------------------------------------------
 
 

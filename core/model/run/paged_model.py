@@ -170,20 +170,25 @@ class PagedModel:
     def unpacked(self) -> Iterator[PreTrainedModel]:
         """The model with all its parameters in their modules. Of weights that a backend has packed they are copies, and
         changes to them are packed again at the end. Streamed weights are in host memory, so such a model can be read
-        and changed, but not run."""
-        copies = {}
+        and changed, but not run. Kernels and graphs have addresses, so what ``parameter.data = ...`` gave a parameter
+        is copied to where it was."""
+        kept = {}
         for name in self.parameters.names():
             tensor = self.parameters.slot(name).tensor
             packed = self.parameters.packed.get(id(tensor))
-            if packed is not None and id(tensor) not in copies:
-                copies[id(tensor)] = tensor, packed, tensor.data
-                tensor.data = packed.unpack()
+            if id(tensor) not in kept:
+                kept[id(tensor)] = tensor, packed, tensor.data
+                if packed is not None:
+                    tensor.data = packed.unpack()
         try:
             yield self.model
         finally:
-            for tensor, packed, before in copies.values():
+            for tensor, packed, before in kept.values():
                 now, tensor.data = tensor.data, before
-                if not torch.equal(now.to((whole := packed.unpack()).device), whole):
+                if packed is None:
+                    if now.data_ptr() != before.data_ptr():
+                        before.copy_(now)
+                elif not torch.equal(now.to((whole := packed.unpack()).device), whole):
                     packed.replace(now)
 
     def explain(self) -> list[str]:
