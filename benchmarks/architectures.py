@@ -433,7 +433,8 @@ models that a paged cache can't serve, and then compares its logits with the mod
   (4 bits) run on native kernels with the integers that they hold, where a row of weights and a group are multiples of
   32 values. `quantization` rounds plain checkpoints to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4 at load.
   This needs a model that the native kernels run as a whole; adapters may be added to all of them.
-- **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens.
+- **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens, and attention that is
+  scaled by position as long as no scaled position is reached.
 - **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones
   if `max_model_len` is at most the original context length, otherwise those for a sequence of `max_model_len` tokens.
   transformers recomputes them for each length, so only in the latter case can outputs differ from `generate`.

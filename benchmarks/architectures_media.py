@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -301,10 +301,11 @@ def generate_alone(model: PreTrainedModel, request: Request, max_tokens: int = M
 # --- One architecture -----------------------------------------------------------------------------
 
 
-def judge(model_type: str) -> Result:
+def judge(model_type: str, built: Callable[[], None] = lambda: None) -> Result:
+    """built: called when transformers has made all that is compared."""
     torch.set_num_threads(1)
     if model_type in readers.READERS:
-        return judge_reader(model_type)
+        return judge_reader(model_type, built)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -314,6 +315,7 @@ def judge(model_type: str) -> Result:
                 join_talker(folder, model_type)
         except Exception as error:
             return _refused_unbuilt(model_type) or _refused_without_inputs(model_type, folder, one_line(error))
+        built()
         try:
             worker = worker_of(folder)
             if worker.facts.media is None:
@@ -359,7 +361,7 @@ def _compared(tokens: Sequence[list[int]], expected: Sequence[list[int]], note: 
     return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", note)
 
 
-def judge_reader(model_type: str) -> Result:
+def judge_reader(model_type: str, built: Callable[[], None]) -> Result:
     """As `judge`, of an encoder-decoder model."""
     refused = _refused_unbuilt(model_type)
     if refused is not None:
@@ -381,6 +383,7 @@ def judge_reader(model_type: str) -> Result:
             model.save_pretrained(folder)
         except Exception as error:
             return Result("not constructible", one_line(error))
+        built()
         try:
             tokens = Driver(worker_of(folder)).serve(requests, preempt=1)
         except Exception as error:
@@ -507,7 +510,7 @@ def _child(model_type: str, sender: multiprocessing.connection.Connection) -> No
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     try:
-        sender.send(judge(model_type))
+        sender.send(judge(model_type, built=lambda: sender.send(None)))
     except BaseException as error:
         sender.send(Result("not constructible", one_line(error)))
 
@@ -517,6 +520,7 @@ def sweep(names: Sequence[str]) -> dict[str, Result]:
     results: dict[str, Result] = {}
     pending = list(names)
     running: dict[Any, tuple[str, Any, float]] = {}
+    built: set[str] = set()  # a process that is lost later makes its model a wrong one
     while pending or running:
         while pending and len(running) < WORKERS:
             receiver, sender = context.Pipe(duplex=False)
@@ -529,10 +533,14 @@ def sweep(names: Sequence[str]) -> dict[str, Result]:
             late = time.monotonic() - began > TIMEOUT_S
             if receiver not in ready and not late:
                 continue
+            outcome = "wrong" if name in built else "not constructible"
             try:
-                result = receiver.recv() if receiver in ready else Result("not constructible", "it takes too long")
+                result = receiver.recv() if receiver in ready else Result(outcome, "it takes too long")
             except EOFError:
-                result = Result("not constructible", "its process needs too much memory or time")
+                result = Result(outcome, "its process died, or needed too much memory or time")
+            if result is None:
+                built.add(name)
+                continue
             process.kill()
             process.join()
             del running[receiver]

@@ -96,9 +96,9 @@ def _pipelined(port: int, until: float) -> Counter[str]:
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(get("/nothing") * PIPELINED)
             data = b""
-            while data.count(b"HTTP/1.1 404") < PIPELINED and (part := connection.recv(1 << 20)):
+            while data.count(b"HTTP/1.1 ") < PIPELINED and (part := connection.recv(1 << 20)):
                 data += part
-            answers["404"] += data.count(b"HTTP/1.1 404")
+            answers.update(status.decode() for status in re.findall(rb"HTTP/1.1 (\d+)", data))
     return answers
 
 

@@ -309,36 +309,7 @@ def main() -> None:
             with server(command, {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}) as (port, worker, _):
                 other, other_each = asyncio.run(completions(port, worker, 64, args.seconds / 2))
     few = f"{args.streams} streams, {args.rate:g} tokens/s each"
-    rows = []
-    for kind, what in (("spread", "tokens one after another"), ("burst", "all tokens in one step")):
-        one = found[kind]
-        rows += [
-            [f"{few}, {what}: processor time of the worker for a token", f"{one.cpu_us:.1f} µs"],
-            ["… tokens a second", f"{one.tokens_s:.0f}"],
-            ["… from the core's step to the client's bytes, p50", f"{one.p50_ms:.2f} ms"],
-            ["… p99", f"{one.p99_ms:.2f} ms"],
-        ]
-    times = found["burst"].cpu_us / floor.cpu_us
-    rows += [
-        ["the same by a bare server without an engine", f"{floor.cpu_us:.1f} µs, so ours takes {times:.2f}× as much"],
-        ["… from its step to the client's bytes, p50", f"{floor.p50_ms:.2f} ms"],
-    ]
     memory = max(one.memory_mib for one in found.values())
-    rows += [
-        ["memory of the worker after it", f"{memory:.0f} MiB"],
-        ["completions of one token a second, 64 connections", f"{rate:.0f}"],
-        ["… processor time of the worker for one", f"{each:.0f} µs"],
-        *(
-            [
-                ["the same with vLLM's server", f"{other:.0f}, so ours makes {rate / other:.2f}× as many"],
-                ["… processor time of that server for one", f"{other_each:.0f} µs"],
-            ]
-            if args.vllm
-            else []
-        ),
-        ["ready beside a running core, median", f"{median(starts):.2f} s"],
-    ]
-    publish("http", table(["`mainspring serve`, one worker", ""], rows), args.write, DOCS / "serving.md")
     measured = {
         "cpu": found["burst"].cpu_us,
         "memory": memory,
@@ -346,8 +317,56 @@ def main() -> None:
         "spread_ms": found["spread"].p50_ms,
     }
     missed = [f"{name}: {measured[name]:.2f}, bar {bar}" for name, bar in BARS.items() if measured[name] > bar]
-    if args.vllm and rate < TIMES_VLLM * other:
-        missed.append(f"of vLLM's completions: {rate / other:.2f}, bar {TIMES_VLLM}")
+
+    def against(name: str) -> str:
+        verdict = "**FAIL**" if measured[name] > BARS[name] else "pass"
+        return f"at most {BARS[name]:g}: {verdict}"
+
+    rows: list[list[str]] = []
+    for kind, what in (("spread", "tokens one after another"), ("burst", "all tokens in one step")):
+        one = found[kind]
+        rows += [
+            [
+                f"{few}, {what}: processor time of the worker for a token",
+                f"{one.cpu_us:.1f} µs",
+                against("cpu") if kind == "burst" else "",
+            ],
+            ["… tokens a second", f"{one.tokens_s:.0f}", ""],
+            [
+                "… from the core's step to the client's bytes, p50",
+                f"{one.p50_ms:.2f} ms",
+                against("spread_ms") if kind == "spread" else "",
+            ],
+            ["… p99", f"{one.p99_ms:.2f} ms", ""],
+        ]
+    times = found["burst"].cpu_us / floor.cpu_us
+    rows += [
+        [
+            "the same by a bare server without an engine",
+            f"{floor.cpu_us:.1f} µs, so ours takes {times:.2f}× as much",
+            "",
+        ],
+        ["… from its step to the client's bytes, p50", f"{floor.p50_ms:.2f} ms", ""],
+        ["memory of the worker after it", f"{memory:.0f} MiB", against("memory")],
+        ["completions of one token a second, 64 connections", f"{rate:.0f}", ""],
+        ["… processor time of the worker for one", f"{each:.0f} µs", ""],
+    ]
+    if args.vllm:
+        # a server that waits for its core's stand-in could make more, so its processor time counts as well
+        fewer = min(rate / other, other_each / each)
+        if fewer < TIMES_VLLM:
+            missed.append(f"of vLLM's completions: {fewer:.2f}, bar {TIMES_VLLM}")
+        verdict = f"at least {TIMES_VLLM:g}, in both: {'pass' if fewer >= TIMES_VLLM else '**FAIL**'}"
+        rows += [
+            ["the same with vLLM's server", f"{other:.0f}, so ours makes {rate / other:.2f}× as many", verdict],
+            [
+                "… processor time of that server for one",
+                f"{other_each:.0f} µs, {other_each / each:.2f}× as much as ours",
+                "",
+            ],
+        ]
+    rows.append(["ready beside a running core, median", f"{median(starts):.2f} s", against("ready")])
+    publish("http", table(["`mainspring serve`, one worker", "", "bar"], rows), args.write, DOCS / "serving.md")
     if missed and args.check:
         raise SystemExit("; ".join(missed))
 

@@ -6,7 +6,8 @@ torchvision, which video processors need, is in .venv/video after `make test-vid
 
 Each kind of file, URL or prompt is sent again and again by a frontend with some in flight. Each run is repeated beside
 a process that burns as much CPU time as the attacker and the media workers did. Bars: each item is refused (a polyglot
-is only an image), no core dies, the stream is exact, the 99th percentile of its gaps is at most twice that beside
+is only an image; an address, a redirect or a file outside the folder must be the reason, because each names an image
+that could be read), no core dies, the stream is exact, the 99th percentile of its gaps is at most twice that beside
 burning, and no media worker has more resident memory than `MOST_RESIDENT`.
 
 Two kinds of URL need another resolver of names, and a server on this machine. A process with the priority of a media
@@ -29,7 +30,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -60,14 +61,27 @@ class Sent(NamedTuple):
     items: Callable[[], list[MediaInput]]
     prompt: str = "<image>"
     answer: str = REFUSED
+    reason: str = ""  # words of the error
 
 
-def kinds(folder: Path) -> dict[str, Sent]:
-    """What is sent to the daemon, by kind. folder: where the daemon reads files."""
+class _Image(BaseHTTPRequestHandler):
+    """Answers each request with an image."""
+
+    def do_GET(self) -> None:
+        from media_folders import file_of, picture
+
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(file_of(picture(0)))
+
+
+def kinds(folder: Path, port: int) -> dict[str, Sent]:
+    """What is sent to the daemon, by kind. folder: where the daemon reads files. port: of `_Image` on this machine,
+    whose hosts the daemon allows, though not their addresses."""
     from media_folders import file_of, picture, tone, wav_of
     from test_media_safety import SVG, gif, png, tiff, webp
 
-    image = lambda content: Sent(lambda: [MediaInput("image", content)])  # noqa: E731
+    image = lambda content, reason="": Sent(lambda: [MediaInput("image", content)], reason=reason)  # noqa: E731
     photo = file_of(picture(0, 2000, 1500), "JPEG")
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
@@ -84,11 +98,12 @@ def kinds(folder: Path) -> dict[str, Sent]:
         "0×0": image(png(0, 0)),
         "sound as image": image(wav_of(tone())),
         "wrong MIME": image("data:image/png;base64," + base64.b64encode(SVG).decode()),
-        "http://127.0.0.1": image("http://127.0.0.1/x.png"),
-        "http://169.254.169.254": image("http://169.254.169.254/latest/meta-data/"),
-        "http://[::1]": image("http://[::1]/x.png"),
-        "file:///etc/passwd": image("file:///etc/passwd"),
-        "symlink out of the folder": image(f"file://{folder}/out.png"),
+        "http://127.0.0.1": image(f"http://127.0.0.1:{port}/x.png", "is not public"),
+        "http://169.254.169.254": image("http://169.254.169.254/latest/meta-data/", "allowed_media_domains"),
+        "http://[::1]": image(f"http://[::1]:{port}/x.png", "is not public"),
+        "file:///etc/passwd": image("file:///etc/passwd", "no file in the folder"),
+        "file outside the folder": image(f"file://{folder.parent}/out.png", "no file in the folder"),
+        "symlink out of the folder": image(f"file://{folder}/link.png", "no file in the folder"),
         "placeholders in the text": Sent(lambda: [MediaInput("image", photo)], "<image> of <image>"),
         "4,000 items": Sent(lambda: [MediaInput("image", SVG)] * 4000),
         "10,000 items": Sent(lambda: [MediaInput("image", SVG)] * 10_000),
@@ -104,7 +119,7 @@ def redirecting() -> Iterator[Callable[[], bytes]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     name = f"{HOST}:{server.server_address[1]}"
     config = MultiModalConfig(allowed_media_domains=[name])
-    fetcher = Fetcher(config, lambda *_: ["127.0.0.1"], lambda _: True)
+    fetcher = Fetcher(config, lambda *_: ["127.0.0.1"], lambda address: address == "127.0.0.1")
     yield lambda: fetcher.get("image 0", f"http://{name}/redirect")
     server.shutdown()
 
@@ -126,6 +141,12 @@ def changing() -> Iterator[Callable[[], bytes]]:
 
 
 FETCHED = {"redirect": redirecting, "name whose address changes": changing}
+REASONS = {"redirect": "redirects are not followed", "name whose address changes": ""}
+
+
+def _named(error: MainspringError, reason: str) -> str:
+    """What is counted of an error: its type, and its text if that is not the reason."""
+    return type(error).__name__ + ("" if reason in str(error) else f": {error!s:.200}")
 
 
 def workers(daemon: int) -> list[psutil.Process]:
@@ -137,8 +158,8 @@ def workers(daemon: int) -> list[psutil.Process]:
     return found
 
 
-def _attack(address: str, kind: str, daemon: int, folder: Path, seconds: float, pipe: Any) -> None:
-    sent = kinds(folder)[kind]
+def _attack(address: str, kind: str, daemon: int, folder: Path, port: int, seconds: float, pipe: Any) -> None:
+    sent = kinds(folder, port)[kind]
     client = SyncClient(Connection(address))
     media = client.media()
     from media_folders import file_of, picture
@@ -155,7 +176,7 @@ def _attack(address: str, kind: str, daemon: int, folder: Path, seconds: float, 
             flying.pop(0).result(120)
             answers["accepted"] += 1
         except MainspringError as error:
-            answers[type(error).__name__] += 1
+            answers[_named(error, sent.reason)] += 1
         flying.append(media.prepare(sent.prompt, sent.items(), {}))
         if not sum(answers.values()) % 20:
             resident = max([resident, *(one.memory_info().rss for one in workers(daemon))])
@@ -168,7 +189,7 @@ def _attack(address: str, kind: str, daemon: int, folder: Path, seconds: float, 
     client.close()
 
 
-def _fetch(_: str, kind: str, daemon: int, folder: Path, seconds: float, pipe: Any) -> None:
+def _fetch(_: str, kind: str, daemon: int, folder: Path, port: int, seconds: float, pipe: Any) -> None:
     """`_attack` with the function of a media worker, but without the daemon."""
     os.nice(NICENESS)
     _take_short_slices()
@@ -180,7 +201,7 @@ def _fetch(_: str, kind: str, daemon: int, folder: Path, seconds: float, pipe: A
                 fetch()
                 answers["accepted"] += 1
             except MainspringError as error:
-                answers[type(error).__name__] += 1
+                answers[_named(error, REASONS[kind])] += 1
         ended = time.monotonic()
         share = (time.process_time() - used) / (ended - began)
     answers["MiB resident"] = psutil.Process().memory_info().rss >> 20
@@ -194,6 +215,7 @@ def main() -> int:
     parser.add_argument("--only", help="this kind only")
     add_arguments(parser)
     args = parser.parse_args()
+    from media_folders import file_of, picture
     from vllm_media_examples import MODELS, make
 
     bars: list[Bar] = []
@@ -201,22 +223,30 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "media"
         folder.mkdir()
-        (folder / "out.png").symlink_to("/etc/passwd")
+        (folder.parent / "out.png").write_bytes(file_of(picture(0)))
+        (folder / "link.png").symlink_to(folder.parent / "out.png")
+        images = HTTPServer(("127.0.0.1", 0), _Image)
+        threading.Thread(target=images.serve_forever, daemon=True).start()
+        port = images.server_address[1]
+        hosts = f"127.0.0.1:{port}", f"::1:{port}"
         [recipe] = [one for one in MODELS if one.model_type == "llava_onevision"]  # it takes images and videos
         model = str(make(recipe, Path(temporary) / "model"))
         flags = ("--model", model, "--max-model-len=512", "--dtype=float32", "--kv-cache-memory-bytes=8388608")
-        sent = kinds(folder)
-        with Daemon(*flags, f"--allowed-local-media-path={folder}", threads=args.threads or 1) as daemon:
+        flags += (f"--allowed-local-media-path={folder}", "--allowed-media-domains", *hosts)
+        sent = kinds(folder, port)
+        with Daemon(*flags, threads=args.threads or 1) as daemon:
             victim = Victim(daemon.address)
             for kind in [args.only] if args.only else [*sent, *FETCHED]:
-                ratios, exact, answers, resident = [], True, Counter[str](), 0
+                ratios, gaps, exact, answers, resident = [], list[tuple[float, float]](), True, Counter[str](), 0
                 expected = sent[kind].answer if kind in sent else REFUSED
-                given = daemon.address, kind, daemon.pid, folder, args.seconds
+                given = daemon.address, kind, daemon.pid, folder, port, args.seconds
                 for _ in range(args.runs):
                     attacked, one, attacker = victim.gaps_beside(_attack if kind in sent else _fetch, *given)
                     resident = max(resident, attacker.answers.pop("MiB resident"))
+                    longest = victim.longest
                     burning, other, _ = victim.gaps_beside(_burn, daemon.address, attacker.share, args.seconds)
                     ratios.append(attacked / burning)
+                    gaps.append((longest, victim.longest))
                     exact, answers = exact and one and other, answers + attacker.answers
                     text = f"{kind}: p99 {attacked * 1e3:.2f} ms ({attacker.share:.2f} cores), {burning * 1e3:.2f} ms"
                     print(f"{text} beside burning; {dict(attacker.answers)}", flush=True)
@@ -227,6 +257,11 @@ def main() -> int:
                     Bar("… the stream's tokens", "exact" if exact else "not exact", exact),
                     Bar(
                         f"… p99 of the gaps to that beside burning ({MAX_RATIO:g})", f"{ratio:.2f}", ratio <= MAX_RATIO
+                    ),
+                    Bar(
+                        "… the longest gap, beside burning",
+                        ", ".join(f"{1e3 * median(each):.0f} ms" for each in zip(*gaps, strict=True)),
+                        None,
                     ),
                     Bar("… resident memory", f"{resident} MiB", resident << 20 <= MOST_RESIDENT),
                 ]
