@@ -85,18 +85,22 @@ class Silent:
 
 
 class SilentAsync(Silent):
-    async def add_request(  # type: ignore[override]
-        self, request: AddRequest, tensors: Sequence[Any] = (), rank: int | None = None
-    ) -> None:
+    lost: Any = None
+
+    def send_request(self, request: AddRequest, tensors: Sequence[Any] = (), rank: int | None = None) -> None:
         super().add_request(request, tensors, rank)
 
-    async def abort(self, handles: Sequence[int]) -> None:  # type: ignore[override]
-        self.aborted += handles
+    def send_abort(self, handles: Sequence[int]) -> None:
+        super().abort(handles)
 
-    async def get_outputs(self, timeout: float | None = None) -> Outputs:  # type: ignore[override]
-        while not self.closed:
-            await asyncio.sleep(0.01)
-        raise EngineDeadError("the engine was shut down")
+    def deliver_to(self, take: Any, lost: Any) -> None:
+        self.lost = lost
+
+    def close(self) -> None:
+        super().close()
+        if self.lost is not None:
+            self.lost(EngineDeadError("the engine was shut down"))
+            self.lost = None
 
     async def call(self, *call: Any, timeout: float | None = None) -> Any:  # type: ignore[override]
         return super().call(*call)
