@@ -228,7 +228,7 @@ def main() -> int:
         images = HTTPServer(("127.0.0.1", 0), _Image)
         threading.Thread(target=images.serve_forever, daemon=True).start()
         port = images.server_address[1]
-        hosts = f"127.0.0.1:{port}", f"::1:{port}"
+        hosts = f"127.0.0.1:{port}", f"[::1]:{port}"
         [recipe] = [one for one in MODELS if one.model_type == "llava_onevision"]  # it takes images and videos
         model = str(make(recipe, Path(temporary) / "model"))
         flags = ("--model", model, "--max-model-len=512", "--dtype=float32", "--kv-cache-memory-bytes=8388608")

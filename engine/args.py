@@ -458,7 +458,7 @@ def _check_media(values: dict[str, Any]) -> None:
             raise InvalidArgumentError(f"limit_mm_per_prompt names {shown(modality)}; there are {known}")
         check_least(f"limit_mm_per_prompt of {modality}", most, 0)
     for host in values["allowed_media_domains"]:
-        if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host):
+        if not re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?", host):
             raise InvalidArgumentError(
                 f"allowed_media_domains holds {shown(host)}; give names of hosts, without https://"
             )

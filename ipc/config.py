@@ -410,7 +410,9 @@ class MultiModalConfig(Section, frozen=True, kw_only=True):
         dict[str, int], "Most items of each modality in a prompt; a modality that is not named: 32."
     ] = {}
     mm_processor_kwargs: Annotated[dict[str, Any], "Arguments of the checkpoint's processor, for all requests."] = {}
-    allowed_media_domains: Annotated[list[str], "Hosts from which media may be fetched; none: no URLs."] = []
+    allowed_media_domains: Annotated[
+        list[str], "Hosts from which media may be fetched, some with a port; none: no URLs."
+    ] = []
     allowed_local_media_path: Annotated[str, "Folder that file:// URLs may name; none: no files."] = ""
     media_workers: Annotated[int, "Processes that decode and prepare media, started when there are some."] = 1
     mm_processor_cache_gb: Annotated[float, "GiB of prepared media that each media worker keeps."] = 1.0

@@ -136,7 +136,8 @@ class Fetcher:
         except ValueError:
             raise InvalidRequestError(f"{what} has no valid URL: {url!r:.80}") from None
         port = given or (443 if parts.scheme.lower() == "https" else 80)
-        named = {host, f"{host}:{port}"} if given is None or port in (80, 443) else {f"{host}:{port}"}
+        name = f"[{host}]" if ":" in host else host
+        named = {name, f"{name}:{port}"} if given is None or port in (80, 443) else {f"{name}:{port}"}
         allowed = {name.lower() for name in self._config.allowed_media_domains}
         if not host or parts.username is not None or not named & allowed:
             listed = ", ".join(sorted(allowed)) or "none"

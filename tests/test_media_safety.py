@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mainspring.engine.args import EngineArgs
 from mainspring.ipc.config import MultiModalConfig
 from mainspring.ipc.errors import InvalidRequestError, MainspringError, NotSupportedError
 from mainspring.ipc.media_client import MediaInput
@@ -373,6 +374,15 @@ def test_an_address_that_is_not_public_is_not_connected_to(address: str) -> None
     config = MultiModalConfig(allowed_media_domains=[HERE])
     with pytest.raises(InvalidRequestError, match="is not public"):
         Fetcher(config, resolve=lambda *_: ["93.184.215.14", address]).get("image 0", f"http://{HERE}/x.png")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "[::1]:8000", "[::1]"])
+def test_an_address_may_be_listed_but_is_not_connected_to(host: str) -> None:
+    config = EngineArgs(allowed_media_domains=[host]).create_engine_config().multimodal_config
+    with pytest.raises(InvalidRequestError, match="is not public"):
+        Fetcher(config, resolve=lambda name, _: [name]).get("image 0", f"http://{host}/x.png")
+    with pytest.raises(InvalidRequestError, match="not of allowed_media_domains"):
+        Fetcher(config, resolve=lambda name, _: [name]).get("image 0", "http://[::1]:9/x.png")
 
 
 def test_public_addresses_are_public() -> None:
