@@ -322,9 +322,9 @@ class Connection:
             if not connected:
                 link.read_events()
             came = self._take_all()
-            if connected and not came:  # with each message, to look would take a third of the time that it takes
+            if connected and not came:  # to read events after each message would take a third as long as the message
                 link.read_events()
-                came = link.lost and self._take_all()  # what came before the end
+                came = link.lost and self._take_all()  # messages that came before the connection was lost
             changed = changed or came
             turned_away = self._ready is None and time.monotonic() - link.opened_at < LOST_POLL_SECONDS
             if not link.lost or turned_away:  # wait before the next attempt

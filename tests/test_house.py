@@ -401,6 +401,10 @@ print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "tr
     assert out.strip() == "[]"
 
 
+def test_a_worker_of_the_server_does_not_import_numpy() -> None:
+    assert run_python("import mainspring.web.worker, sys; print('numpy' in sys.modules)").strip() == "False"
+
+
 def test_importing_the_package_loads_nothing_else_of_it() -> None:
     out = run_python("import mainspring, sys; print(*[name for name in sys.modules if name.startswith('mainspring.')])")
     assert out.split() == []

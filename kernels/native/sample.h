@@ -320,12 +320,9 @@ inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scori
         if (vocab - i >= LANES) return load(logits + i);
         return where_less(ramp(), iset(int(vocab - i)), load_n(logits + i, int(vocab - i)), set(-INFINITE));
     };
-    F32 most[4] = {set(-INFINITE), set(-INFINITE), set(-INFINITE), set(-INFINITE)};  // one would wait for itself
-    int64_t at = 0;
-    for (; at + 4 * LANES <= vocab; at += 4 * LANES)
-        for (int j = 0; j < 4; ++j) most[j] = max(load(logits + at + j * LANES), most[j]);
-    for (; at < vocab; at += LANES) most[0] = max(chunk(at), most[0]);
-    const F32 peak = set(largest(max(max(most[0], most[1]), max(most[2], most[3]))));
+    F32 most = set(-INFINITE);
+    for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
+    const F32 peak = set(largest(most));
     double mass = 0;
     for (int64_t begin = 0; begin < vocab; begin += 64 * LANES) {
         F32 part = zero();
