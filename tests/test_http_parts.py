@@ -399,10 +399,11 @@ def test_parts_that_go_without_asgi_are_chunks_like_the_others() -> None:
         direct = scope["extensions"][DIRECT]
         takes.append(direct.takes_parts)
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        takes.append(direct.takes_parts)  # the header waits for the first part
         for _ in range(2):
+            await send({"type": "http.response.body", "body": b"hello", "more_body": True})
             takes.append(direct.takes_parts)
-            direct.write_part(b"hello")
-            await send({"type": "http.response.body", "body": b" world, ", "more_body": True})
+            direct.write_part(b" world, ")
         direct.flow.pause_writing()
         takes.append(direct.takes_parts)
         direct.flow.resume_writing()
@@ -416,7 +417,64 @@ def test_parts_that_go_without_asgi_are_chunks_like_the_others() -> None:
 
     said = b"5\r\nhello\r\n8\r\n world, \r\n"
     assert on_a_connection(app, talk) == said + said + b"3\r\nbye\r\n0\r\n\r\n"
-    assert takes == [False, True, True, False, False]
+    assert takes == [False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "bodies", "writes"),
+    [
+        ("GET / HTTP/1.1", [(b"content-length", b"2")], [b"ok"], [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"]),
+        ("HEAD / HTTP/1.1", [(b"content-length", b"2")], [b"ok"], [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"]),
+        (
+            "GET / HTTP/1.1",
+            [],
+            [b"a", b"b", b""],
+            [
+                b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n",
+                b"1\r\nb\r\n",
+                b"0\r\n\r\n",
+            ],
+        ),
+        (
+            "POST / HTTP/1.1\r\nexpect: 100-continue",
+            [(b"content-length", b"0")],
+            [b""],
+            [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"],
+        ),
+        # a handler that fails between the two
+        ("GET / HTTP/1.1", [(b"content-length", b"2")], [], [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"]),
+    ],
+)
+def test_a_header_goes_out_with_the_first_part(
+    monkeypatch: pytest.MonkeyPatch, request_line: str, headers: list[Any], bodies: list[bytes], writes: list[bytes]
+) -> None:
+    written, made = [], protocol.LimitedProtocol.connection_made
+
+    class Noting:
+        def __init__(self, transport: Any) -> None:
+            self._transport = transport
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+        def write(self, data: bytes) -> None:
+            written.append(data)
+            self._transport.write(data)
+
+    monkeypatch.setattr(protocol.LimitedProtocol, "connection_made", lambda self, real: made(self, Noting(real)))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for at, body in enumerate(bodies, 1):
+            await send({"type": "http.response.body", "body": body, "more_body": at < len(bodies)})
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(f"{request_line}\r\nconnection: close\r\nhost: x\r\n\r\n".encode())
+        return await reader.read()
+
+    assert on_a_connection(app, talk) == b"".join(written)
+    assert [one.replace(b"connection: close\r\n", b"") for one in written] == writes
 
 
 def test_an_answer_whose_length_is_told_has_no_parts_without_asgi() -> None:

@@ -88,6 +88,34 @@ class _Flow(FlowControl):
                 self._transport.resume_reading()
 
 
+class _Unbegun:
+    """The transport of an answer until it has begun: the header goes out with the first part of the body, because each
+    write is a system call, and may wake the client."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport, self._header = cycle, cycle.transport, b""
+
+    def write(self, data: bytes) -> None:
+        if self._header:
+            self.begin(data)
+        elif self._cycle.response_started:
+            self._header = data
+        else:  # 100 Continue
+            self._transport.write(data)
+
+    def begin(self, data: bytes = b"") -> None:
+        """Send the header and the first part."""
+        self._cycle.transport = self._transport
+        self._transport.write(self._header + data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.begin()
+        self._transport.close()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     flow: _Flow
     _rounds = _Rounds()  # a process has one event loop
@@ -121,7 +149,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def takes_parts(self) -> bool:
         """See `exchange.Direct`."""
         one = self._running
-        begun = one is not None and bool(one.chunked_encoding) and not one.response_complete
+        begun = one is not None and one.transport is self.transport and one.chunked_encoding is True
+        begun = begun and not one.response_complete
         return begun and not (self.flow.write_paused or self.transport.is_closing())
 
     def write_part(self, part: bytes) -> None:
@@ -130,8 +159,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = _Unbegun(cycle)  # type: ignore[assignment]
         cycle.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        if isinstance(unbegun := self._running.transport, _Unbegun):  # it has a header only
+            unbegun.begin()
+        super().on_response_complete()
 
     def eof_received(self) -> Any:
         if self.scheme == "http":  # TLS can't stay half open: such a connection is closed at once
