@@ -39,6 +39,7 @@ class AsyncClient(ConnectedClient):
         self._take: Callable[[Outputs], None] | None = None  # see `deliver_to`
         self._lost: Callable[[EngineDeadError], None] | None = None
         self._delivers = False  # whether the loop will call `_deliver`
+        self._takes_in = False  # whether the loop will call `_take_in`
 
     async def add_request(
         self, request: AddRequest, tensors: Sequence[np.ndarray] = (), rank: int | None = None
@@ -49,7 +50,7 @@ class AsyncClient(ConnectedClient):
         """As `add_request`, which never waits. For callbacks of the loop."""
         self._enter()
         self._connection.add_request(request, tensors, rank)
-        self._take_in()
+        self._take_in_soon()
 
     async def abort(self, handles: Sequence[int]) -> None:
         self.send_abort(handles)
@@ -58,7 +59,7 @@ class AsyncClient(ConnectedClient):
         """As `abort`, which never waits."""
         self._enter()
         self._connection.abort(handles)
-        self._take_in()
+        self._take_in_soon()
 
     def deliver_to(self, take: Callable[[Outputs], None], lost: Callable[[EngineDeadError], None]) -> None:
         """Call `take` with all outputs as they come, one in a round of the loop, so that nobody needs `get_outputs`: no
@@ -155,9 +156,16 @@ class AsyncClient(ConnectedClient):
         if not self._delivers:
             self._deliver()
 
+    def _take_in_soon(self) -> None:
+        """Let all that is sent in this round of the loop go together, and then receive: a zmq descriptor signals a
+        change only once, so every send is followed by that."""
+        if not self._takes_in and self._loop is not None:
+            self._takes_in = True
+            self._loop.call_soon(self._take_in)
+
     def _take_in(self) -> None:
-        """Receive, and let the loop deliver. A zmq descriptor signals a change only once, so every send is followed by
-        this."""
+        """Receive, and let the loop deliver."""
+        self._takes_in = False
         self._look()
         self._deliver_soon()
 

@@ -261,7 +261,7 @@ class Connection:
 
     def _send_entry(self, entry: Entry) -> None:
         if (ready := self._ready) is not None:
-            self._send(entry.message(ready.instance_id), entry.tensors)
+            self._gather(entry.message(ready.instance_id), entry.tensors)
             entry.sent_to = ready.instance_id, self.number, ready.epoch
             if entry.request.media and self.media is not None:
                 self.media.sent(entry.request.media, self.number)
@@ -273,7 +273,7 @@ class Connection:
             self._ledger[handle].aborted = True
         if self._ready is not None:
             for start in range(0, len(known), MAX_ABORTED):
-                self._send(Abort(known[start : start + MAX_ABORTED]))
+                self._gather(Abort(known[start : start + MAX_ABORTED]))
         else:
             self._end_aborted()
 
@@ -306,17 +306,22 @@ class Connection:
         self._calls.pop(call_id, None)
         self.results.pop(call_id, None)
 
-    def _send(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
+    def _gather(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
         assert self._ready is not None
-        self._link.send(codec.encode(message, self._ready.instance_id, self._ready.epoch, tensors), copy=not tensors)
+        self._link.gather(codec.encode(message, self._ready.instance_id, self._ready.epoch, tensors), copy=not tensors)
+
+    def _send(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
+        self._gather(message, tensors)
+        self._link.flush()
 
     # ------------------------------------------------------------------ receiving
 
     def receive(self) -> bool:
-        """Process all frames that have arrived, without waiting, and reconnect if the connection is lost. Returns
-        whether anything has changed."""
+        """Send what was added and aborted, process all frames that have arrived, without waiting, and reconnect if the
+        connection is lost. Returns whether anything has changed."""
         self.check_process()
         changed, link = False, self._link
+        link.flush()
         while self.error is None:
             connected = self._ready is not None
             if not connected:
@@ -419,6 +424,7 @@ class Connection:
             self._send_entry(entry)
         for asked in list(self._calls.values()):
             self._send_call(asked)
+        self._link.flush()
 
     # ------------------------------------------------------------------ for the other connections of a group
 
@@ -445,6 +451,7 @@ class Connection:
         """Go on with a request that another connection has given up."""
         self._ledger.put(entry)
         self._send_entry(entry)
+        self._link.flush()
 
     def take_over_calls(self, other: Connection, ids: Iterable[int]) -> None:
         """Ask what another connection has asked, under the same ids."""

@@ -30,6 +30,7 @@ class Link:
         self._address, self._keys, self._queue = address, keys, queue
         self._context: zmq.Context[Socket] = zmq.Context()
         self._sockets: list[Socket] = []  # the one in use, and its monitor
+        self._gathered: list[tuple[Sequence[Any], bool]] = []  # arguments of `gather`
         self.fds: tuple[int, ...] = ()  # their descriptors
         self._end = weakref.finalize(self, _abandon, self._context, self._sockets, os.getpid())
         self.num_sockets = 0  # a new socket may get the file descriptors of the old one
@@ -40,6 +41,7 @@ class Link:
         """Replace the socket by a new one, because frames queued in the old one would reach the next core. If that
         fails, there is no socket, and the connection counts as lost."""
         self.close_socket(0)
+        self._gathered.clear()
         self.opened_at = time.monotonic()
         self.reached = False  # the ZeroMQ handshake of this socket succeeded
         self.lost = False
@@ -56,13 +58,26 @@ class Link:
         self.num_sockets += 1
         self.fds = tuple(int(socket.FD) for socket in self._sockets)
 
+    def gather(self, frames: Sequence[Any], copy: bool = True) -> None:
+        """Send a message with the next one, or at `flush`. Each time a message is sent, libzmq may have to wake its
+        thread, and the core, which takes longer than the rest."""
+        self._gathered.append((frames, copy))
+
     def send(self, frames: Sequence[Any], copy: bool = True) -> None:
-        """libzmq queues any number of frames, except on a socket that the core has rejected: that one would block for
-        ever, so the connection counts as lost."""
+        self.gather(frames, copy)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what was gathered. libzmq queues any number of frames, except on a socket that the core has rejected:
+        that one would block for ever, so the connection counts as lost."""
+        if not self._gathered:
+            return
+        gathered, self._gathered = self._gathered, []
         if not self._sockets:
             return
         try:
-            self._sockets[0].send_multipart(frames, zmq.NOBLOCK, copy)
+            for frames, copy in gathered:
+                self._sockets[0].send_multipart(frames, zmq.NOBLOCK, copy)
         except zmq.Again:
             self.lost = True
 

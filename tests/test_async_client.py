@@ -66,6 +66,42 @@ def test_the_async_client_streams_calls_and_aborts(owner: StandInOwner, run: Run
     run(main())
 
 
+def test_what_is_sent_in_a_round_of_the_loop_goes_together(owner: StandInOwner, run: Run) -> None:
+    async def main() -> None:
+        client = AsyncClient(Connection(owner))
+        link = client._connection._link  # type: ignore[union-attr]
+        tokens: dict[int, list[int]] = defaultdict(list)
+        ended: dict[int, str] = {}
+
+        async def read(count: int) -> None:
+            while len(ended) < count:
+                outputs = await asyncio.wait_for(client.get_outputs(), PROMPTLY)
+                take(outputs, tokens)
+                ended.update((finished.handle, finished.reason) for finished in outputs.finished)
+
+        for handle in range(3):
+            client.send_request(request(handle, max_tokens=10**9 if handle == 1 else 4, first=handle))
+        client.send_abort([1])
+        assert len(link._gathered) == 4
+        await asyncio.sleep(0)
+        assert not link._gathered
+        await read(3)
+        assert ended == {0: "length", 1: "abort", 2: "length"}
+        assert tokens[0] == [0, 1, 2, 3]
+
+        client.send_request(request(3, max_tokens=4, first=3))
+        assert await client.call("echo", 1) == [1]  # after the request, and at once
+        assert not link._gathered
+        client.send_request(request(4, max_tokens=4, first=4))
+        client._connection._reconnect()  # type: ignore[union-attr]  # before it is sent: then it goes to the next core
+        assert not link._gathered
+        await read(5)
+        assert (tokens[3], tokens[4]) == ([3, 4, 5, 6], [4, 5, 6, 7])
+        client.close()
+
+    run(main())
+
+
 def test_an_async_call_that_takes_too_long_is_a_timeout(owner: StandInOwner, run: Run) -> None:
     async def main() -> None:
         client = AsyncClient(Connection(owner))
