@@ -132,6 +132,11 @@ class SamplingParams:
         """The number of completions to compute."""
         return self.best_of or self.n
 
+    def __copy__(self) -> Self:
+        found = object.__new__(type(self))  # a quarter of the time of the usual way, which is for any class
+        vars(found).update(vars(self))
+        return found
+
     def clone(self) -> SamplingParams:
         """A copy that shares nothing mutable but `logits_processors` and `extra_args`."""
         found = copy.copy(self)

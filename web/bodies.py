@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json as codec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,6 +24,7 @@ _SAME = (  # fields of a body that `SamplingParams` has under the same name
     "length_penalty early_stopping prompt_logprobs"
 ).split()
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
+_CHECKED_ONCE = (int, float, bool, type(None), RequestOutputKind)  # types of values that are small and never change
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
@@ -133,7 +135,15 @@ def sampling_params(engine: AsyncLLMEngine, body: GenerateBody, **more: Any) -> 
     usual = _usual(*((name, config[name]) for name in (*_DEFAULTS, "do_sample") if name in config))
     if body.use_beam_search:
         usual = {"temperature": 0.0}  # beams are ranked by the model's own probabilities
-    return SamplingParams(**{**usual, **given})
+    values = {**usual, **given}
+    if all(type(value) in _CHECKED_ONCE for value in values.values()):
+        return copy.copy(_checked(**values))  # to check them all takes as long as to encode a prompt
+    return SamplingParams(**values)
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _checked(**values: Any) -> SamplingParams:
+    return SamplingParams(**values)
 
 
 @functools.lru_cache(maxsize=8)
