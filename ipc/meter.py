@@ -74,8 +74,9 @@ class Meter:
         self._observe("e2e_request_latency_seconds", request.e2e_latency)
         self._observe("request_prompt_tokens", request.num_prompt_tokens)
         self._observe("request_generation_tokens", request.num_generation_tokens)
-        for name, seconds in zip(("queue", "prefill", "decode"), request[4:], strict=True):
-            self._observe(f"request_{name}_time_seconds", seconds)
+        self._observe("request_queue_time_seconds", request.queued_time)
+        self._observe("request_prefill_time_seconds", request.prefill_time)
+        self._observe("request_decode_time_seconds", request.decode_time)
 
     def measured(self) -> Measured:
         """All counters and histograms so far."""

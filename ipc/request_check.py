@@ -21,6 +21,7 @@ from .structured import MAX_SPEC_BYTES, TOKENS, Kind, trace_of
 if TYPE_CHECKING:
     import numpy as np
 
+_GRAMMARS = (*get_args(Kind), TOKENS)
 _TOKEN_FIELDS = [name for name, kind in Sampling.__annotations__.items() if kind in (list[int], dict[int, float])]
 
 
@@ -180,9 +181,8 @@ class RequestCheck(NamedTuple):
         if not all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values()):
             raise InvalidRequestError(f"a value of logit_bias is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         unpacked(sampling.extra_args)
-        kinds = (*get_args(Kind), TOKENS)
-        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in kinds):
-            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(kinds)}")
+        if sampling.grammar and (len(sampling.grammar) != 2 or sampling.grammar[0] not in _GRAMMARS):
+            raise InvalidRequestError(f"a grammar is a kind and a text; kinds are {', '.join(_GRAMMARS)}")
         if sampling.grammar and (length := len(sampling.grammar[1])) > MAX_SPEC_BYTES:
             raise InvalidRequestError(f"the grammar has {length} characters; the limit is {MAX_SPEC_BYTES}")
         if sampling.grammar and sampling.grammar[0] == TOKENS:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]  # what a template gets as content: text, or a list of parts
+_FORMATS = get_args(ContentFormat)
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file)s?(_\w+)?")  # types of parts that are media
@@ -55,9 +56,9 @@ def render_chat(
     """
     import jinja2
 
-    if content_format not in get_args(ContentFormat):
+    if content_format not in _FORMATS:
         raise InvalidArgumentError(
-            f"chat_template_content_format is {shown(content_format)}; it must be one of {get_args(ContentFormat)}"
+            f"chat_template_content_format is {shown(content_format)}; it must be one of {_FORMATS}"
         )
     media = media or {}
     messages, tools = _checked(take_media(conversation, media)[0]), _checked_tools(tools)

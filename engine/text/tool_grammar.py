@@ -13,6 +13,7 @@ from .response_formats import TOOL_FORMATS, CallForm, ReasoningFormat, ToolForma
 from .response_reader import elements, schema_types, starts_in_reasoning
 
 Mode = Literal["auto", "none", "required"]
+_MODES = get_args(Mode)
 
 _ANY_TEXT = "/(?s:.*)/"  # no special token is a part of it
 _SPACE = r"/[ \n]{0,4}/"
@@ -64,7 +65,7 @@ def tool_choice(tools: Sequence[Any] | None, choice: Any, parallel: bool | None)
         for name in names:
             if name not in known:
                 raise InvalidRequestError(f"tool_choice names {shown(name)}, which is not in tools")
-    if mode in get_args(Mode):
+    if mode in _MODES:
         if mode == "required" and not names:
             raise InvalidRequestError("tool_choice is 'required', but there are no tools")
         return ToolChoice(tuple(known[name] for name in names), cast(Mode, mode), one)
