@@ -18,8 +18,6 @@ import time
 import urllib.request
 from typing import Any
 
-os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # so that the core process has what is replaced here
-
 import uvloop
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -83,6 +81,9 @@ def replace_core() -> None:
         setattr(EngineCoreProc, name, function)
 
 
+replace_core()  # here, because the core process is spawned, and imports this program
+
+
 def tell_when_ready(port: int, out: int) -> None:
     while True:
         try:
@@ -98,7 +99,6 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM's log goes there
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    replace_core()
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args(
         [f"--model={sys.argv[1]}", "--host=127.0.0.1", f"--port={port}", "--disable-uvicorn-access-log"]
