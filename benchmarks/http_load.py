@@ -166,7 +166,7 @@ class Client(asyncio.Protocol):
         if self._again:  # answers that are not streamed, one after another
             if data.endswith(b"}"):
                 self.answers += 1
-                self.failed += b'"finish_reason":"length"' not in data or TEXT not in data  # of the stand-in's token
+                self.failed += b'"finish_reason":"length"' not in data or b'"content":"%b"' % TEXT not in data
                 self._transport.write(self._request)
             return
         if count := data.count(TEXT):

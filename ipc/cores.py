@@ -190,6 +190,8 @@ class Cores:
         changed = [one.receive() for one in self._all.values()]
         if any(changed) or self._leaving or any(one.ready_at is None for one in self._all.values()):
             followed, moved = self._follow(), self._move()
+            if moved:  # requests were sent, and each send is followed by this
+                changed += [one.receive() for one in self._all.values()]
             self._join()
             self._unseen = self._unseen or any(changed) or followed or moved
 

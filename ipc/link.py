@@ -78,7 +78,7 @@ class Link:
         try:
             for frames, copy in gathered:
                 self._sockets[0].send_multipart(frames, zmq.NOBLOCK, copy)
-        except zmq.Again:
+        except zmq.ZMQError:
             self.lost = True
 
     def receive(self) -> list[memoryview] | None:

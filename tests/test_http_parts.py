@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import Finished
 from mainspring.ipc.params import RequestOutputKind, SamplingParams
-from mainspring.web import chat, completions, protocol, serve_options, worker
+from mainspring.web import bodies, chat, completions, protocol, serve_options, worker
 from mainspring.web.app import App
 from mainspring.web.bodies import ChatBody, CompletionBody, listed_inputs, sampling_params
 from mainspring.web.counters import Counters, shared_file
@@ -477,6 +479,33 @@ def test_a_header_goes_out_with_the_first_part(
     assert [one.replace(b"connection: close\r\n", b"") for one in written] == writes
 
 
+def test_a_client_that_leaves_before_its_answer_leaves_no_garbage() -> None:
+    begun, kept = asyncio.Event(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        kept.append(weakref.ref(scope["extensions"][DIRECT]))
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await begun.wait()
+        writer.close()
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if kept[0]() is None:
+                return b"gone"
+        return b"there"
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert on_a_connection(app, talk) == b"gone"
+    finally:
+        gc.enable()
+
+
 def test_an_answer_whose_length_is_told_has_no_parts_without_asgi() -> None:
     takes = []
 
@@ -773,6 +802,25 @@ def test_parameters_come_from_the_body_else_from_the_generation_config() -> None
     assert (found.temperature, found.top_k, found.n, found.stop, found.seed) == (0.9, 0, 2, ["x"], 3)
     assert (found.logit_bias, found.min_p, found.max_tokens) == ({5: 100.0}, 0.1, 4)
     assert params(stream=True).output_kind != params().output_kind
+
+
+def test_parameters_of_equal_requests_are_equal_and_not_shared() -> None:
+    checked = bodies._checked
+    checked.cache_clear()
+    given: dict[str, Any] = {"n": 2, "max_tokens": 5, "temperature": 0.6, "top_k": 20}
+    expected = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+    one, other = params(max_tokens=5, n=2), params(max_tokens=5, n=2)
+    assert one == other
+    assert checked.cache_info().hits == 1
+    one.max_tokens, one.n = 1, 1
+    assert params(max_tokens=5, n=2) == other == expected
+    for large in ({"cache_salt": "x" * 9999}, {"stop": ["x"]}, {"logit_bias": {"5": 1}}):  # nothing large is kept
+        size = checked.cache_info().currsize
+        assert params(max_tokens=6, **large) == params(max_tokens=6, **large)
+        assert checked.cache_info().currsize == size
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="top_p"):
+            params(top_p=3.0)
 
 
 def test_the_form_of_an_answer() -> None:

@@ -137,7 +137,9 @@ def sampling_params(engine: AsyncLLMEngine, body: GenerateBody, **more: Any) -> 
         usual = {"temperature": 0.0}  # beams are ranked by the model's own probabilities
     values = {**usual, **given}
     if all(type(value) in _CHECKED_ONCE for value in values.values()):
-        return copy.copy(_checked(**values))  # to check them all takes as long as to encode a prompt
+        found = copy.copy(_checked(**values))  # to check them all takes as long as to encode a prompt
+        found.stop, found.stop_token_ids = [], []
+        return found
     return SamplingParams(**values)
 
 

@@ -141,6 +141,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
         self._rest = b""
+        if self._running is not None:
+            self._running.transport = self.transport  # else an answer that has not begun would keep itself alive
         self.cycle = self._running  # uvicorn tells this one that the client has left
         super().connection_lost(exc)
         self.cycle = self._running = self.scope = None  # type: ignore[assignment]  # the scope refers to this object
