@@ -157,7 +157,8 @@ def test_outputs_are_delivered_one_in_a_round_and_then_the_end(owner: StandInOwn
         assert await client.call("echo", 5) == [5]
         await asyncio.wait_for(ended.wait(), 30)
         assert tokens[0] == list(range(100, 120))
-        assert len(set(rounds)) >= len(rounds) - 1, "each has its own round, but for the first"
+        shared = len(rounds) - len(set(rounds))
+        assert shared <= 3, "each has its own round, but for those that come beside the call and the two aborts"
         client.close()
         await asyncio.wait_for(lost.wait(), PROMPTLY)
         assert len(errors) == 1
