@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from mainspring.core.model.learn import fuse
 from mainspring.core.model.learn.fuse import Fusion, fuse_model
@@ -417,20 +418,26 @@ def test_products_that_do_not_go_through_the_backend_are_seen(name: str, stray: 
     assert (logits_of(model, token_ids(24)) - before).abs().max() <= 1e-5 * before.std()
 
 
-def test_on_a_cpu_layers_that_fusing_left_alone_are_computed_by_the_backend() -> None:
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
+def test_on_a_cpu_layers_that_fusing_left_alone_are_computed_by_the_backend(name: str) -> None:
     """torch's own product may be many times slower: that of 16-bit numbers without instructions for them."""
-    model, weights = build("gpt_neox"), set()
+    model, weights = build(name), set()
+    shapes = {path: tensor.shape for path, tensor in model.named_parameters()}
 
     class Seen(ReferenceBackend):
         def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            weights.add(id(weight))
+            assert weight.is_contiguous()
+            weights.add(weight.data_ptr())
             return super().linear(x, weight, bias)
 
     before = logits_of(model, token_ids(24))
     isolate_rows(model, Seen())
     weights.clear()
     after = logits_of(model, token_ids(24))
-    assert weights == {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    assert len(layers) > 8
+    assert weights == {module.weight.data_ptr() for module in layers}
+    assert {path: tensor.shape for path, tensor in model.named_parameters()} == shapes
     torch.testing.assert_close(after, before)
 
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, Backend
@@ -206,6 +207,8 @@ def route_products(modules: Iterable[nn.Module], linear: Function) -> None:
     for module in modules:
         if is_plain_linear(module):
             module.forward = routed(module, linear)  # type: ignore[arg-type]
+        elif type(module) is Conv1D:
+            module.forward = _routed_conv(module, linear)
         elif isinstance(module, nn.Linear) and not _has_forward(module):
             module.forward = _inside(partial(RoutedProducts, linear), module.forward)  # type: ignore[method-assign]
 
@@ -226,6 +229,14 @@ def _of_tokens(model: PreTrainedModel) -> Iterator[nn.Module]:
 def routed(module: nn.Linear, linear: Function) -> Function:
     """A forward of this linear layer."""
     return lambda input: linear(input, module.weight, module.bias)
+
+
+def _routed_conv(module: Conv1D, linear: Function) -> Function:
+    """A forward of this layer of GPT-2's kind, a linear layer whose weight is ``[in, out]``. On a CPU it keeps this
+    shape, but lies in memory as the backend reads it."""
+    if module.weight.device.type == "cpu":
+        module.weight.data = module.weight.data.t().contiguous().t()
+    return lambda x: linear(x, module.weight.t(), module.bias)
 
 
 def stray_products(model: PreTrainedModel) -> set[str]:
