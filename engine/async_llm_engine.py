@@ -333,6 +333,10 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
     def _stream(self, call: Call) -> RequestStream:
         return RequestStream(self._reader, call["request_id"], partial(self._add, call))
 
+    def stream_of(self, request: EngineCoreRequest) -> RequestStream:
+        """`generate` of a prepared request as it is, in less time: for the HTTP server."""
+        return RequestStream(self._reader, request.request_id, partial(self._send, request))
+
     async def _add(self, call: Call) -> RequestState:
         self._enter()
         if has_media(call["prompt"]) or self.input_processor.model.encoder_input:
@@ -342,7 +346,10 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
             if (prepared := await self._reader.prepared(call["request_id"], begin)) is None:
                 return self._aborted(call)
             call = {**call, "prompt": prepared}
-        request = self._make_request(call)
+        return await self._send(self._make_request(call))
+
+    async def _send(self, request: EngineCoreRequest) -> RequestState:
+        self._enter()
         if self._log_requests:
             tokens, prompt = len(request.prompt_token_ids), (request.prompt or "")[: self._max_log_len]
             logger.info("request %s: %d tokens, %r, %s", request.request_id, tokens, prompt, request.params)

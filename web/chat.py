@@ -12,7 +12,6 @@ from ..engine.chat_methods import chat_prompt as conversation_prompt
 from ..engine.request.outputs import CompletionOutput, RequestOutput
 from ..engine.request.prompts import Prompt, TokensPrompt, with_processor_kwargs
 from ..engine.text.chat_template import template_messages
-from ..ipc.params import SamplingParams
 from .bodies import ChatBody, form_of, sampling_params
 from .exchange import Answer, Events, Request, answer, event, json_of
 from .failures import HttpError
@@ -23,7 +22,6 @@ from .service import Service, finish_reason, made, new_id, usage_of
 
 if TYPE_CHECKING:
     from ..engine.async_llm_engine import AsyncLLMEngine
-    from ..engine.request.input_processor import EngineCoreRequest
     from ..engine.request.request_stream import RequestStream
 
 MAX_TOP_LOGPROBS = 20
@@ -77,7 +75,7 @@ class ChatApi:
 
         tokenization = {"add_special_tokens": bool(body.add_special_tokens)}  # the template writes them itself
 
-        def make() -> tuple[Prompt | EngineCoreRequest, SamplingParams, Reading]:
+        def make() -> tuple[RequestStream, Reading]:
             if body.truncate_prompt_tokens is None:
                 self._check_lengths(engine, body)
             prompt = chat_prompt(engine, body)
@@ -92,7 +90,10 @@ class ChatApi:
             count = (body.top_logprobs or 0) if body.logprobs else None
             params = sampling_params(engine, body, max_tokens=limit, logprobs=count, **more)
             if isinstance(prompt, dict) and "multi_modal_data" in prompt:
-                return prompt, params, reading  # its media are prepared first, which takes time
+                own = {"tokenization_kwargs": tokenization, "trace_headers": self._service.traced(engine, request)}
+                # its media are prepared first, which takes time
+                stream = engine.generate(prompt, params, talk_id, lora_request=lora, priority=body.priority, **own)
+                return stream, reading
             ready = self._service.prepared(
                 engine,
                 request,
@@ -104,18 +105,9 @@ class ChatApi:
                 lora=lora,
                 own_params=True,
             )
-            return ready, params, reading
+            return engine.stream_of(ready), reading
 
-        prompt, params, reading = await made(request, make, engine.engine_core.model.encoder_input)
-        stream = engine.generate(
-            prompt,
-            params,
-            talk_id,
-            lora_request=lora,
-            priority=body.priority,
-            tokenization_kwargs=tokenization,
-            trace_headers=self._service.traced(engine, request),
-        )
+        stream, reading = await made(request, make, engine.engine_core.model.encoder_input)
         await stream.begin()
         return Conversation(talk_id, model, int(time.time()), body, stream, reading.reader, engine.tokenizer)
 
