@@ -387,7 +387,7 @@ def test_connections_that_end_together_are_closed_in_several_rounds() -> None:
         while state.connections:
             await asyncio.sleep(0)
             most, before = max(most, before - len(state.connections)), len(state.connections)
-        assert most <= 2 * protocol.CLOSED_IN_A_ROUND
+        assert most <= 2 * protocol.CLOSED_AT_ONCE
         server.close()
 
     with asyncio.Runner(loop_factory=worker.loop_factory()) as runner:

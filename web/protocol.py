@@ -17,7 +17,8 @@ MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
 PIECE_BYTES, BODY_PIECE_BYTES = 4 << 10, 64 << 10  # of what has come, parsed before other connections have their turn
 PARSE_SECONDS = 0.0005  # of each round of the event loop, because what is parsed starts requests
-CLOSED_IN_A_ROUND = 8  # connections; to close one takes as long as to send a token
+CLOSED_AT_ONCE, CLOSE_SECONDS = 4, 0.001  # connections, and the time until the next ones; to close one takes as long as
+# to send a token, and the engine's core needs the processor, too
 
 
 class _Rounds:
@@ -28,6 +29,7 @@ class _Rounds:
         self._until = 0.0  # when this round has parsed enough; 0: it has not begun to
         self._waiting: deque[LimitedProtocol] = deque()
         self._ended: deque[asyncio.Transport] = deque()
+        self._closes = False  # whether the loop will call `_close_some`
 
     def has_time(self, loop: asyncio.AbstractEventLoop) -> bool:
         if not self._until:
@@ -42,9 +44,20 @@ class _Rounds:
 
     def close(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         """Close a connection that the client has ended."""
-        if not self._until:
-            self._begin(loop)
         self._ended.append(transport)
+        if not self._closes:
+            self._close_later(loop)
+
+    def _close_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._closes = True
+        loop.call_later(CLOSE_SECONDS, self._close_some, loop)
+
+    def _close_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._closes = False
+        for _ in range(min(len(self._ended), CLOSED_AT_ONCE)):
+            self._ended.popleft().close()
+        if self._ended:
+            self._close_later(loop)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._until = time.perf_counter() + PARSE_SECONDS
@@ -52,10 +65,6 @@ class _Rounds:
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._until = 0.0
-        for _ in range(min(len(self._ended), CLOSED_IN_A_ROUND)):
-            self._ended.popleft().close()
-        if self._ended:
-            self._begin(loop)
         for _ in range(len(self._waiting)):
             if not self._until:
                 self._begin(loop)
